@@ -104,8 +104,10 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     draft = None if found.draft is None else model.configuration(found.draft.path)
     rules.check_models(read, config, draft)
     read = models.with_tokens(read, found.draft)
-    complete = adapters.with_family(model.with_lengths(read, config), os.environ)
-    rules.check_lengths(complete)
+    pooled = model.read_pooling(read, base, config)
+    rules.check_pooled(read, pooled)
+    complete = adapters.with_family(model.with_lengths(read, config, pooled), os.environ)
+    rules.check_lengths(complete, pooled)
     sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where
     return configs.Plan(complete, base, device, folder, version(), sources, found.draft, destinations, num_ranks)

@@ -58,7 +58,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "pooled_model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class ShardInfo(_message.Message):
     TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    POOLED_MODEL_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
     dtype: str
@@ -103,7 +104,20 @@ class ShardInfo(_message.Message):
     token_masks: bool
     grammars: bool
     history: bool
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ...) -> None: ...
+    pooled_model: PooledModel
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
+
+class PooledModel(_message.Message):
+    __slots__ = ("task", "pooling", "size", "is_encoder")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    pooling: str
+    size: int
+    is_encoder: bool
+    def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests")
@@ -140,7 +154,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "tenant")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "tenant", "pooling")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +172,7 @@ class Submit(_message.Message):
     ISOLATION_STEPS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_emitted: int
@@ -175,7 +190,16 @@ class Submit(_message.Message):
     isolation_steps: int
     grammar: Grammar
     tenant: str
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    pooling: Pooling
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+
+class Pooling(_message.Message):
+    __slots__ = ("task", "second_text")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SECOND_TEXT_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    second_text: int
+    def __init__(self, task: _Optional[str] = ..., second_text: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("text", "proposes")
@@ -348,7 +372,7 @@ class AdapterState(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., residency: _Optional[_Union[AdapterState.Residency, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
-    __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable", "draft_seconds", "verify_seconds", "accept_seconds", "prefill_ranks", "in_step")
+    __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable", "draft_seconds", "verify_seconds", "accept_seconds", "prefill_ranks", "in_step", "pooled")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +394,7 @@ class RequestOutput(_message.Message):
     ACCEPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
     IN_STEP_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sources: bytes
@@ -391,4 +416,5 @@ class RequestOutput(_message.Message):
     accept_seconds: float
     prefill_ranks: _containers.RepeatedScalarFieldContainer[int]
     in_step: bool
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_drafted: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., prefill_logprobs: _Optional[_Iterable[float]] = ..., prefill_alternative_ids: _Optional[_Iterable[int]] = ..., prefill_alternative_logprobs: _Optional[_Iterable[float]] = ..., step_ends: _Optional[bytes] = ..., retryable: _Optional[bool] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ..., prefill_ranks: _Optional[_Iterable[int]] = ..., in_step: _Optional[bool] = ...) -> None: ...
+    pooled: bytes
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_drafted: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[str] = ..., prefill_logprobs: _Optional[_Iterable[float]] = ..., prefill_alternative_ids: _Optional[_Iterable[int]] = ..., prefill_alternative_logprobs: _Optional[_Iterable[float]] = ..., step_ends: _Optional[bytes] = ..., retryable: _Optional[bool] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., accept_seconds: _Optional[float] = ..., prefill_ranks: _Optional[_Iterable[int]] = ..., in_step: _Optional[bool] = ..., pooled: _Optional[bytes] = ...) -> None: ...

@@ -35,6 +35,10 @@ class RouterConfig(ConfigFile):
     chat_template: str | None = None
     """Replaces the model's chat template."""
     trust_remote_code: bool = False
+    pooling: str | None = None
+    """As in the configuration of a shard; so is …"""
+    embedding_dim: int | None = None
+    """… this."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     root_path: str = ""

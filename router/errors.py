@@ -6,13 +6,13 @@ RouterError
 │   │   ├── NotJson, WrongJsonType, WrongMediaType, BodyTooLarge, BodyTooDetailed, BodyTimeout
 │   │   └── BadContentEncoding, UnsupportedContentEncoding
 │   ├── ValidationError         "Input validation error: …"
-│   │   ├── TokenInvalid
+│   │   ├── TokenInvalid, TooManyTokens
 │   │   └── UnsupportedField
 │   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
-│   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ModelNotFound (LoraNotFound)
+│   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, WrongTask, ModelNotFound (LoraNotFound)
 │   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
@@ -109,6 +109,14 @@ class NoHeads(UnsupportedField):
 
     def __init__(self) -> None:
         super().__init__("speculative_method", "medusa needs heads: the request's adapter has none")
+
+
+class TooManyTokens(ValidationError):
+    """A text has more tokens than the model takes."""
+
+
+class WrongTask(InvalidRequest):
+    """The route is for models of another task."""
 
 
 class TokenInvalid(ValidationError):
@@ -350,6 +358,8 @@ ANSWERS: dict[type[RouterError], Answer] = {
     BadContentEncoding: Answer(400, "invalid_encoding", "bad_request", 400),
     UnsupportedContentEncoding: Answer(415, "unsupported_content_encoding", "bad_request", 415),
     ValidationError: Answer(422, "validation", "validation", 400),
+    TooManyTokens: Answer(413, "validation", "validation", 413, openai_code="context_length_exceeded"),
+    WrongTask: Answer(422, "wrong_task", "validation", 400, openai_code="wrong_task"),
     TokenInvalid: Answer(422, "validation", "validation", 422, openai_code="invalid_token"),
     UnsupportedField: Answer(422, "validation", "validation", 422),
     ChatTemplateError: Answer(422, "template_error", "template", 400),

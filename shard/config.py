@@ -38,6 +38,10 @@ class ShardConfig(ConfigFile):
     quantize: str | None = None
     """Quantization method, as in `--quantize`; None is the checkpoint's."""
     trust_remote_code: bool = False
+    pooling: str | None = None
+    """`cls`, `mean` or `last`: the model computes vectors; None is what its files say."""
+    embedding_dim: int | None = None
+    """Dimensions of the vectors; None is what its files say."""
     max_total_tokens: int = 4096
     """Prompt and output of one request, in tokens."""
     step_tokens: int = 4096

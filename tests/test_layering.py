@@ -40,7 +40,7 @@ FOLDERS = {
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
         "model/adapters",
-        "model/fusion", "model", "ranks", "grpc", "grammar", "engine", "adapters", "startup", "",
+        "model/fusion", "model/pooling", "model", "ranks", "grpc", "grammar", "engine", "adapters", "startup", "",
     ),
     "launcher": ("config/flags", "config", "models", "processes", "cli", "bench", ""),
     "demo": ("data/tasks", "data", "training", "evaluation", ""),

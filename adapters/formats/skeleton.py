@@ -13,23 +13,45 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from lorikeet.proto import pooling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_ENDINGS = (".safetensors", ".bin")
 
 
+_AUTO: dict[str, Any] = {
+    pooling.EMBED: AutoModel,
+    pooling.CLASSIFY: AutoModelForSequenceClassification,
+    pooling.TOKEN_CLASSIFY: AutoModelForTokenClassification,
+}
+"""transformers' class by task."""
+
+
 class Skeleton:
     """The base that adapters are read for."""
 
-    def __init__(self, model_path: str | Path, trust_remote_code: bool = False) -> None:
-        """Raises ValueError or OSError if the folder holds no model."""
+    def __init__(
+        self, model_path: str | Path, trust_remote_code: bool = False, wanted: str = "", dimensions: int | None = None
+    ) -> None:
+        """`wanted` and `dimensions`: `--pooling` and `--embedding-dim`. Raises ValueError or OSError if there is no
+        model in the folder.
+        """
         self.model_path = Path(model_path)
         self.config = AutoConfig.from_pretrained(
             self.model_path, trust_remote_code=trust_remote_code, local_files_only=True
         )
+        self.pooled = pooling.read(self.model_path, self.config.to_dict(), wanted, dimensions)
+        auto = AutoModelForCausalLM if self.pooled is None else _AUTO[self.pooled.task]
         with torch.device("meta"):
-            network: nn.Module = AutoModelForCausalLM.from_config(self.config, trust_remote_code=trust_remote_code)
+            network: nn.Module = auto.from_config(self.config, trust_remote_code=trust_remote_code)
         network.requires_grad_(False)
         network.eval()
         self._network = network

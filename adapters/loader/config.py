@@ -27,6 +27,10 @@ class LoaderConfig(ConfigFile):
     dtype: str | None = None
     """Of the shards: `float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
     trust_remote_code: bool = False
+    pooling: str | None = None
+    """Of the shards; so is …"""
+    embedding_dim: int | None = None
+    """… this."""
     kinds: tuple[str, ...] = SERVED_KINDS
     """Kinds of changes that the shards support; adapters with other kinds are rejected."""
     max_fetches: int = 16

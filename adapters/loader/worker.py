@@ -47,7 +47,7 @@ class WorkerContext:
     def __init__(self, config: LoaderConfig) -> None:
         """Raises ValueError or OSError if the base cannot be read."""
         self.config = config
-        skeleton = Skeleton(config.model_path, config.trust_remote_code)
+        skeleton = Skeleton(config.model_path, config.trust_remote_code, config.pooling or "", config.embedding_dim)
         self.base = Base(
             hash=base_hash(config.model_path),
             weights_hash=weights_hash(config.model_path),

@@ -14,6 +14,7 @@ from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
 from lorikeet.proto import quantization
+from lorikeet.proto.pooling import PooledModel
 
 OF_ROUTERS = frozenset(name for name, flag in FLAGS.items() if flag.to and not flag.to & (SHARD | LAUNCHER))
 """Flags without effect if there is no router."""
@@ -55,17 +56,18 @@ def kv_cache_dtype(settings: Settings) -> str:
     return "fp8" if settings["quantize"] == quantization.FP8_KV else str(settings["kv-cache-dtype"])
 
 
-def check_lengths(settings: Settings) -> None:
+def check_lengths(settings: Settings, pooled: PooledModel | None = None) -> None:
     """The same for lengths, once their defaults are computed."""
     longest, total = settings["max-input-length"], settings["max-total-tokens"]
-    if longest >= total:
+    if pooled is not None and longest > total:
+        refuse(f"--max-input-length {longest} must be at most --max-total-tokens {total}")
+    if pooled is None and longest >= total:
         refuse(f"--max-input-length {longest} must be less than --max-total-tokens {total}: output needs room too")
     step = settings["max-batch-prefill-tokens"]
-    if not settings["chunked-prefill"] and step < longest:
-        refuse(
-            f"--max-batch-prefill-tokens {step} must be at least --max-input-length {longest} "
-            "while --chunked-prefill is false"
-        )
+    is_whole = pooled is not None and pooled.is_whole
+    if (is_whole or not settings["chunked-prefill"]) and step < longest:
+        reason = "because this model computes a prompt in one step" if is_whole else "while --chunked-prefill is false"
+        refuse(f"--max-batch-prefill-tokens {step} must be at least --max-input-length {longest} {reason}")
     everything = settings["max-batch-total-tokens"]
     if everything is not None and total > everything:
         refuse(f"--max-total-tokens {total} must be at most --max-batch-total-tokens {everything}")
@@ -81,6 +83,14 @@ def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any]
                 quantization.choose(settings[name], config)
         except ValueError as reason:
             refuse(f"{model} cannot be served: {reason}")
+
+
+def check_pooled(settings: Settings, pooled: PooledModel | None) -> None:
+    """The same for a model that generates no text, and for flags of such models."""
+    if pooled is None:
+        return
+    if settings["draft-model-id"] is not None:
+        refuse(f"{settings.given['draft-model-id']} is refused: a model of the task {pooled.task} generates no text")
 
 
 def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[str]:

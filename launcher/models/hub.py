@@ -5,8 +5,9 @@ huggingface_hub loads slowly and starts threads, so this runs in a separate proc
 
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from lorikeet.launcher.models.servable import Use
 from lorikeet.proto.logs import readable_size
 
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_AFTER_POOLING = re.compile(r"\d+_[A-Za-z]+(_\d+)?/(config\.json|model\.safetensors|pytorch_model\.bin)")
+"""Files of sentence-transformers' modules."""
 _NOT_THE_MODEL = ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "medusa_")
 
 
@@ -112,10 +115,11 @@ class Hub:
         return ModelFolder(ref.id, path, path.name)
 
 
-def choose(names: Iterable[str], code: bool, weights: bool = True) -> list[str]:
+def choose(names: Collection[str], code: bool, weights: bool = True) -> list[str]:
     """The files among `names` that serving needs: safetensors if there are any, else .bin."""
     top = [name for name in names if "/" not in name]
     chosen = [name for name in top if name.endswith(_SMALL) and not is_weights(name)]
+    chosen += [name for name in names if _AFTER_POOLING.fullmatch(name)]
     if code:
         chosen += [name for name in top if name.endswith(".py")]
     if weights:

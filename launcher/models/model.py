@@ -11,11 +11,15 @@ from typing import Any
 
 from lorikeet.adapters import refs
 from lorikeet.launcher.config.settings import Settings
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.exits import Exit, LauncherError, refuse
 from lorikeet.launcher.models import servable
+from lorikeet.proto import pooling
+from lorikeet.proto.pooling import PooledModel
 
 EMBEDDED_ID = "lorikeet/base"
 _LONGEST_DEFAULT = 4096
+_STEP_OF_PROMPTS = 2048
+"""Tokens of a step of a model that generates no text: short prompts are computed together."""
 _FILES = (".gguf", ".safetensors")
 """Endings of a file's name, which no repository has."""
 
@@ -90,11 +94,30 @@ def configuration(path: Path) -> dict[str, Any]:
     return values
 
 
-def with_lengths(settings: Settings, config: dict[str, Any]) -> Settings:
-    """The settings with LoRAX's defaults for lengths that were not given."""
+def read_pooling(settings: Settings, folder: ModelFolder, config: dict[str, Any]) -> PooledModel | None:
+    """How the base model's prompts become vectors or labels; None if it generates text. Raises LauncherError."""
+    try:
+        return pooling.read(folder.path, config, settings["pooling"] or "", settings["embedding-dim"])
+    except (ValueError, OSError) as reason:
+        refuse(f"{folder.id} cannot be served: {reason}")
+
+
+def with_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel | None = None) -> Settings:
+    """The settings with LoRAX's defaults for lengths that were not given; without output a prompt may have them all."""
+    if pooled is not None:
+        return _with_prompt_lengths(settings, config, pooled)
     total = settings["max-total-tokens"] or min(servable.num_positions(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
     longest = settings["max-input-length"] or total - 1
     step = settings["max-batch-prefill-tokens"] or longest + 50
+    return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
+
+
+def _with_prompt_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel) -> Settings:
+    positions = servable.num_positions(config) or _LONGEST_DEFAULT
+    default = positions if pooled.is_encoder else min(positions, _LONGEST_DEFAULT)
+    total = settings["max-total-tokens"] or min(default, pooled.max_length or default)
+    longest = settings["max-input-length"] or total
+    step = settings["max-batch-prefill-tokens"] or max(longest, _STEP_OF_PROMPTS)
     return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
 
 

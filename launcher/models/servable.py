@@ -13,6 +13,7 @@ from typing import Any
 
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
+from lorikeet.proto import pooling
 
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _OTHER_INPUTS = {"vision_config": "images", "audio_config": "audio"}
@@ -72,6 +73,8 @@ def unsupported(config: dict[str, Any]) -> str:
     for name, other in _OTHER_INPUTS.items():
         if config.get(name) is not None:
             return f"it takes {other}, and only text models are served"
+    if pooling.is_known(config):
+        return ""
     kind, code = config.get("model_type"), config.get("auto_map")
     if isinstance(code, dict) and "AutoModelForCausalLM" in code:
         return ""
@@ -86,7 +89,7 @@ def num_positions(config: dict[str, Any]) -> int | None:
         for field in _LENGTH_FIELDS:
             length = values.get(field)
             if isinstance(length, int) and length > 1:
-                return max(length, _stretched(values, length))
+                return max(length, _stretched(values, length)) - pooling.num_reserved_positions(values)
     return None
 
 

@@ -17,6 +17,7 @@ from lorikeet.router.api.middleware import Handle, RequestMiddleware
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
+from lorikeet.router.api.routes.embeddings import EmbeddingRoutes
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
@@ -54,7 +55,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
 def _generating(service: Service) -> dict[str, Handle]:
     """The POST routes to the model."""
     native, chat, completions = NativeRoutes(service), ChatRoute(service), CompletionsRoute(service)
-    return {
+    generating: dict[str, Handle] = {
         "/": native.compat,
         "/invocations": InvocationsRoute(service, native, chat, completions).handle,
         "/generate": native.generate,
@@ -63,6 +64,21 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/completions": completions.handle,
         "/v1/chat/completions": chat.handle,
     }
+    embedding = EmbeddingRoutes(service)
+    return {path: _generates(service, handle) for path, handle in generating.items()} | {
+        "/v1/embeddings": embedding.embeddings,
+        "/embed": embedding.embed,
+    }
+
+
+def _generates(service: Service, handle: Handle) -> Handle:
+    """The handler of a route that generates text, for models that do."""
+
+    async def checked(request: Request) -> Response:
+        service.check_generates()
+        return await handle(request)
+
+    return checked
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
@@ -100,7 +116,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/tokenize": tokens.tokenize,
         "/chat_tokenize": tokens.chat_tokenize,
         "/detokenize": tokens.detokenize,
-        **dict.fromkeys(("/embed", "/classify", "/classify_batch", "/v1/embeddings"), not_served),
+        **dict.fromkeys(("/classify", "/classify_batch"), not_served),
     }
     streams = StreamRoutes(service)
     read[_STREAM] = streams.read

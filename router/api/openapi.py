@@ -169,7 +169,7 @@ OPERATIONS = (
     Operation(Kind.READ, "get", "/api-doc/openapi.json", "This document, where LoRAX has it", media=(JSON,)),
     Operation(Kind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
     *(Operation(Kind.UNSUPPORTED, "post", path, "Not supported: 501")
-      for path in ("/embed", "/classify", "/classify_batch", "/v1/embeddings")),
+      for path in ("/classify", "/classify_batch")),
     *(Operation(Kind.UNSUPPORTED, method.lower(), path, f"Not supported (501): {alternative}")
       for prefix, alternative in ALTERNATIVES.items()
       for path in (prefix, f"{prefix}/{{rest}}")

@@ -103,5 +103,7 @@ class Delivery:
         self._events.on_end()
         if generation.finish_reason is None:
             self._metrics.generation_lost("error")
+        if generation.pooled and generation.finish_reason is not None and generation.routing.sent_at is not None:
+            self._metrics.pooled_ended(generation, now - generation.routing.sent_at)
         if generation.num_generated and generation.routing.sent_at is not None:
             self._metrics.generation_ended(generation, now - generation.routing.sent_at)

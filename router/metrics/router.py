@@ -240,6 +240,11 @@ class Metrics:
         if self.vllm is not None:
             self.vllm.ended(generation, seconds)
 
+    def pooled_ended(self, generation: Generation, seconds: float) -> None:
+        """A vector or scores were computed, `seconds` after the request was sent."""
+        self.request_inference_duration.observe(seconds)
+        self.request_input_length.observe(len(generation.request.prompt_ids))
+
     def generation_lost(self, reason: str) -> None:
         """A request is over without its whole text: `abort` where its client has gone, else `error`."""
         if self.vllm is not None:

@@ -56,6 +56,8 @@ class Generation:
         """Of the adapter's content once it is admitted; "" for the base model."""
         self.emitted_ids: list[int] = []
         """All output tokens so far: enough to continue on another shard."""
+        self.pooled = bytearray()
+        """float32 values of a vector or of scores, little-endian, for a request with `pooling`."""
         self.num_skipped = 0
         """Output tokens beyond the first of their step."""
         self.num_cached = 0
@@ -174,6 +176,9 @@ class Generation:
             self._prefill.prefill_ranks.extend(output.prefill_ranks)
             self._prefill.prefill_alternative_ids.extend(output.prefill_alternative_ids)
             self._prefill.prefill_alternative_logprobs.extend(output.prefill_alternative_logprobs)
+        if output.pooled:
+            self.pooled += output.pooled
+            self.first_token_at, self.num_cached = now, self.num_cached or output.num_cached_tokens
         if not self.emitted_ids and ids:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
@@ -202,6 +207,7 @@ class Generation:
         """
         self.routing.requeue()
         self._is_mid_step = False
+        self.pooled.clear()
         if not self.emitted_ids:
             if self._prefill is not None:
                 self._prefill.Clear()  # the next shard sends all of them again

@@ -97,8 +97,18 @@ class Grammar:
 
 
 @dataclass(frozen=True)
+class Pooling:
+    """What a request ends with in place of tokens; the fields of the wire's Pooling message."""
+
+    task: str
+    """As in lorikeet/proto/pooling.py."""
+    second_text: int = 0
+    """Index of the first token of the second text of a pair, 0 for a single text."""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
-    """One text to generate, checked and tokenized."""
+    """One text to generate, checked and tokenized; with `pooling` a vector or scores instead."""
 
     prompt_ids: list[int]
     max_new_tokens: int
@@ -144,6 +154,7 @@ class GenerationRequest:
     """None for the heads of the adapter itself, if it has any."""
     speculation: Speculation = NO_SPECULATION
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
     receipt: bool = False
     """Whether the answer includes a receipt."""
     is_probe: bool = False

@@ -20,9 +20,11 @@ class Route(enum.Flag):
     CHAT = enum.auto()
     COMPLETIONS = enum.auto()
     NATIVE = enum.auto()
+    EMBEDDINGS = enum.auto()
+    """Of all routes to embedding and classification models but LoRAX's."""
 
 
-CHAT, COMPLETIONS, NATIVE = Route
+CHAT, COMPLETIONS, NATIVE, EMBEDDINGS = Route
 OPENAI = CHAT | COMPLETIONS
 ALL = OPENAI | NATIVE
 

@@ -191,7 +191,7 @@ def _model(fields: Fields) -> str:
 def _common(
     fields: Fields, config: RouterConfig, model: str, max_tokens: int | None, prompt: PromptFields
 ) -> CommonFields:
-    adapter = _adapter(fields, config, model)
+    adapter = read_adapter(fields, config, model)
     heads = replace(adapter, name=fields.text("heads_id"), merge=None, is_model=False, field="heads_id")
     num_choices = fields.integer("n", "u32")
     if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
@@ -227,7 +227,7 @@ def _common(
     )
 
 
-def _adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFields:
+def read_adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFields:
     """By LoRAX's fields if they are set, else by `model`. Raises ValidationError where two different ones are named."""
     name, merged = fields.text("adapter_id"), merge_child(fields)
     source, token, user = fields.text("adapter_source"), fields.text("api_token"), fields.text("user")

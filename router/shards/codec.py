@@ -79,6 +79,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         prediction_ids=speculation.prediction_ids,
         isolation_steps=generation.routing.poison_tracker.isolation_steps,
         grammar=None if request.grammar is None else pb.Grammar(**_fields(request.grammar, ("text", "proposes"))),
+        pooling=None if request.pooling is None else pb.Pooling(**_fields(request.pooling, ("task", "second_text"))),
     )
 
 

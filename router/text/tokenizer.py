@@ -5,6 +5,7 @@ It reads the files of the model directly: importing transformers to tokenize wou
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from lorikeet.router.text.chat_template import (
     template_of,
 )
 from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.encoding import Cut, Encoded, Input, encode_group, groups
 from lorikeet.router.text.fill_in_middle import FillInMiddle
 from lorikeet.router.text.length import token_length
 from lorikeet.router.text.pool import TextPool
@@ -126,6 +128,16 @@ class Tokenizer:
             return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
         return await self.pool.run(work, caller, sum(map(len, texts)))
+
+    async def encode_texts(self, texts: Sequence[Input], cut: Cut, *, caller: str = "") -> list[Encoded]:
+        """The tokens of each text or pair of texts, some texts at a time. Raises ValidationError for a text that is too
+        long to be cut.
+        """
+        found: list[Encoded] = []
+        for group in groups(texts):
+            num_chars = sum(len(part) for text in group for part in (text if isinstance(text, tuple) else (text,)))
+            found += await self.pool.run(partial(encode_group, self._backend, group, cut), caller, num_chars)
+        return found
 
     async def encode_tail(
         self, text: str, num_tokens: int, add_special_tokens: bool = True, *, caller: str = "", field: str = "truncate"

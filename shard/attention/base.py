@@ -26,13 +26,15 @@ class AttentionSpec:
     value_dim: int
     scaling: float
     window: int | None = None
-    """A token sees this many newest tokens, itself included; None sees all."""
+    """A token sees this many newest tokens, itself included; None sees all. Without `is_causal` as many after it."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     # [num_heads] logit of a column that takes attention but has no value, or None
     sinks: torch.Tensor | None = None
     # [num_heads] score is lowered by slope times distance, or None
     alibi_slopes: torch.Tensor | None = None
+    is_causal: bool = True
+    """Whether a token sees no later ones. Otherwise each step computes whole requests."""
 
     @property
     def group(self) -> int:

@@ -143,6 +143,7 @@ INLINE void store_first(element *out, vec x, int64_t count) {
 
 typedef struct {
     int64_t num_heads, num_kv_heads, key_dim, key_width, value_dim, value_width, window;  // window 0: none
+    int64_t is_causal;                                                                    // 0: later tokens are seen too
     float scaling, softcap;                                                               // softcap 0: none
     const float *sinks, *slopes;                                                          // [num_heads] or NULL
     element *keys, *values;
@@ -173,11 +174,19 @@ typedef struct {
     Stream keys, values;
 } Tile;
 
+// The end of the positions that the token at `position` of a segment sees.
+INLINE int64_t end_of(const Layer *layer, const Step *step, int64_t segment, int64_t position) {
+    if (layer->is_causal) return position + 1;
+    const int64_t all = step->starts[segment] + step->counts[segment];
+    return layer->window && position + layer->window < all ? position + layer->window : all;
+}
+
 // The n-th tile: all items for the first `heads` kv heads, then all items for the next `heads`, and so on.
 static Tile tile_of(const Layer *layer, const Step *step, int64_t n, int64_t heads) {
     const int32_t *item = step->items + n % (step->num_items * heads) / heads * 3;
     const int64_t kv_head = n / (step->num_items * heads) * heads + n % heads;
-    const int64_t P = step->page_size, start = step->starts[item[0]] + item[1], end = start + item[2];
+    const int64_t P = step->page_size, start = step->starts[item[0]] + item[1];
+    const int64_t end = end_of(layer, step, item[0], start + item[2] - 1);
     const int64_t page = layer->window && start + 1 > layer->window ? (start + 1 - layer->window) / P : 0;
     const int64_t count = (end + P - 1) / P - page;
     const int64_t key_size = layer->key_width * P, value_size = layer->value_width * P;
@@ -322,7 +331,8 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
     for (int64_t r = 0; r < rows; r++) {
         const int64_t position = tile->start + r / group;
         const int64_t low = layer->window && position + 1 > layer->window ? position + 1 - layer->window : 0;
-        sums[r] = softmax(layer, scores + r * span, from, from + span, low, position + 1, kv_head * group + r % group);
+        const int64_t high = end_of(layer, step, tile->segment, position);
+        sums[r] = softmax(layer, scores + r * span, from, from + span, low, high, kv_head * group + r % group);
     }
     const operand *p = (const operand *)scores;  // weights replace the scores
     const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand));

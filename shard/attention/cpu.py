@@ -40,7 +40,7 @@ class Layer(Structure):
     """`Layer` of cpu.c."""
 
     _fields_ = [
-        *_typed(c_int64, "num_heads num_kv_heads key_dim key_width value_dim value_width window"),
+        *_typed(c_int64, "num_heads num_kv_heads key_dim key_width value_dim value_width window is_causal"),
         *_typed(c_float, "scaling softcap"),
         *_typed(c_void_p, "sinks slopes keys values"),
     ]
@@ -85,6 +85,7 @@ class CpuKV(LayerKV):
             key_width=key_width,
             value_width=value_width,
             window=spec.window or 0,
+            is_causal=spec.is_causal,
             softcap=spec.softcap or 0.0,
             sinks=None if self.sinks is None else self.sinks.data_ptr(),
             slopes=None if self.slopes is None else self.slopes.data_ptr(),
@@ -127,6 +128,8 @@ class CpuAttention(AttentionBackend):
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> CpuKV:
         self._tile_group = max(self._tile_group, spec.group)
         self._tile_dims = max(self._tile_dims, sum(widths(spec)) + 1)
+        if spec.alibi_slopes is not None and not spec.is_causal:
+            raise ValueError("the cpu attention backend has alibi for causal attention only")
         return CpuKV(spec, num_pages, self.page_size, dtype)
 
     def prepare(self, inputs: StepInputs) -> None:

@@ -81,7 +81,7 @@ class LayerwiseAttention(AttentionBackend):
         """Why `backend` must not compute such a layer here; empty if it agrees with the reference."""
         has = spec.sinks is not None, spec.alibi_slopes is not None
         shape = (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim)
-        kind = (id(backend), *shape, spec.scaling, spec.window, spec.softcap, *has, dtype)
+        kind = (id(backend), *shape, spec.scaling, spec.window, spec.softcap, spec.is_causal, *has, dtype)
         if kind not in self._verified:
             self._verified[kind] = _compare(backend, spec, dtype, device)
         return self._verified[kind]

@@ -73,6 +73,8 @@ class PagedAttention(AttentionBackend):
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
             return f"the triton attention backend does not support {dtype}"
+        if not spec.is_causal:
+            return "the triton attention backend does not support attention to later tokens"
         if max(spec.key_dim, spec.value_dim) > MOST_DIM:
             return f"the triton attention backend does not support heads of {spec.key_dim} and {spec.value_dim}"
         is_cuda, is_small = device.type == "cuda", self.kv_dtype == FP8

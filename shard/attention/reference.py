@@ -93,9 +93,9 @@ def attend_one(
     distance = positions[:, None] - torch.arange(keys.shape[0], device=query.device)
     if spec.alibi_slopes is not None:
         scores = scores - spec.alibi_slopes.float()[:, None, None] * distance
-    hidden = distance < 0
+    hidden = distance < 0 if spec.is_causal else torch.zeros_like(distance, dtype=torch.bool)
     if spec.window is not None:
-        hidden = hidden | (distance >= spec.window)
+        hidden = hidden | (distance.abs() >= spec.window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if spec.sinks is not None:
         sinks = spec.sinks.float()[:, None, None].expand(-1, query.shape[0], 1)

@@ -58,6 +58,8 @@ class VarlenAttention(AttentionBackend):
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
             return f"torch's FlashAttention does not support {dtype}"
+        if not spec.is_causal:
+            return "attention to later tokens is not supported on pages by torch's FlashAttention"
         for name in ("softcap", "sinks", "alibi_slopes"):
             if getattr(spec, name) is not None:
                 return f"torch's FlashAttention does not support {name}"

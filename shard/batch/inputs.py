@@ -29,6 +29,8 @@ class Segment:
     """KV pages in the order of positions; cover at least `start + num_tokens` tokens."""
     slot: int = -1
     """The adapter's slot, -1 for the bare base."""
+    second_text: int = 0
+    """Position of the first token of the second text of a pair, 0 for a single text."""
 
     @property
     def kv_len(self) -> int:
@@ -179,6 +181,16 @@ class StepInputs:
         slots = self.page_table[owners, positions // self.page_size].astype(np.int64) * self.page_size
         slots += positions % self.page_size
         return np.stack([positions, slots])
+
+    def token_types(self) -> torch.Tensor | None:
+        """[T] 1 for tokens of the second text of a pair, else 0; None where there are none."""
+        if not any(segment.second_text for segment in self.segments):
+            return None
+        types = np.zeros(int(self.counts.sum()), np.int64)
+        for segment, first in zip(self.segments, self.first_rows.tolist(), strict=True):
+            if segment.second_text:
+                types[first + max(0, segment.second_text - segment.start) : first + segment.num_tokens] = 1
+        return to_device(torch.from_numpy(types), self.device)
 
     def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
         """Rows of no request, in a page of no request."""

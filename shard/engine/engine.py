@@ -25,7 +25,7 @@ from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
-from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.scheduler.speculation.costs import StepCosts
@@ -34,6 +34,7 @@ from lorikeet.shard.scheduler.speculation.types import Verification
 log = structlog.get_logger()
 
 BAD_LOGITS = "the model gave no finite logits for this request"
+BAD_VALUES = "the model gave no finite values for this request"
 ALL_EXCLUDED = f"{BAD_LOGITS}, or its masks (allowed_token_ids, bad_words, min_tokens) exclude every token"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
@@ -70,7 +71,9 @@ class Engine:
         config: LoopConfig,
         drafter: NoDrafter | None = None,
         grammars: NoGrammars | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
+        """`pooling`: what every request ends with, for a model that generates no text."""
         self.scheduler = scheduler
         self.running_step = (0, 0.0)
         """Number and start of the current step, (0, …) between steps. Read by other threads."""
@@ -84,6 +87,7 @@ class Engine:
         max_open = scheduler.limits.max_running + config.max_waiting
         self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars())
         self._masks = GrammarMasks(sampler.vocab_size)
+        self._pooling = pooling
         self._launched: deque[Step] = deque()
         self._rows: set[int] = set()  # rows that the sampler has
         self._outputs: list[Output] = []
@@ -143,6 +147,8 @@ class Engine:
         request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
         request.speculation = self._drafter.warm_up
         request.max_new_tokens += request.speculation.num_tokens
+        if self._pooling is not None:
+            request.pooling, request.max_new_tokens = self._pooling, 1
         self.scheduler.add(request)
         while not self.scheduler.is_idle:
             self.step()
@@ -214,6 +220,8 @@ class Engine:
                 self._sampler.remove(row)
         while admitted:
             request = admitted.pop()
+            if request.pooling is not None:
+                continue
             rejects = request.speculation.verify is Verification.REJECTION
             known = (request.token_ids, request.num_prompt)
             self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects)
@@ -237,7 +245,7 @@ class Engine:
 
     def _sample(self, step: Step, logits: torch.Tensor, draws: DraftDraws | None) -> None:
         """logits: [S + M + E, V]."""
-        layout, scheduled = step.layout, [item for item in step.scheduled if item.samples]
+        layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
         num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
         if scheduled:
             self._masks.apply(logits[:num_sampled])
@@ -254,6 +262,8 @@ class Engine:
             target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
             scored = logits[num_sampled : num_sampled + num_scored]
             step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
+        if layout.pooled_indices:
+            step.pooled = HostCopy(logits[num_sampled + num_scored :])
         self._idle.start()
 
     def _commit_all_but(self, num_steps: int) -> None:
@@ -286,6 +296,9 @@ class Engine:
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
+        if item.request.pooling is not None:
+            self._commit_pooled(part, results)
+            return
         token_ids = part.accepted_ids(results.sampled)
         if error := item.request.constraint.error:
             if not item.request.finish_reason and self._intake.match_apart(item.request):
@@ -305,6 +318,15 @@ class Engine:
             if part.heads:
                 first = part.heads.start + (num_taken - 1) * item.num_heads
                 item.request.head_ids = results.head_ids[first : first + item.num_heads]
+
+    def _commit_pooled(self, part: Part, results: HostResults) -> None:
+        """To the scheduler, the vector or the scores of a request are its only token."""
+        rows = results.pooled[part.pooled.start : part.pooled.stop]
+        if not rows.isfinite().all():
+            self._fail(part.item, BAD_VALUES, retryable=False)
+        elif self.scheduler.commit(part.item, [0] if part.item.samples else []) > 0:
+            self._outputs.append(part.pooled_output(results.pooled))
+            self.has_served = True
 
     def _fail(self, item: ScheduledRequest, error: str, retryable: bool) -> None:
         if self.scheduler.discard(item):

@@ -15,7 +15,7 @@ from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.engine.timing import PhaseTimer
 from lorikeet.shard.grpc.outbox import DRAFTED, Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
-from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.request import FinishReason, Request, Rows
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.speculation.throughput import Load
 from lorikeet.shard.scheduler.speculation.types import Source
@@ -33,6 +33,8 @@ class Part(NamedTuple):
     """Rows of the step's scores."""
     heads: range
     """Entries of the step's `head_ids`, `item.num_heads` for each sampled row."""
+    pooled: range
+    """Rows of the step's vectors or scores."""
 
     def accepted_ids(self, sampled: HostSampled) -> list[int]:
         """The target's tokens up to the first that is no draft. Empty if the first row's logits are bad; where a later
@@ -88,6 +90,15 @@ class Part(NamedTuple):
             details.prefill_alternative_logprobs += logprobs[:num_alternatives]
         return Output(request.key, details=details)
 
+    def pooled_output(self, rows: torch.Tensor) -> Output:
+        """The end of a request with a vector or scores. rows: [S, size] float32, those of the step."""
+        request = self.item.request
+        output = Output(request.key, finish_reason=request.finish_reason)
+        output.pooled = rows[self.pooled.start : self.pooled.stop].numpy().astype("<f4").tobytes()
+        if request.num_cached:
+            output.num_cached, request.num_cached = request.num_cached, 0
+        return output
+
 
 @dataclass
 class Layout:
@@ -105,6 +116,8 @@ class Layout:
     target_ids: list[int] = field(default_factory=list)
     """Those prompt tokens."""
     num_score_alternatives: int = 0
+    pooled_indices: list[int] = field(default_factory=list)
+    """Indices into T whose hidden states make vectors or scores."""
     heads: list[HeadsRow] = field(default_factory=list)
     """Draft tokens that heads propose after sampled tokens."""
     num_heads: int = 0
@@ -134,7 +147,10 @@ class Layout:
             self.score_indices += range(span.start + offset, span.stop + offset)
             self.target_ids += request.token_ids[span.start + 1 : span.stop + 1]
             self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
-        self.parts.append(Part(item, sampled, scored, heads))
+        pooled = pooled_rows(item)
+        first = len(self.pooled_indices)
+        self.pooled_indices += range(pooled.start + offset, pooled.stop + offset)
+        self.parts.append(Part(item, sampled, scored, heads, range(first, len(self.pooled_indices))))
 
 
 def scored_span(item: ScheduledRequest) -> range:
@@ -145,6 +161,17 @@ def scored_span(item: ScheduledRequest) -> range:
     return range(max(item.start, request.num_scored), min(item.end, request.num_prompt - 1))
 
 
+def pooled_rows(item: ScheduledRequest) -> range:
+    """Positions whose hidden states make the vector or the scores of a request that the step completes."""
+    pooling = item.request.pooling
+    if pooling is None or not item.samples:
+        return range(0)
+    if pooling.rows is Rows.ALL:
+        return range(item.start, item.end)
+    position = 0 if pooling.rows is Rows.FIRST else item.end - 1
+    return range(position, position + 1)
+
+
 @dataclass(frozen=True)
 class HostResults:
     """What a step gave, as Python values."""
@@ -152,6 +179,8 @@ class HostResults:
     sampled: HostSampled
     scores: HostPromptLogprobs
     head_ids: list[int]
+    # [S, size] float32
+    pooled: torch.Tensor
 
 
 @dataclass
@@ -172,6 +201,8 @@ class Step:
     """One row per scored prompt token, in order of requests."""
     head_ids: HostCopy | None = None
     """[E] draft tokens of heads after the sampled tokens, in order of requests, positions and heads."""
+    pooled: HostCopy | None = None
+    """[S, size] float32 vectors or scores, in order of requests."""
     error: str = ""
     """Why the step failed."""
     is_retried: bool = False
@@ -183,6 +214,7 @@ class Step:
             self.sampled.to_host() if self.sampled else HostSampled([], [], [], [], []),
             self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
+            self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
         )
 
 
@@ -194,11 +226,17 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
         positions = torch.tensor([layout.device_indices, layout.device_rows], dtype=torch.long)
         indices, rows = to_device(positions, device)
         input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
-    host_rows = layout.sample_indices + layout.score_indices
+    host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
     logits_rows = to_device(torch.tensor(host_rows, dtype=torch.long), device)
     items = [part.item for part in layout.parts]
-    segments = [Segment(item.start, item.num_tokens, item.request.page_ids, item.request.slot) for item in items]
+    segments = [_segment(item) for item in items]
     inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
+
+
+def _segment(item: ScheduledRequest) -> Segment:
+    request = item.request
+    second_text = 0 if request.pooling is None else request.pooling.second_text
+    return Segment(item.start, item.num_tokens, request.page_ids, request.slot, second_text)
 
 
 def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:

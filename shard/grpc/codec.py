@@ -14,7 +14,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
 from lorikeet.shard.scheduler.constraint import Grammar
-from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Pooling, Request, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import (
     DEPRECATED_SHARED_NOISE,
     Method,
@@ -59,6 +59,10 @@ class Bounds:
     num_kv_tokens: int
     has_adapters: bool = False
     has_draft_model: bool = False
+    pooling: Pooling | None = None
+    """What requests end with, of a model that generates no text …"""
+    task: str = ""
+    """… and what it does."""
 
 
 def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
@@ -104,6 +108,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         speculation=read_speculation(submit),
         isolation_steps=submit.isolation_steps,
         grammar=Grammar(submit.grammar.text, submit.grammar.proposes) if submit.HasField("grammar") else None,
+        pooling=bounds.pooling and bounds.pooling._replace(second_text=submit.pooling.second_text),
     )
 
 
@@ -128,9 +133,13 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return f"token id {max(prompt_ids)} of the prompt is outside the vocabulary of {bounds.vocab_size}"
     if submit.num_emitted >= len(prompt_ids):
         return "num_emitted leaves no token of the prompt"
+    if fault := find_task_fault(submit, len(prompt_ids), bounds):
+        return fault
     if submit.max_new_tokens <= submit.num_emitted:
         return "max_new_tokens leaves nothing to generate"
     total = len(prompt_ids) - submit.num_emitted + submit.max_new_tokens
+    if bounds.pooling is not None:
+        total = len(prompt_ids)
     if total > bounds.max_total_tokens:
         return f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}"
     if total > bounds.num_kv_tokens:
@@ -143,6 +152,17 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"
     return find_sampling_fault(submit.sampling, bounds)
+
+
+def find_task_fault(submit: pb.Submit, num_tokens: int, bounds: Bounds) -> str:
+    """The error message of a request for something else than the model computes; empty if there is none."""
+    if bounds.pooling is None:
+        return "this shard's model generates text: it computes no vectors" if submit.HasField("pooling") else ""
+    if submit.pooling.task != bounds.task:
+        return f"this shard's model is of the task {bounds.task}, not of {submit.pooling.task or 'generation'}"
+    if submit.max_new_tokens != 1:
+        return "max_new_tokens of a request for a vector must be 1"
+    return "second_text is behind the end of the prompt" if submit.pooling.second_text >= num_tokens else ""
 
 
 def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
@@ -259,6 +279,8 @@ def write_output(output: Output) -> pb.RequestOutput:
         message.num_drafted.extend(output.num_drafted)
         message.num_accepted = output.num_accepted
         message.draft_seconds, message.verify_seconds, message.accept_seconds = output.seconds
+    if output.pooled:
+        message.pooled = output.pooled
     if output.num_cached:
         message.num_cached_tokens = output.num_cached
     if output.finish_reason:
@@ -279,7 +301,7 @@ def estimate_bytes(output: Output) -> int:
     if details is not None:
         num_items += len(details.alternative_ids) + len(details.prefill_logprobs) + len(details.prefill_alternative_ids)
         num_items += len(details.prefill_ranks)
-    return BYTES_PER_ITEM * num_items + 4 * len(output.error) + 64
+    return BYTES_PER_ITEM * num_items + 4 * len(output.error) + len(output.pooled) + 64
 
 
 def split(output: Output) -> Iterator[Output]:
@@ -287,7 +309,7 @@ def split(output: Output) -> Iterator[Output]:
     if estimate_bytes(output) <= MAX_MESSAGE_BYTES:
         yield output
         return
-    parts = [*split_scores(output), *split_tokens(output)]
+    parts = [*split_scores(output), *split_tokens(output), *split_pooled(output)]
     parts[0].num_cached = output.num_cached
     parts[0].num_drafted, parts[0].num_accepted = output.num_drafted, output.num_accepted
     parts[0].seconds = output.seconds
@@ -311,6 +333,13 @@ def split_scores(output: Output) -> Iterator[Output]:
             prefill_ranks=details.prefill_ranks[scores],
         )
         yield Output(output.key, details=part)
+
+
+def split_pooled(output: Output) -> Iterator[Output]:
+    """The output's vector or scores."""
+    step = MAX_MESSAGE_BYTES // 2
+    for first in range(0, len(output.pooled), step):
+        yield Output(output.key, pooled=output.pooled[first : first + step])
 
 
 def split_tokens(output: Output) -> Iterator[Output]:

@@ -63,12 +63,15 @@ class Output:
     retryable: bool = False
     in_step: bool = False
     """Whether a step that computed the request failed."""
+    pooled: bytes = b""
+    """A vector or scores: float32 values, little-endian."""
 
     def merge(self, later: "Output") -> None:
         """Append the output of a later step."""
         self.token_ids += later.token_ids
         self.sources += later.sources
         self.step_ends += later.step_ends
+        self.pooled += later.pooled
         self.logprobs += later.logprobs
         if self.details is None:
             self.details = later.details

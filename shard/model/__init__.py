@@ -1,15 +1,21 @@
 """One base model: transformers' modules with our layers, our attention and paged KV."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from lorikeet.proto.pooling import PooledModel
 from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.layers import quantized_matrices
-from lorikeet.shard.model.loader import choose_dtype, load_network, read_config, reject_unservable
+from lorikeet.shard.model.loader import choose_dtype, load_network, read_config, read_pooling, reject_unservable
 from lorikeet.shard.model.model import Model, ModelInfo
+from lorikeet.shard.model.pooling.loading import AUTO, assemble_pooled
+from lorikeet.shard.model.pooling.probe import probe_pooled
 from lorikeet.shard.model.probe import probe
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.model.rotary import fix_rotary
@@ -27,7 +33,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         torch.cuda.set_device(device)  # Triton launches on the thread's current device
         torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment prefers
     checkpoint = read_config(config)
-    reject_unservable(checkpoint)
+    pooled = read_pooling(config, checkpoint)
+    reject_unservable(checkpoint, is_pooled=pooled is not None)
     text_config = checkpoint.get_text_config()
     try:
         method = choose_quantization(config.quantize, checkpoint.to_dict())
@@ -36,6 +43,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         fix_rotary(text_config, config.max_total_tokens)
     except ValueError as reason:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}") from None
+    if pooled is not None:
+        return _load_pooled(config, checkpoint, pooled, method, group)
     probe(config, checkpoint, group)
     dtype = choose_dtype(config, checkpoint)
     backend = attention.create(config.attention, device, dtype, config.page_size, config.kv_cache_dtype)
@@ -50,3 +59,28 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     except ValueError as reason:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
     return model
+
+
+def _load_pooled(
+    config: ShardConfig, checkpoint: Any, pooled: PooledModel, method: str | None, group: Group | None
+) -> Model:
+    """A model that computes vectors or scores. Raises ValueError with a reason when it cannot be served."""
+    kind, on = checkpoint.model_type, torch.device(config.device)
+    if group is not None:
+        raise ValueError(
+            f"cannot serve {kind}: an embedding or classification model cannot be split: use --num-shard 1"
+        )
+    if method is not None:
+        raise ValueError(f"cannot serve {kind}: an embedding or classification model cannot be quantised by {method}")
+    probe_pooled(config, checkpoint, pooled)
+    dtype = choose_dtype(config, checkpoint)
+    backend = attention.create(config.attention, on, dtype, config.page_size, config.kv_cache_dtype)
+    network = load_network(config, checkpoint, dtype, auto=AUTO[pooled.task])
+    inputs = StepInputs(backend.page_size, on)
+    text_config, folder = checkpoint.get_text_config(), Path(config.model_path)
+    try:
+        return assemble_pooled(
+            network, text_config, pooled, backend, dtype, inputs, config.max_total_tokens, folder, config.fusions
+        )
+    except (OSError, KeyError) as failure:
+        raise ValueError(f"cannot serve {config.model_id}: what follows its pooling: {failure}") from failure

@@ -49,6 +49,11 @@ class AttentionBinding(nn.Module):
         return output.expand(query.shape[0], -1, -1)[None]
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module of transformers calls the attention function."""
+    return isinstance(getattr(module, "layer_idx", None), int) or isinstance(getattr(module, "is_causal", None), bool)
+
+
 def describe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> AttentionSpec:
     """The layer's properties, from the arguments of a call. query: [T, heads, D], key and value: [T, kv_heads, D]."""
     scaling = options.get("scaling")
@@ -62,6 +67,7 @@ def describe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, option
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
         alibi_slopes=options.get("alibi_slopes"),
+        is_causal=bool(options.get("is_causal", True)),
     )
 
 
@@ -77,6 +83,8 @@ def paged_attention(
     if attention_mask is not None:
         raise ValueError("the model needs an attention mask that it makes itself")
     binding: AttentionBinding = module.lorikeet_binding  # type: ignore[assignment]
+    if options.get("is_causal") is None:  # as transformers' other attention functions
+        options["is_causal"] = getattr(module, "is_causal", True)
     return binding(query, key, value, options), None
 
 

@@ -14,6 +14,9 @@ log = structlog.get_logger()
 CPU_SHARE = 0.25
 """Part of the available memory that KV takes on CPU by default: other processes need some too."""
 
+STEPS_WITHOUT_KV = 3
+"""Of a model whose K and V are not kept: the steps of the longest prompts that requests may fill in advance."""
+
 
 def choose_num_pages(
     config: ShardConfig, model: Model, draft_model: Model | None = None, graph_bytes: int = 0, num_spare: int = 0
@@ -23,7 +26,9 @@ def choose_num_pages(
     """
     page_bytes = model.page_bytes + (0 if draft_model is None else draft_model.page_bytes)
     num_pages = config.num_pages
-    if num_pages is None:
+    if num_pages is None and model.shares_kv:
+        num_pages = STEPS_WITHOUT_KV * (-(-config.step_tokens // model.page_size) + config.max_running)
+    elif num_pages is None:
         num_pages = max(0, measure_budget(config, model) - graph_bytes) // page_bytes - num_spare
         # More than every running and waiting request at its longest could fill only serves prefixes.
         num_useful = (config.max_running + config.max_waiting) * -(-config.max_total_tokens // model.page_size)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
-from lorikeet.shard.model.attention_binding import AttentionBinding, replace_legacy
+from lorikeet.shard.model.attention_binding import AttentionBinding, is_attention, replace_legacy
 from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack, return_freed_memory
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
@@ -42,7 +42,7 @@ def replace_layers(
     replace_legacy(network, backend, inputs)
     targets = mark_targets(network, inputs, dtype)
     for module in list(network.modules()):
-        if isinstance(getattr(module, "layer_idx", None), int):
+        if is_attention(module):
             module.lorikeet_binding = AttentionBinding(backend, inputs)
     _take_over_quantized(network, dtype)
     tied = _shared_weights(network)

@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -15,6 +16,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from lorikeet.proto import pooling
+from lorikeet.proto.pooling import PooledModel
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
@@ -40,15 +43,26 @@ def read_config(config: ShardConfig) -> Any:
         raise ValueError(f"cannot read the configuration of {config.model_id}: {sentence}") from failure
 
 
-def reject_unservable(checkpoint: Any) -> None:
+def read_pooling(config: ShardConfig, checkpoint: Any) -> PooledModel | None:
+    """How the model's prompts become vectors or scores; None for a model that generates text."""
+    try:
+        return pooling.read(Path(config.model_path), checkpoint.to_dict(), config.pooling or "", config.embedding_dim)
+    except (ValueError, OSError) as reason:
+        raise ValueError(f"cannot serve {config.model_id}: {reason}") from None
+
+
+def reject_unservable(checkpoint: Any, is_pooled: bool = False) -> None:
     """Raise ValueError when a model of this configuration cannot be served."""
-    reason = unsupported_reason(checkpoint)
+    reason = unsupported_reason(checkpoint, is_pooled)
     if reason is not None:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}")
 
 
-def unsupported_reason(checkpoint: Any) -> str | None:
-    """Why a model of this configuration cannot be served, or None. The probe (probe.py) finds further reasons."""
+def unsupported_reason(checkpoint: Any, is_pooled: bool = False) -> str | None:
+    """Why a model of this configuration cannot be served, or None. The probe (probe.py) finds further reasons.
+
+    `is_pooled`: whether it computes vectors or scores.
+    """
     if getattr(checkpoint, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and only decoders are served"
     for name, kind in (("vision_config", "images"), ("audio_config", "audio")):
@@ -61,6 +75,8 @@ def unsupported_reason(checkpoint: Any) -> str | None:
     if getattr(text, "attention_chunk_size", None):
         return "its attention works in chunks, which are not served"
     remote = getattr(checkpoint, "auto_map", None) or {}
+    if is_pooled:
+        return None
     if type(checkpoint) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in remote:
         return "transformers has no causal language model of this kind"
     return None
@@ -79,10 +95,15 @@ def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
 
 
 def load_network(
-    config: ShardConfig, checkpoint: Any, dtype: torch.dtype, method: str | None = None, is_whole: bool = True
+    config: ShardConfig,
+    checkpoint: Any,
+    dtype: torch.dtype,
+    method: str | None = None,
+    is_whole: bool = True,
+    auto: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """The network in eval mode, quantised by `method`: on the device, or in host memory where only a part of it will be
-    on the device. Raises ValueError for files that are broken or hold code.
+    on the device. `auto`: transformers' class for it. Raises ValueError for files that are broken or hold code.
     """
     options = {
         "config": checkpoint,
@@ -96,7 +117,7 @@ def load_network(
     }
     try:
         with logged_progress():
-            network = _load(config, options, method)
+            network = _load(config, options, method) if auto is AutoModelForCausalLM else _whole(config, options, auto)
     except pickle.UnpicklingError as failure:
         raise ValueError(
             f"cannot load the weights of {config.model_id}: a .bin file of it is broken or holds more than tensors. "
@@ -132,6 +153,16 @@ def _reported(weights: Collection[Any]) -> Iterator[Any]:
             percent = 100 * number // len(weights)
             log.info("weights_loading", percent=percent, loaded=number, total=len(weights), seconds=round(now - began))
         yield weight
+
+
+def _whole(config: ShardConfig, options: dict[str, Any], auto: Any) -> nn.Module:
+    """A network whose weights are all in the files, except for a pooling layer that its task does not use."""
+    network: nn.Module
+    network, found = auto.from_pretrained(config.model_path, output_loading_info=True, **options)
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise ValueError(f"cannot serve {config.model_id}: its files lack weights, such as {missing[0]}")
+    return network
 
 
 def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> nn.Module:

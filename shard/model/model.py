@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from lorikeet.shard.attention import AttentionBackend
+from lorikeet.proto.pooling import PooledModel
+from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
 from lorikeet.shard.batch.inputs import RankDesync, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
@@ -37,6 +38,8 @@ class ModelInfo:
     num_parameters: int
     quantization: str = ""
     """The method that the weights are quantised by, "" for none."""
+    pooled: PooledModel | None = None
+    """How prompts become vectors or scores, of a model that generates no text."""
 
 
 class PeerRanks(Protocol):
@@ -66,8 +69,11 @@ class Model:
         info: ModelInfo,
         lora_targets: Mapping[str, Target],
         connect_ranks: Callable[[], None] = lambda: None,
+        shares_kv: bool = False,
     ) -> None:
-        """`connect_ranks` adds the sums over ranks to partitioned modules."""
+        """`connect_ranks` adds the sums over ranks to partitioned modules. `shares_kv`: whether no layer's K and V are
+        read after its step, so that all layers use the same pages.
+        """
         self.network = network
         self.backend = backend
         self.info = info
@@ -85,21 +91,34 @@ class Model:
         self.graphs: Graphs | None = None
         """The captured steps, if any."""
         self.bindings = [module for module in network.modules() if isinstance(module, AttentionBinding)]
+        self.shares_kv = shares_kv
+        self.result_size = 0
+        """Columns of what `forward` returns."""
         self._trace_attention_shapes()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of K and V per page, over all layers."""
-        return sum(self.backend.page_bytes(binding.spec, self.info.dtype) for binding in self.bindings if binding.spec)
+        return sum(self.backend.page_bytes(spec, self.info.dtype) for spec in self._kv_specs())
+
+    def _kv_specs(self) -> list[AttentionSpec]:
+        """Of the layers with K and V of their own: of each, or of the first of each kind."""
+        specs = [binding.spec for binding in self.bindings if binding.spec is not None]
+        return list(dict.fromkeys(specs)) if self.shares_kv else specs
 
     def allocate_kv(self, num_pages: int) -> None:
         """Reserve KV memory for `num_pages` pages in every layer, dropping earlier pages and graphs."""
         self.free_kv()
         if self.others is not None:
             self.others.allocate_kv(num_pages)
+        shared: dict[AttentionSpec, LayerKV] = {}
         for binding in self.bindings:
             assert binding.spec is not None
-            binding.kv = self.backend.allocate(binding.spec, num_pages, self.info.dtype, self.info.device)
+            binding.kv = shared.get(binding.spec) if self.shares_kv else None
+            if binding.kv is None:
+                binding.kv = self.backend.allocate(binding.spec, num_pages, self.info.dtype, self.info.device)
+            if self.shares_kv:
+                shared[binding.spec] = binding.kv
 
     def free_kv(self) -> None:
         """Free all pages, and the graphs that read them."""
@@ -201,9 +220,11 @@ class Model:
         """Run two tokens without KV: bindings record their layers' shapes; those not called are dropped."""
         row = torch.zeros(2, dtype=torch.long, device=self.info.device)
         self.inputs.fill([Segment(0, 2, range(1))], row, row[:1])
-        self.forward()
+        self.result_size = self.forward().shape[1]
         self.bindings = [binding for binding in self.bindings if binding.spec is not None]
-        if any(binding.num_calls != 1 for binding in self.bindings) or len(self.bindings) != self.info.num_layers:
+        num_calls = [binding.num_calls for binding in self.bindings]
+        # Layers that share their weights are one module, called several times, only where K and V are shared.
+        if sum(num_calls) != self.info.num_layers or (max(num_calls) > 1 and not self.shares_kv):
             raise ValueError(f"{self.info.model_type}: its layers do not call the attention function once each")
 
 

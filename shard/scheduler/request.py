@@ -6,7 +6,8 @@ the first. There is no prefill or decode phase. Imports no torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.constraint import UNCONSTRAINED, Grammar, Unconstrained
@@ -76,6 +77,23 @@ class LogprobParams:
     prefill_ranks: bool = False
 
 
+class Rows(Enum):
+    """Which hidden states of a prompt are wanted."""
+
+    FIRST = "first"
+    LAST = "last"
+    """Of the last token, or the mean of all: that is known at the last token."""
+    ALL = "all"
+
+
+class Pooling(NamedTuple):
+    """What a request ends with in place of tokens."""
+
+    rows: Rows
+    second_text: int = 0
+    """Index of the first token of the second text of a pair, 0 for a single text."""
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One request inside the shard. The submitter fills the first part; scheduler and page table own the rest."""
@@ -107,6 +125,8 @@ class Request:
     """State of its draft lengths; empty with a constant schedule."""
     isolation_steps: int = 0
     """Further steps that give tokens and compute no other request, because this one may have crashed a shard."""
+    pooling: Pooling | None = None
+    """Set for a request that ends with a vector or scores. To the scheduler they are its only token."""
     draft_source: DraftSource | None = None
     """Prompt lookup in its tokens, made at the first step that could use it."""
 

@@ -45,7 +45,7 @@ class ScheduledRequest:
     @property
     def num_sampled(self) -> int:
         """Positions at which the target samples a token."""
-        return (1 + len(self.draft_ids)) if self.samples else 0
+        return (1 + len(self.draft_ids)) if self.samples and self.request.pooling is None else 0
 
     @property
     def num_drawn(self) -> int:

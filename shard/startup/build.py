@@ -6,6 +6,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
@@ -24,6 +25,7 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.scheduler.request import Pooling, Rows
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.scheduler.speculation.history import History, NoHistory
 from lorikeet.shard.startup import prefill_calibration
@@ -46,14 +48,15 @@ def build_engine(
     model.others = leader
     adapters = build_adapters(config, model, inbox, leader)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
-    cache = KvCache(num_pages, model.page_size, config.prefix_caching)
+    keeps_kv, chunked_prefill = prompt_parts(config, model)
+    cache = KvCache(num_pages, model.page_size, keeps_kv)
     adapter_prefill_tokens = None
-    if config.chunked_prefill:
+    if chunked_prefill and model.info.pooled is None:
         max_prompt_tokens = min(config.max_total_tokens, num_pages * model.page_size)
         adapter_prefill_tokens = prefill_calibration.measure(model, max_prompt_tokens)
         log.info("prefill_budget_calibrated", tokens=adapter_prefill_tokens)
     limits = Limits(
-        config.step_tokens, config.max_running, config.chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
+        config.step_tokens, config.max_running, chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
     )
     ngrams = config.ngram_min, config.ngram_max, config.ngram_long
     has_draft_model, history = draft_model is not None, build_history(config)
@@ -68,7 +71,26 @@ def build_engine(
     if draft_model is not None:
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
     loop = LoopConfig(lag, config.max_waiting)
-    return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, build_grammars(config, model, inbox))
+    grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
+    return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model))
+
+
+def prompt_parts(config: ShardConfig, model: Model) -> tuple[bool, bool]:
+    """Whether prefixes of prompts are cached, and whether a prompt may be computed in several steps."""
+    pooled = model.info.pooled
+    if pooled is not None and pooled.is_whole:
+        return False, False
+    return config.prefix_caching, config.chunked_prefill
+
+
+def pooling_of(model: Model) -> Pooling | None:
+    """What requests end with, of a model that generates no text."""
+    pooled = model.info.pooled
+    if pooled is None:
+        return None
+    if pooled.task == TOKEN_CLASSIFY:
+        return Pooling(Rows.ALL)
+    return Pooling(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)
 
 
 def build_history(config: ShardConfig) -> NoHistory:
@@ -112,15 +134,14 @@ def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_a
 
 
 CONFIG_FIELDS = (
-    "model_id", "max_total_tokens", "step_tokens", "max_running", "prefix_caching", "chunked_prefill",
-    "watermark_gamma", "watermark_delta",
+    "model_id", "max_total_tokens", "step_tokens", "max_running", "watermark_gamma", "watermark_delta",
 )  # fmt: skip
 """Fields of `ShardInfo` that are the configuration's."""
 
 
 def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFiles) -> Facts:
     """The description that routers get."""
-    cache, info = engine.scheduler.cache, model.info
+    cache, info, pooled = engine.scheduler.cache, model.info, model.info.pooled
     shard_info = pb.ShardInfo(
         **{name: getattr(config, name) for name in CONFIG_FIELDS},
         version=version(),
@@ -134,11 +155,27 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         page_size=cache.page_size,
         num_pages=cache.num_pages,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,
+        prefix_caching=cache.prefix_caching,
+        chunked_prefill=engine.scheduler.limits.chunked_prefill,
         token_masks=True,
-        grammars=has_tokenizer(config),
+        grammars=has_tokenizer(config) and pooled is None,
         history=engine.scheduler.proposer.draft_sources.history.is_enabled,
     )
+    if pooled is not None:
+        shard_info.pooled_model.CopyFrom(
+            pb.PooledModel(
+                task=pooled.task, pooling=pooled.pooling, size=model.result_size, is_encoder=pooled.is_encoder
+            )
+        )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
     num_kv_tokens = cache.num_pages * cache.page_size
-    bounds = Bounds(info.vocab_size, config.max_total_tokens, num_kv_tokens, has_adapters, has_draft_model)
+    bounds = Bounds(
+        info.vocab_size,
+        config.max_total_tokens,
+        num_kv_tokens,
+        has_adapters,
+        has_draft_model,
+        pooling_of(model),
+        "" if pooled is None else pooled.task,
+    )
     return Facts(shard_info, bounds, lambda: engine.running_step, files.digest)

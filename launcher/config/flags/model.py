@@ -1,6 +1,7 @@
 """Rows of the flag table: the base model, limits of a request, sampling."""
 
 from lorikeet.launcher.config.flag import BYTES, INTEGER, LAUNCHER, LOADER, NUMBER, ROUTER, SHARD, SWITCH, Flag
+from lorikeet.proto.pooling import POOLINGS
 from lorikeet.proto.quantization import METHODS
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -44,8 +45,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default_text="the model's", new=True,
         ),
         Flag(
-            "embedding-dim", "embedding size of an embedding model", INTEGER,
-            refused="embedding models are not supported by this version",
+            "pooling",
+            "compute vectors instead of text, from the hidden state of the first token (`cls`), the `mean` of all, or "
+            "that of the `last` token", to=ROUTER | SHARD | LOADER, choices=POOLINGS, new=True,
+            default_text="what the files of an embedding model say",
+        ),
+        Flag(
+            "embedding-dim", "dimensions of an embedding model that has several projections (2_Dense_N)", INTEGER,
+            to=ROUTER | SHARD | LOADER, default_text="what the model's files say", minimum=1,
+            differs="also makes a causal model an embedding model",
         ),
         Flag("huggingface-hub-cache", "download cache", default_text="that of huggingface-hub"),
         Flag(

@@ -14,7 +14,7 @@ from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.types import GenerationRequest, Pooling
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
@@ -39,11 +39,17 @@ class ProbeRoutes:
         return Response()
 
     async def startup(self, request: Request) -> Response:
-        """Generates one token end to end."""
+        """Generates one token end to end, or computes one vector."""
         self._check()
         prompt_ids = await self._service.tokenizer.encode("Who?")
+        model = self._service.pooled_model
         probe = GenerationRequest(
-            prompt_ids, max_new_tokens=1, seed=0, request_id=request.state.request_id, is_probe=True
+            prompt_ids,
+            max_new_tokens=1,
+            seed=0,
+            request_id=request.state.request_id,
+            pooling=None if model is None else Pooling(model.task),
+            is_probe=True,
         )
         try:
             async with ClientWatch(request.receive):

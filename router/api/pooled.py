@@ -1,0 +1,121 @@
+"""From texts to vectors or scores: what the routes to embedding and classification models share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+
+from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields
+from lorikeet.router.api.service import Service, Timing, log_fields
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import FinishReason, GenerationRequest, Pooling
+from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
+from lorikeet.router.text.encoding import Encoded, Input
+
+Values = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The results of one request's texts, in their order."""
+
+    # [rows, size] of each text: one row, or one per token
+    values: list[Values]
+    encoded: list[Encoded]
+    generations: list[Generation]
+    headers: dict[str, str]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(each.ids) for each in self.encoded)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """As in OpenAI's answers."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
+async def compute(
+    service: Service,
+    request: Request,
+    texts: Sequence[Text | tuple[str, str]],
+    common: PooledFields,
+    timing: Timing,
+    field: str = "input",
+) -> Computed:
+    """Tokenize, check, and compute all texts. `field` is the request's field that has them. Raises RouterError."""
+    model = service.pooled_model
+    assert model is not None, "the route checks the model's task first"
+    caller = service.caller(request)
+    service.check_room(caller)
+    async with ClientWatch(request.receive):
+        adapter = await service.adapter(caller, common.adapter)
+        encoded = await _encode(service, texts, common, caller.identity, field)
+        shared = GenerationRequest(
+            prompt_ids=[],
+            max_new_tokens=1,
+            seed=0,
+            logprobs=False,
+            adapter=adapter,
+            caller=caller.identity,
+            cache_salt=caller.cache_salt(None),
+            priority=common.priority,
+            request_id=caller.request_id,
+        )
+        wanted = [
+            replace(
+                shared,
+                prompt_ids=each.ids,
+                text=text if isinstance(text, str) else "",
+                pooling=Pooling(model.task, each.second_text),
+                request_id=f"{caller.request_id}/{index}" if len(texts) > 1 else caller.request_id,
+            )
+            for index, (text, each) in enumerate(zip(texts, encoded, strict=True))
+        ]
+        service.validated(timing)
+        generations = [each async for each in service.compute(request, wanted, timing.arrived_at)]
+    num_chars = sum(len(part) for text in texts for part in (text if isinstance(text, tuple) else (text,)))
+    counts = Counts(num_chars, sum(len(each.ids) for each in encoded), 0, 0)
+    request.state.log_fields = log_fields(shared, 0, FinishReason.LENGTH) | {"prompt_tokens": counts.prompt_tokens}
+    headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(common.ignored)
+    values = [_values(each, model.size) for each in generations]
+    return Computed(values, encoded, generations, headers)
+
+
+def _values(generation: Generation, size: int) -> Values:
+    """[rows, size]"""
+    return np.frombuffer(generation.pooled, "<f4").reshape(-1, size)
+
+
+async def _encode(
+    service: Service, texts: Sequence[Text | tuple[str, str]], common: PooledFields, caller: str, field: str
+) -> list[Encoded]:
+    """The tokens of each text. Token ids are taken as they are, apart from being cut."""
+    config, cut = service.config, common.cut
+    written: list[Input] = [text for text in texts if not isinstance(text, list)]
+    if cut.most is None:
+        for part in (part for each in written for part in ((each,) if isinstance(each, str) else each)):
+            check_text_length(part, service.tokenizer.length, config, field)
+    tokenized = iter(await service.tokenizer.encode_texts(written, cut, caller=caller))
+    encoded = []
+    for text in texts:
+        if isinstance(text, list):
+            service.check_ids(text, field)
+            kept = text if cut.most is None else text[: cut.most] if cut.side == "right" else text[-cut.most :]
+            encoded.append(Encoded(kept))
+        else:
+            encoded.append(next(tokenized))
+        check_num_tokens(encoded[-1].ids, config, field)
+    return encoded
+
+
+def shortened(vectors: Values, dimensions: int | None) -> Values:
+    """vectors: [n, size]. The first dimensions of each, of length one again (Kusupati et al. 2022)."""
+    if dimensions is None or dimensions == vectors.shape[1]:
+        return vectors
+    cut = vectors[:, :dimensions]
+    return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)

@@ -1,0 +1,1 @@
+"""Models that compute vectors or labels: transformers' code over one flat row, and what follows it."""
