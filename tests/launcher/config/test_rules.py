@@ -35,7 +35,6 @@ def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = {
     "source": "s3",
-    "embedding-dim": "512",
     "merge-adapter-weights": None,
 }
 

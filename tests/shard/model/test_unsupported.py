@@ -39,7 +39,7 @@ def rejection(folder: Path, values: dict[str, object]) -> str:
             },
             ("llama", "dynamic NTK"),
         ),
-        ({"model_type": "bert", **SMALL}, ("bert",)),
+        ({"model_type": "deberta-v2", **SMALL}, ("deberta-v2",)),
         ({"model_type": "no_such_thing"}, ("some/model", "no_such_thing")),
         ({"hidden_size": 4}, ("some/model",)),
     ],

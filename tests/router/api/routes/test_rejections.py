@@ -177,8 +177,8 @@ async def test_unknown_routes_and_methods(server: Serving) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
 
 
-@pytest.mark.parametrize("path", ["/embed", "/classify", "/classify_batch", "/v1/embeddings"])
-async def test_unsupported_routes_answer_501(server: Serving, path: str) -> None:
+@pytest.mark.parametrize("path", ["/embed", "/v1/embeddings"])
+async def test_routes_of_embedding_models_need_one(server: Serving, path: str) -> None:
     response = await server.client.post(path, json={"inputs": "Hi", "input": "Hi", "model": MODEL_ID})
-    assert response.status_code == 501
-    assert f"`{path}` is not supported by this server" in response.text
+    assert response.status_code == (400 if path.startswith("/v1/") else 422)
+    assert "--pooling" in response.text
