@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from lorikeet.router.answers import answer
 from lorikeet.router.errors import (
     AdapterProblem,
     AdapterUnauthorized,
@@ -13,7 +14,6 @@ from lorikeet.router.errors import (
     ShuttingDown,
     UnsupportedContentEncoding,
     ValidationError,
-    answer,
 )
 
 

@@ -14,6 +14,7 @@ from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.failures import failure_response, style_of
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
+from lorikeet.router.api.pooled import check_generates
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
@@ -75,7 +76,7 @@ def _generates(service: Service, handle: Handle) -> Handle:
     """The handler of a route that generates text, for models that do."""
 
     async def checked(request: Request) -> Response:
-        service.check_generates()
+        check_generates(service)
         return await handle(request)
 
     return checked

@@ -6,8 +6,9 @@ import orjson
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
+from lorikeet.router.answers import answer
 from lorikeet.router.error_bodies import failure_headers, lorax_body, openai_body
-from lorikeet.router.errors import BodyRejected, RouterError, answer
+from lorikeet.router.errors import BodyRejected, RouterError
 
 
 class ErrorStyle(enum.Enum):

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.router.answers import answer
 from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
@@ -34,7 +35,6 @@ from lorikeet.router.errors import (
     RouterError,
     ShuttingDown,
     TooManyFailedKeys,
-    answer,
 )
 from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lorikeet.router.answers import ANSWERS
 from lorikeet.router.api.failures import ErrorStyle, style_of_path
 from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS
 from lorikeet.router.errors import (
-    ANSWERS,
     AdapterProblem,
     AdminOnly,
     AlreadyLoaded,

@@ -1,21 +1,55 @@
 """From texts to vectors or scores: what the routes to embedding and classification models share."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
 
+from lorikeet.proto import pooling
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields
-from lorikeet.router.api.service import Service, Timing, log_fields
+from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields
+from lorikeet.router.errors import Overloaded, WrongTask
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest, Pooling
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.encoding import Encoded, Input
 
+ROUTES_OF = {
+    pooling.EMBED: "/v1/embeddings, /embed, /score, /rerank or /pooling",
+    pooling.CLASSIFY: "/classify, /score, /rerank or /pooling",
+    pooling.TOKEN_CLASSIFY: "/classify, /classify_batch or /pooling",
+}
+"""By the model's task."""
+
 Values = npt.NDArray[np.float32]
+
+
+def pooled_model(service: Service) -> pb.PooledModel | None:
+    """What the model computes in place of text; None for a model that generates."""
+    info = service.dispatcher.info
+    return info.pooled_model if info is not None and info.HasField("pooled_model") else None
+
+
+def check_generates(service: Service) -> None:
+    """Raises WrongTask where the model computes vectors or labels."""
+    if (model := pooled_model(service)) is not None:
+        raise WrongTask(
+            f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
+        )
+
+
+def check_task(service: Service, *tasks: str) -> pb.PooledModel:
+    """The model, which must be of one of the tasks. Raises WrongTask."""
+    model = pooled_model(service)
+    if model is None:
+        raise WrongTask("this server's model generates text: start the server with --pooling to get its embeddings")
+    if model.task not in tasks:
+        raise WrongTask(f"this server's model is of the task {model.task}: use {ROUTES_OF[model.task]}")
+    return model
 
 
 @dataclass(frozen=True)
@@ -48,7 +82,7 @@ async def compute(
     field: str = "input",
 ) -> Computed:
     """Tokenize, check, and compute all texts. `field` is the request's field that has them. Raises RouterError."""
-    model = service.pooled_model
+    model = pooled_model(service)
     assert model is not None, "the route checks the model's task first"
     caller = service.caller(request)
     service.check_room(caller)
@@ -77,13 +111,36 @@ async def compute(
             for index, (text, each) in enumerate(zip(texts, encoded, strict=True))
         ]
         service.validated(timing)
-        generations = [each async for each in service.compute(request, wanted, timing.arrived_at)]
+        generations = [each async for each in _run(service, request, wanted, timing.arrived_at)]
     num_chars = sum(len(part) for text in texts for part in (text if isinstance(text, tuple) else (text,)))
     counts = Counts(num_chars, sum(len(each.ids) for each in encoded), 0, 0)
     request.state.log_fields = log_fields(shared, 0, FinishReason.LENGTH) | {"prompt_tokens": counts.prompt_tokens}
     headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(common.ignored)
     values = [_values(each, model.size) for each in generations]
     return Computed(values, encoded, generations, headers)
+
+
+async def _run(
+    service: Service, request: Request, wanted: list[GenerationRequest], arrived_at: float
+) -> AsyncGenerator[Generation, None]:
+    """Queue requests, as many at a time as one request may have sequences. Yields them complete, in order. Raises
+    RouterError.
+    """
+    deadline, generations = service.begin(request, wanted, arrived_at)
+    try:
+        for index in range(len(wanted)):
+            while len(generations) < min(len(wanted), index + service.config.max_sequences):
+                try:
+                    generations.append(service.queue(request, wanted[len(generations)], deadline))
+                except Overloaded:
+                    if len(generations) <= index:  # nothing of this request runs that would make room
+                        raise
+                    break
+            while (await generations[index].next()).finish_reason is None:
+                pass
+            yield generations[index]
+    finally:
+        cancel_all(generations)
 
 
 def _values(generation: Generation, size: int) -> Values:

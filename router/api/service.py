@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,6 @@ from starlette.requests import Request
 
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.registry import Sources
-from lorikeet.proto import pooling
-from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory
@@ -22,7 +20,7 @@ from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.errors import Overloaded, UnsupportedField, ValidationError, WrongTask
+from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
@@ -47,13 +45,6 @@ from lorikeet.router.usage.writer import Usage
 
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import Tracing
-
-ROUTES_OF = {
-    pooling.EMBED: "/v1/embeddings, /embed, /score, /rerank or /pooling",
-    pooling.CLASSIFY: "/classify, /score, /rerank or /pooling",
-    pooling.TOKEN_CLASSIFY: "/classify, /classify_batch or /pooling",
-}
-"""By the model's task."""
 
 
 @dataclass
@@ -264,38 +255,16 @@ class Service:
 
     def submit(self, request: Request, wanted: list[GenerationRequest], arrived_at: float) -> list[Generation]:
         """Queue all sequences of `request`, or none. Raises a leaf of Refused."""
-        deadline, generations = self._begin(request, wanted, arrived_at)
+        deadline, generations = self.begin(request, wanted, arrived_at)
         try:
             for each in wanted:
-                generations.append(self._queue(request, each, deadline))
+                generations.append(self.queue(request, each, deadline))
         except BaseException:
             cancel_all(generations)
             raise
         return generations
 
-    async def compute(
-        self, request: Request, wanted: list[GenerationRequest], arrived_at: float
-    ) -> AsyncGenerator[Generation, None]:
-        """Queue requests for vectors or scores, as many at a time as one request may have sequences. Yields them
-        complete, in order. Raises RouterError.
-        """
-        deadline, generations = self._begin(request, wanted, arrived_at)
-        try:
-            for index in range(len(wanted)):
-                while len(generations) < min(len(wanted), index + self.config.max_sequences):
-                    try:
-                        generations.append(self._queue(request, wanted[len(generations)], deadline))
-                    except Overloaded:
-                        if len(generations) <= index:  # nothing of this request runs that would make room
-                            raise
-                        break
-                while (await generations[index].next()).finish_reason is None:
-                    pass
-                yield generations[index]
-        finally:
-            cancel_all(generations)
-
-    def _begin(
+    def begin(
         self, request: Request, wanted: list[GenerationRequest], arrived_at: float
     ) -> tuple[float | None, list[Generation]]:
         """The deadline of all sequences, and the list of them that usage and limits read."""
@@ -306,35 +275,13 @@ class Service:
         request.state.wanted, request.state.generations = wanted, generations
         return None if limit is None else arrived_at + limit, generations
 
-    def _queue(self, request: Request, wanted: GenerationRequest, deadline: float | None) -> Generation:
+    def queue(self, request: Request, wanted: GenerationRequest, deadline: float | None) -> Generation:
         self.receipts.prepare(wanted)
         timeline = None if getattr(request.state, "trace", None) is None else Timeline()
         generation = self.dispatcher.submit(wanted, deadline=deadline, timeline=timeline)
         if self.config.log_texts:
             generation.read_texts = []
         return generation
-
-    def check_generates(self) -> None:
-        """Raises WrongTask where the model computes vectors or labels."""
-        if (model := self.pooled_model) is not None:
-            raise WrongTask(
-                f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
-            )
-
-    def check_task(self, *tasks: str) -> pb.PooledModel:
-        """The model, which must be of one of the tasks. Raises WrongTask."""
-        model = self.pooled_model
-        if model is None:
-            raise WrongTask("this server's model generates text: start the server with --pooling to get its embeddings")
-        if model.task not in tasks:
-            raise WrongTask(f"this server's model is of the task {model.task}: use {ROUTES_OF[model.task]}")
-        return model
-
-    @property
-    def pooled_model(self) -> pb.PooledModel | None:
-        """What the model computes in place of text; None for a model that generates."""
-        info = self.dispatcher.info
-        return info.pooled_model if info is not None and info.HasField("pooled_model") else None
 
     async def submit_named(self, request: Request, wanted: GenerationRequest, arrived_at: float) -> Generation:
         """Queue one sequence and wait until its adapter is loaded. Raises RouterError."""

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.pooling import EMBED
-from lorikeet.router.api.pooled import Values, compute, shortened
+from lorikeet.router.api.pooled import Values, check_task, compute, shortened
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.pooled import read_embeddings, read_lorax
@@ -25,7 +25,7 @@ class EmbeddingRoutes:
         """OpenAI's `data`, and the same under LoRAX's name `embeddings`."""
         service, timing = self._service, Timing(now())
         body = await service.body(request)
-        model = service.check_task(EMBED)
+        model = check_task(service, EMBED)
         wanted = read_embeddings(service.openai_defaults(service.caller(request), body), service.config)
         check_dimensions(wanted.dimensions, model.size)
         computed = await compute(service, request, wanted.texts, wanted.common, timing)
@@ -44,7 +44,7 @@ class EmbeddingRoutes:
         """LoRAX's: one text."""
         service, timing = self._service, Timing(now())
         body = await service.body(request)
-        service.check_task(EMBED)
+        check_task(service, EMBED)
         wanted = read_lorax(service.native_defaults(service.caller(request), body), service.config)
         computed = await compute(service, request, wanted.inputs, wanted.common, timing, "inputs")
         content = orjson.dumps({"embeddings": computed.values[0][0]}, option=orjson.OPT_SERIALIZE_NUMPY)

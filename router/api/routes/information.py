@@ -12,6 +12,7 @@ from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.pooled import pooled_model
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.types import GenerationRequest, Pooling
@@ -42,7 +43,7 @@ class ProbeRoutes:
         """Generates one token end to end, or computes one vector."""
         self._check()
         prompt_ids = await self._service.tokenizer.encode("Who?")
-        model = self._service.pooled_model
+        model = pooled_model(self._service)
         probe = GenerationRequest(
             prompt_ids,
             max_new_tokens=1,
