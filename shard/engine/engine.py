@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from lorikeet.shard.batch.inputs import Network, RankDesync
+from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.engine.drafter import NoDrafter
+from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
 from lorikeet.shard.engine.intake import Intake
 from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
@@ -45,8 +46,6 @@ STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
 ACK_TIMEOUT_S = 0.1
 """The step of an isolated request, and the one after it, wait this long at most until the routers know of them."""
-STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
-"""Parts of a Triton launch error that mean that an earlier kernel left the device unusable."""
 
 
 @dataclass(frozen=True)
@@ -385,17 +384,3 @@ class Engine:
             self._is_clean = True
         if not (self._is_cut or self._intake.is_ending):
             self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else None)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a smaller step may succeed where this one failed."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def is_device_broken(error: Exception) -> bool:
-    """Whether no result of the device, or of all ranks together, can be trusted after this error."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    if isinstance(error, torch.AcceleratorError | RankDesync) or "CUDA error" in str(error):
-        return True
-    return "Triton Error" in str(error) and any(word in str(error) for word in STICKY_ERRORS)
