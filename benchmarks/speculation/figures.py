@@ -6,7 +6,7 @@ from benchmarks.evidence.figure import Figure, Over, Suite
 from benchmarks.evidence.sources import ADAPTERS, EMBEDDED_MODEL, ENGINE, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
-from benchmarks.speculation import counts, heads, lookup, speed
+from benchmarks.speculation import counts, heads, history, lookup, speed
 
 LLAMA, EMBEDDED = "random Llama, 200 M", "embedded model"
 FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "tests/oracles/*.py")
@@ -31,6 +31,19 @@ def _schedule(load: int) -> tuple[Suite, Suite]:
     )  # fmt: skip
 
 
+HISTORY = {history.ALL: 2.0, history.HALF: 1.5, history.NONE: 1.0}
+"""Targets by the part of requests that repeat an earlier prompt."""
+
+
+def _history(workload: str) -> Suite:
+    name = f"tokens per step of history drafts over prompt lookup, {workload} of the prompts repeated"
+    return Suite(
+        f"speculation-history-{workload}", partial(history.measure, workload), len(history.TEMPERATURES),
+        (Figure(name, history.gain, HISTORY[workload], over=Over.WORST),),
+        (*FAMILY, "benchmarks/speculation/history.py"), EMBEDDED, "float32",
+    )  # fmt: skip
+
+
 SUITES: tuple[Suite, ...] = (
     Suite("speculation-copied", counts.copied, len(counts.LOOKUP_WIDTHS),
           (Figure("tokens per step of prompt lookup over LoRAX's rule, copied texts", counts.over_lorax, 1.08,
@@ -45,6 +58,11 @@ SUITES: tuple[Suite, ...] = (
     Suite("speculation-heads", counts.medusa, counts.NUM_HEADS_KINDS,
           (Figure("tokens per step of Medusa heads, median of kinds of text", counts.tau, unit="tokens"),),
           COUNTS, EMBEDDED, "float32"),
+    *map(_history, HISTORY),
+    Suite("speculation-history-unrelated", history.unrelated, history.ROUNDS,
+          (Figure("throughput with history drafts over without, nothing repeated",
+                  partial(speedup, history.ON, history.OFF), 0.99),),
+          (*FAMILY, "benchmarks/speculation/history.py"), EMBEDDED, "float32"),
     Suite("speculation-speed", speed.measure, speed.ROUNDS,
           (Figure("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15, at_least=False),
            Figure("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30, at_least=False),

@@ -120,7 +120,7 @@ class FamilyAnswer:
             found.append(f"sources {report['sources']} of {num_tokens} tokens")
         if report["steps"] + self.skipped != num_tokens:
             found.append(f"{report['steps']} steps and {self.skipped} skipped of {num_tokens} tokens")
-        if report["accepted"] != sum(report["sources"].get(method, 0) for method in METHODS):
+        if report["accepted"] != sum(report["sources"].get(name, 0) for name in (*METHODS, "history")):
             found.append(f"{report['accepted']} accepted with {report['sources']}")
         if report["accepted"] > report["drafted"]:
             found.append(f"{report['accepted']} accepted of {report['drafted']}")
