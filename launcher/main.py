@@ -84,6 +84,7 @@ def _device(read: Settings) -> tuple[str, int]:
     num_ranks = devices.choose_ranks(read["sharded"], read["num-shard"], device, environment)
     if not on_ray:
         devices.check_count(device, read["replicas"], num_ranks)
+        devices.check_compiler(device)
     return device, num_ranks
 
 

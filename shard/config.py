@@ -82,10 +82,14 @@ class ShardConfig(ConfigFile):
     """Folder of adapters in the served layout, by digest; None disables adapters."""
     max_active_adapters: int = 1024
     """Maximum number of adapters in slots."""
-    adapter_memory_fraction: float = 0.1
-    """Fraction of device memory (on CPU: of `cpu_memory`) for slots."""
+    adapter_memory_fraction: float | None = None
+    """Fraction of device memory (on CPU: of `cpu_memory`) for slots; None is 0.1 on CPU, and what usual adapters need
+    on CUDA.
+    """
     adapter_host_memory: int | None = None
-    """Bytes of host memory for adapters; None is four times the memory of the slots. On CPU slots are part of it."""
+    """Bytes of host memory for adapters; None is computed from the memory of device and host. On CPU slots are part of
+    it.
+    """
     adapter_cycle_time_s: float = 2.0
     speculation_max_batch_size: int = 32
     ngram_min: int = 1

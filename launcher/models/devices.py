@@ -5,7 +5,9 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +57,19 @@ def cuda_problem() -> str:
     if code := driver.cuInit(0):
         return f"the NVIDIA driver does not answer (cuInit returned {code}): try nvidia-smi, and look at its devices"
     return "" if count_cuda() else "the NVIDIA driver lists no device"
+
+
+def check_compiler(device: str) -> None:
+    """Raise LauncherError if Triton cannot compile what starts its kernels on a CUDA device."""
+    if not device.startswith("cuda") or importlib.util.find_spec("triton") is None:
+        return
+    missing = []
+    if not (os.environ.get("CC") or any(shutil.which(name) for name in ("gcc", "clang", "cc"))):
+        missing.append("a C compiler (Debian, Ubuntu: apt-get install gcc libc6-dev)")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        missing.append("Python's headers (Debian, Ubuntu: apt-get install python3-dev)")
+    if missing:
+        raise LauncherError(Exit.SHARD_CANNOT_START, f"CUDA kernels need {' and '.join(missing)}")
 
 
 def of_each_node(wanted: str) -> str:

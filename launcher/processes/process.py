@@ -17,6 +17,9 @@ def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child: it imports the same code as this process, whatever the working directory holds."""
     # gRPC's own log lines have another format, and are repeated with every attempt to connect
     environment = {"GRPC_VERBOSITY": "NONE"} | dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in base:  # torch's older name for the same
+        # joined weights leave holes in CUDA memory, which only such segments give back
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     root = str(Path(__file__).parents[3])
     if root != sysconfig.get_path("purelib"):
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])

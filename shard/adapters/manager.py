@@ -18,7 +18,7 @@ from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, RowParallelSum
 from lorikeet.shard.model.adapters.plan import Form
-from lorikeet.shard.model.kv_memory import adapter_bytes
+from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from lorikeet.shard.model.lora.targets import LoraTarget, compiled
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -28,9 +28,6 @@ from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Device, SlotLimits
 
 log = structlog.get_logger()
-
-HOST_SHARE = 4
-"""Default host memory for adapters, as a multiple of the memory of slots; on CPU the two are the same memory."""
 
 
 class ModelSlots:
@@ -74,9 +71,8 @@ def build_adapters(
     """Slots and the thread that fills them; None without an adapter store."""
     if config.adapter_store is None:
         return None
-    slot_bytes = host_bytes = adapter_bytes(config, model)
-    if model.info.device.type != "cpu":
-        host_bytes = config.adapter_host_memory or HOST_SHARE * slot_bytes
+    slot_bytes = adapter_bytes(config, model)
+    host_bytes = adapter_host_bytes(config, model, slot_bytes)
     limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
     add_up = None if leader is None else leader.group.add_up
     device, files, form = prepare(config, model, limits.num_slots, host_bytes, add_up)

@@ -19,8 +19,12 @@ import torch
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention
+from lorikeet.shard.system import gpu
 
 __all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeAttention", "create"]
+
+CONVERTS_FP8 = (8, 9)
+"""Compute capability of the first devices that convert FP8."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ def create(
     if kv_cache_dtype not in ("auto", "fp8"):
         raise ValueError(f"unknown --kv-cache-dtype {kv_cache_dtype!r}; known: auto, fp8")
     kv_dtype = FP8 if kv_cache_dtype == "fp8" else None
+    if kv_dtype is not None and device.type == "cuda" and gpu.capability(device) < CONVERTS_FP8:
+        raise ValueError("--kv-cache-dtype fp8 needs a CUDA device of compute capability 8.9 or newer")
     if name == "auto":
         name = _choose(device, dtype, page_size, kv_dtype)
     if name == "reference":

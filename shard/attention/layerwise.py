@@ -10,6 +10,7 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
 from lorikeet.shard.attention.reference import ReferenceAttention
+from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -87,15 +88,22 @@ class LayerwiseAttention(AttentionBackend):
         return self._verified[kind]
 
 
-def _compare(backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Compute a prompt to the end of a page, then draft tokens, a single token and the start of a prompt. Returns the
-    difference from the reference in words; empty if there is none.
+def trial_steps(page_size: int) -> list[list[Segment]]:
+    """A prompt to the end of a page; draft tokens, a single token and the start of a prompt; then a prompt and a token
+    with keys of more than one span. Every kernel that attention may launch is launched, so that it is compiled.
     """
-    far = backend.page_size - 2
-    steps = [
+    far, long = page_size - 2, SPAN + 5
+    pages = range(5, 6 + -(-long // page_size))
+    return [
         [Segment(0, far, [1, 4]), Segment(0, 1, [3])],
         [Segment(far, 4, [1, 4]), Segment(1, 1, [3]), Segment(0, 5, [2])],
+        [Segment(0, long, pages)],
+        [Segment(long, 1, pages), Segment(2, 1, [3])],
     ]
+
+
+def _compare(backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """Compute the trial steps. Returns the difference from the reference in words; empty if there is none."""
     heads = ((spec.num_heads, spec.key_dim), (spec.num_kv_heads, spec.key_dim), (spec.num_kv_heads, spec.value_dim))
 
     def attend(each: AttentionBackend, kv: LayerKV, segments: Sequence[Segment]) -> torch.Tensor:
@@ -112,7 +120,9 @@ def _compare(backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype,
     both = backend, ReferenceAttention(backend.page_size, backend.kv_dtype)
     name = type(backend).__name__
     try:
-        kvs = [each.allocate(spec, 5, dtype, device) for each in both]
+        steps = trial_steps(backend.page_size)
+        num_pages = 1 + max(page for segments in steps for segment in segments for page in segment.page_ids)
+        kvs = [each.allocate(spec, num_pages, dtype, device) for each in both]
         for segments in steps:
             found, wanted = (attend(each, kv, segments) for each, kv in zip(both, kvs, strict=True))
             worst = float((found - wanted).abs().max())

@@ -9,16 +9,14 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.system import gpu
 
 PAGE_STEP = 64
 """The keys of a tile are in one page, so page sizes are multiples of this."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CONVERTS_FP8 = (8, 9)
-"""Compute capability of the first devices that convert FP8."""
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that fit into the registers and shared memory of one multiprocessor."""
 PARTIAL_FLOATS = 1 << 24
@@ -67,7 +65,7 @@ class PagedAttention(AttentionBackend):
         if self._partials.device != device or self._partials.numel() == 0:
             self._partials = torch.empty(PARTIAL_FLOATS, device=device)
             self._stats = torch.empty(2 * PARTIAL_FLOATS // width_of(1), device=device)
-        self._kinds.setdefault(kind_of(spec, dtype), len(self._kinds))
+        self._kinds.setdefault(kind_of(spec, dtype, device), len(self._kinds))
         return super().allocate(spec, num_pages, dtype, device)
 
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
@@ -77,9 +75,6 @@ class PagedAttention(AttentionBackend):
             return "the triton attention backend does not support attention to later tokens"
         if max(spec.key_dim, spec.value_dim) > MOST_DIM:
             return f"the triton attention backend does not support heads of {spec.key_dim} and {spec.value_dim}"
-        is_cuda, is_small = device.type == "cuda", self.kv_dtype == FP8
-        if is_small and is_cuda and torch.cuda.get_device_capability(device) < CONVERTS_FP8:
-            return "--kv-cache-dtype fp8 needs a device of compute capability 8.9 or newer"
         return ""
 
     def prepare(self, inputs: StepInputs) -> None:
@@ -107,7 +102,7 @@ class PagedAttention(AttentionBackend):
         query = query if query.stride(2) == 1 else query.contiguous()
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
-        kind = self._kinds[kind_of(spec, query.dtype)]
+        kind = self._kinds[kind_of(spec, query.dtype, query.device)]
         attend_paged(
             query, kv.keys, kv.values, kv.key_scales, kv.value_scales, kv.sinks, kv.slopes, self._numbers,
             self._partials, self._stats, output, kind, spec.window or 0, self._span,
@@ -129,9 +124,9 @@ def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
     store_kv(key, value, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
 
 
-def kind_of(spec: AttentionSpec, dtype: torch.dtype) -> Kind:
+def kind_of(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Kind:
     """The kind of a layer; layers of one kind share tables."""
-    tile = tile_of(dtype, spec.key_dim, spec.value_dim)
+    tile = tile_of(dtype, spec.key_dim, spec.value_dim, gpu.capability(device))
     room = PARTIAL_FLOATS // (spec.num_kv_heads * width_of(spec.value_dim))
     return Kind(spec.group, spec.num_kv_heads, spec.window, tile.rows, room)
 

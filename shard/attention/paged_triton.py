@@ -19,9 +19,14 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.attention.spans import FOLD_ROWS, HEADER, RECORD
+from lorikeet.shard.system import gpu
 
 MOST_DIM = 256
 """The largest head size."""
+TENSOR_CORES = (8, 0)
+"""Compute capability from which on Triton multiplies by matrix units."""
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0))
+"""Those with 100 KB of shared memory on a multiprocessor: two programs of the larger tile do not fit."""
 LOG2E = 1.4426950408889634
 _NOTHING = tl.constexpr(float("-inf"))
 _HEADER, _RECORD = tl.constexpr(HEADER), tl.constexpr(RECORD)
@@ -261,12 +266,19 @@ class Tile:
     num_stages: int = 2
 
 
-def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int) -> Tile:
-    """Every tile of a layer has this shape."""
+def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[int, int]) -> Tile:
+    """Every tile of a layer has this shape, on devices of this compute capability. docs/cuda-kernels.md has what each
+    takes: none exceeds the shared memory of a multiprocessor, and registers suffice.
+    """
+    is_wide = max(key_dim, value_dim) > 128
     if dtype == torch.float32:  # matrix units do not support it
-        return Tile(rows=16, columns=32, num_stages=1)
-    if max(key_dim, value_dim) > 128:
+        return Tile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
+    if capability < TENSOR_CORES:  # Triton does not use those of Turing
+        return Tile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
+    if is_wide:
         return Tile(rows=64, columns=32, num_warps=8)
+    if capability in SMALL_MEMORY:
+        return Tile(rows=64, columns=32, num_stages=3)
     return Tile(rows=64, columns=64, num_stages=3)
 
 
@@ -307,7 +319,7 @@ def attend_paged(
     """
     num_kv_heads, page_size = keys.shape[2], keys.shape[1]
     key_dim, value_dim = keys.shape[3], values.shape[3]
-    tile = tile_of(query.dtype, key_dim, value_dim)
+    tile = tile_of(query.dtype, key_dim, value_dim, gpu.capability(query.device))
     has_scales = key_scales is not None
     scale = scaling / softcap * 2 * LOG2E if softcap else scaling * LOG2E
     shared: dict[str, Any] = {

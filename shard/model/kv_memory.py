@@ -4,6 +4,7 @@ from pathlib import Path
 
 import structlog
 import torch
+from torch import nn
 
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
@@ -11,6 +12,16 @@ from lorikeet.shard.model import Model
 
 log = structlog.get_logger()
 
+ADAPTER_SHARE = 0.1
+"""Part of the memory that slots for adapters take: on CPU by default, on CUDA at most."""
+SLOT_RANKS, SLOT_SHARE = 128, 0.04
+"""By default slots on CUDA hold this many ranks of all modules, such as eight adapters of rank 16; or, if that is more,
+a part of the memory beside the weights.
+"""
+HOST_SLOTS, HOST_SHARE = 4, 0.5
+"""Default host memory for adapters on CUDA: a multiple of the most that slots may take, within a part of the memory
+that is available to all devices together.
+"""
 CPU_SHARE = 0.25
 """Part of the available memory that KV takes on CPU by default: other processes need some too."""
 
@@ -41,13 +52,15 @@ def choose_num_pages(
             f"KV memory holds {num_tokens} tokens ({page_bytes // model.page_size} bytes each), fewer than the "
             f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
         )
+    slot_bytes = adapter_bytes(config, model)
     log.info(
         "kv_memory",
         num_pages=num_pages,
         num_tokens=num_tokens,
         bytes=num_pages * page_bytes,
         graph_bytes=graph_bytes,
-        adapter_bytes=adapter_bytes(config, model),
+        adapter_bytes=slot_bytes,
+        adapter_tokens=slot_bytes * model.page_size // page_bytes,
     )
     return num_pages
 
@@ -63,11 +76,43 @@ def adapter_bytes(config: ShardConfig, model: Model) -> int:
     """Bytes available for the adapters in slots; on CPU no other adapters are in memory."""
     if config.adapter_store is None:
         return 0
-    device = model.info.device
+    device, fraction = model.info.device, config.adapter_memory_fraction
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * config.adapter_memory_fraction)
+        total = torch.cuda.get_device_properties(device).total_memory
+        if fraction is not None:
+            return int(total * fraction)
+        num_columns = sum(target.num_in + target.num_out for target in model.lora_targets.values())
+        beside_weights = total * config.cuda_memory_fraction - weight_bytes(model.network)
+        return default_slot_bytes(total, beside_weights, num_columns * model.info.dtype.itemsize)
     configured = (config.adapter_host_memory or 0) // config.num_ranks
-    return configured or int(cpu_budget(config) * config.adapter_memory_fraction)
+    return configured or int(cpu_budget(config) * (ADAPTER_SHARE if fraction is None else fraction))
+
+
+def default_slot_bytes(total: int, beside_weights: float, rank_bytes: int) -> int:
+    """Bytes for the adapters in slots of a device with `total` bytes; what adapters do not take is KV. `rank_bytes`: of
+    one rank of an adapter of all modules.
+    """
+    return int(min(ADAPTER_SHARE * total, max(SLOT_RANKS * rank_bytes, SLOT_SHARE * beside_weights)))
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Bytes of the parameters and buffers of a network; memory that several share counts once."""
+    storages = {id(tensor): tensor for tensor in [*network.parameters(), *network.buffers()]}
+    found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in storages.values()}
+    return sum(found.values())
+
+
+def adapter_host_bytes(config: ShardConfig, model: Model, slot_bytes: int) -> int:
+    """Bytes of host memory for adapters: pinned memory for a CUDA device. On CPU slots are part of it."""
+    device = model.info.device
+    if config.adapter_host_memory is not None and device.type != "cpu":
+        return config.adapter_host_memory
+    if device.type != "cuda":
+        return slot_bytes if device.type == "cpu" else HOST_SLOTS * slot_bytes
+    total = torch.cuda.get_device_properties(device).total_memory
+    # each device that this process sees may have a shard of its own, which pins as much
+    share = HOST_SHARE * available_bytes() / max(1, torch.cuda.device_count())
+    return int(min(HOST_SLOTS * ADAPTER_SHARE * total, share))
 
 
 def cpu_budget(config: ShardConfig) -> int:
@@ -81,9 +126,9 @@ def cpu_budget(config: ShardConfig) -> int:
 def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     """The free part of the configured fraction of the device, minus what the largest step needs in addition to KV."""
     device = model.info.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    memory = StepMemory(device)
+    if model.others is not None:
+        model.others.begin_memory()
     num_tokens = config.step_tokens
     num_rows = min(config.max_running, num_tokens)
     input_ids = torch.zeros(num_tokens, dtype=torch.long, device=device)
@@ -91,12 +136,34 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     model.inputs.fill(largest_step(config, model.page_size), input_ids, rows)
     logits = model.forward()
     spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, distributions
-    step = torch.cuda.max_memory_allocated(device) - before + spare
     del logits
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    ours = total * config.cuda_memory_fraction - (total - free) - step
-    return max(0, int(ours * config.memory_wiggle_room))
+    room = memory.room(config, spare)
+    return room if model.others is None else model.others.least_memory(room, spare)
+
+
+class StepMemory:
+    """Measures the device memory that steps need in addition to weights and KV."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begins to measure."""
+        self._device = device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_allocated(device)
+
+    def room(self, config: ShardConfig, spare: int) -> int:
+        """Bytes left of the configured fraction of the device, after what the steps so far and `spare` need."""
+        step = torch.cuda.max_memory_allocated(self._device) - self._before + spare
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return room(config, total, used=total - free, step=step)
+
+
+def room(config: ShardConfig, total: int, used: int, step: int) -> int:
+    """Bytes for KV, adapters and graphs on a device with `total` bytes, of which `used` are taken and steps need `step`
+    for a time.
+    """
+    return max(0, int((total * config.cuda_memory_fraction - used - step) * config.memory_wiggle_room))
 
 
 def largest_step(config: ShardConfig, page_size: int) -> list[Segment]:

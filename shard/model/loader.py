@@ -22,6 +22,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
+from lorikeet.shard.system import gpu
 
 log = structlog.get_logger()
 
@@ -29,6 +30,8 @@ PROGRESS_S = 5.0
 """Between log lines about the weights."""
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers that are served."""
+HAS_BFLOAT16 = (8, 0)
+"""Compute capability of the first devices with bfloat16."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,15 +86,25 @@ def unsupported_reason(checkpoint: Any, is_pooled: bool = False) -> str | None:
 
 
 def choose_dtype(config: ShardConfig, checkpoint: Any) -> torch.dtype:
-    """The configured dtype, else the checkpoint's; float16 has no fast path on CPU and becomes float32 there."""
+    """The configured dtype, else the checkpoint's. float16 has no fast path on CPU and becomes float32 there; bfloat16
+    becomes float16 on CUDA devices without it. Raises ValueError for a configured dtype that the device lacks.
+    """
+    device = torch.device(config.device)
+    has_bfloat16 = device.type != "cuda" or gpu.capability(device) >= HAS_BFLOAT16
     if config.dtype is not None:
         if config.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {config.dtype!r}; known: {', '.join(DTYPES)}")
+        if config.dtype == "bfloat16" and not has_bfloat16:
+            raise ValueError(f"{config.device} has no bfloat16 (compute capability below 8.0): use --dtype float16")
         return DTYPES[config.dtype]
     dtype = getattr(checkpoint, "dtype", None) or torch.float32
-    if dtype == torch.float16 and config.device == "cpu":
+    dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[str(dtype)]
+    if dtype == torch.float16 and device.type == "cpu":
         return torch.float32
-    return dtype if isinstance(dtype, torch.dtype) else DTYPES[str(dtype)]
+    if dtype == torch.bfloat16 and not has_bfloat16:
+        log.warning("bfloat16_becomes_float16", model_id=config.model_id, device=config.device)
+        return torch.float16
+    return dtype
 
 
 def load_network(

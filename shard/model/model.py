@@ -13,7 +13,7 @@ from torch import nn
 
 from lorikeet.proto.pooling import PooledModel
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.batch.inputs import RankDesync, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
@@ -54,6 +54,12 @@ class PeerRanks(Protocol):
     def free_kv(self) -> None:
         """Free all pages."""
 
+    def begin_memory(self) -> None:
+        """Measure the memory of the steps from here on."""
+
+    def least_memory(self, num_bytes: int, spare: int) -> int:
+        """The least of `num_bytes` and of what every other rank has left for KV, with `spare` bytes free."""
+
     def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
         """Capture the same steps."""
 
@@ -88,6 +94,8 @@ class Model:
         connect_ranks()
         self.others: PeerRanks | None = None
         """The other ranks, once they are connected."""
+        self._kernels: DeviceKernels | None = None
+        """Of adapters, on a device."""
         self.graphs: Graphs | None = None
         """The captured steps, if any."""
         self.bindings = [module for module in network.modules() if isinstance(module, AttentionBinding)]
@@ -144,7 +152,23 @@ class Model:
         tuned = tuning.read(self.info.device)
         self.inputs.reserve_groups(max_rows, num_slots, max_drafts)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
-        return DeviceKernels(targets_of(self.lora_targets), num_slots, self.info.device, tuned)
+        self._kernels = DeviceKernels(targets_of(self.lora_targets), num_slots, self.info.device, tuned)
+        return self._kernels
+
+    @torch.inference_mode()
+    def warm_up_adapters(self) -> None:
+        """Compile the kernels of adapters and heads, which would otherwise happen in the step of the first adapter:
+        compute a token with an empty slot. All ranks do so together.
+        """
+        if self._kernels is None or self.heads.kernels is None:
+            return
+        inputs = self.inputs
+        ids = torch.zeros(1, dtype=torch.long, device=self.info.device)
+        heads = [HeadsRow(0, 0, 1)] if self.heads.vocab_size else []
+        inputs.fill([Segment(0, 1, range(1), slot=0)], ids, ids, [0], heads)
+        self.backend.prepare(inputs)
+        with self._kernels.assumed_changed(0), self.heads.kernels.assumed_outputs():
+            self.compute()
 
     @property
     def graphs_unsupported_reason(self) -> str:

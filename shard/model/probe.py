@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
@@ -36,7 +37,7 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
     small = two_layers(checkpoint.get_text_config())
     device = torch.device(config.device)
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # of the device too
         rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
             expected, given = _both_ways(config, small, rows, device, group)
@@ -74,17 +75,20 @@ def _both_ways(
     config: ShardConfig, small: Any, rows: list[torch.Tensor], device: torch.device, group: Group | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits of every row: each alone in transformers, all together here."""
-    network = AutoModelForCausalLM.from_config(
-        small, dtype=torch.float32, attn_implementation="sdpa" if small.model_type == "falcon" else "eager",
-        trust_remote_code=config.trust_remote_code,
-    )  # fmt: skip
+    with device:  # drawing the weights on the host takes minutes for large experts
+        network = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation="sdpa" if small.model_type == "falcon" else "eager",
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
     network = network.eval().to(device)
     expected = [network(row[None], use_cache=False).logits[0].float() for row in rows]
-    ours = AutoModelForCausalLM.from_config(
-        copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
-        trust_remote_code=config.trust_remote_code,
-    )  # fmt: skip
+    with device, no_init_weights():
+        ours = AutoModelForCausalLM.from_config(
+            copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
     ours.load_state_dict(network.state_dict())
+    del network  # two layers of a large model are gigabytes
     backend = attention.create(config.attention, device, torch.float32, config.page_size)
     inputs = StepInputs(backend.page_size, device)
     ours = ours.eval().to(device)

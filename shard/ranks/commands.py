@@ -27,6 +27,20 @@ class FreeKv(NamedTuple):
     """Free all KV pages."""
 
 
+class BeginMemory(NamedTuple):
+    """Measure the memory that the steps from here on need."""
+
+
+class EndMemory(NamedTuple):
+    """Agree on the least memory that is left for KV; `spare` bytes stay free."""
+
+    spare: int
+
+
+class Serve(NamedTuple):
+    """Everything is loaded: do not wait for other ranks any longer than a step takes."""
+
+
 class Capture(NamedTuple):
     """Capture these steps as graphs, and verify them if `is_checked`."""
 
@@ -40,6 +54,10 @@ class AllocateAdapters(NamedTuple):
 
     num_slots: int
     host_bytes: int
+
+
+class WarmUpAdapters(NamedTuple):
+    """Compile the kernels of adapters."""
 
 
 class Step(NamedTuple):
@@ -77,4 +95,18 @@ class Forget(NamedTuple):
     digest: str
 
 
-Command = AllocateKv | FreeKv | Capture | AllocateAdapters | Step | Read | Put | Clear | Forget
+Command = (
+    AllocateKv
+    | FreeKv
+    | BeginMemory
+    | EndMemory
+    | Serve
+    | WarmUpAdapters
+    | Capture
+    | AllocateAdapters
+    | Step
+    | Read
+    | Put
+    | Clear
+    | Forget
+)

@@ -17,13 +17,25 @@ from lorikeet.shard.batch.inputs import RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.tensor_parallel.group import RANK_EXIT, Group, prefer_loopback
-from lorikeet.shard.ranks.commands import AllocateKv, Begin, Capture, Command, FreeKv, Step
+from lorikeet.shard.ranks.commands import (
+    AllocateKv,
+    Begin,
+    BeginMemory,
+    Capture,
+    Command,
+    EndMemory,
+    FreeKv,
+    Serve,
+    Step,
+)
 from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
 
 RENDEZVOUS_S = 120.0
 """Time that the ranks wait for each other at start."""
+STEP_S = 120.0
+"""Time that they wait for each other in a step."""
 GRACE_S = 1.0
 """Time after the end of another rank in which this one may still log its own error."""
 END_S = 10.0
@@ -77,6 +89,18 @@ class Leader:
 
     def allocate_kv(self, num_pages: int) -> None:
         self.send(AllocateKv(num_pages))
+
+    def begin_memory(self) -> None:
+        self.send(BeginMemory())
+
+    def least_memory(self, num_bytes: int, spare: int) -> int:
+        self.send(EndMemory(spare))
+        return self.group.least(num_bytes)
+
+    def serve(self) -> None:
+        """Everything is loaded: from now on ranks do not wait for each other any longer than a step takes."""
+        self.send(Serve())
+        self.group.serve(STEP_S)
 
     def free_kv(self) -> None:
         self.send(FreeKv())

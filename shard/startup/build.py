@@ -19,6 +19,7 @@ from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.kv_memory import choose_num_pages
+from lorikeet.shard.ranks.commands import WarmUpAdapters
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
@@ -48,6 +49,9 @@ def build_engine(
     model.others = leader
     adapters = build_adapters(config, model, inbox, leader)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
+    if leader is not None:
+        leader.send(WarmUpAdapters())
+    model.warm_up_adapters()
     keeps_kv, chunked_prefill = prompt_parts(config, model)
     cache = KvCache(num_pages, model.page_size, keeps_kv)
     adapter_prefill_tokens = None

@@ -18,9 +18,10 @@ from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterContent
 from lorikeet.shard.model.graphs import CudaRecorder
+from lorikeet.shard.model.kv_memory import StepMemory
 from lorikeet.shard.model.tensor_parallel.group import Group, prefer_loopback
 from lorikeet.shard.ranks import commands
-from lorikeet.shard.ranks.leader import RENDEZVOUS_S, device_of
+from lorikeet.shard.ranks.leader import RENDEZVOUS_S, STEP_S, device_of
 from lorikeet.shard.scheduler.adapter_slots import Device
 
 log = structlog.get_logger()
@@ -37,6 +38,7 @@ class RankWorker:
         self._device: Device | None = None
         self._contents: dict[str, AdapterContent] = {}
         self._copying: set[int] = set()
+        self._memory: StepMemory | None = None
 
     @torch.inference_mode()
     def execute(self, command: commands.Command) -> None:
@@ -48,6 +50,15 @@ class RankWorker:
                 self._model.allocate_kv(num_pages)
             case commands.FreeKv():
                 self._model.free_kv()
+            case commands.BeginMemory():
+                self._memory = StepMemory(self._model.info.device)
+            case commands.EndMemory(spare):
+                assert self._memory is not None
+                self._group.least(self._memory.room(self._config, spare))
+            case commands.WarmUpAdapters():
+                self._model.warm_up_adapters()
+            case commands.Serve():
+                self._group.serve(STEP_S)
             case commands.Capture(padding, bounds, is_checked):
                 self._model.capture(padding, CudaRecorder(self._model.info.device), bounds, is_checked)
             case commands.AllocateAdapters(num_slots, host_bytes):

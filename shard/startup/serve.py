@@ -62,6 +62,8 @@ def serve(config: ShardConfig) -> None:
     logs.adopt_libraries()  # those that loading imported
     engine = build_engine(config, model, inbox, outbox, draft_model, leader)
     engine.warm_up()
+    if leader is not None:
+        leader.serve()
     bindings = model.bindings + ([] if draft_model is None else draft_model.bindings)
     Prefault([binding.kv for binding in bindings if binding.kv is not None], engine.scheduler.cache).start()
     # All objects so far live as long as the process: collecting them would stall a step for 0.2 s.

@@ -83,12 +83,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SHARD, minimum=0,
         ),
         Flag(
-            "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, 0.1, SHARD,
-            minimum=0, maximum=1,
+            "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, to=SHARD, minimum=0, maximum=1,
+            default_text="0.1 on CPU; on CUDA 128 ranks of all modules, or 0.04 of the memory beside the model",
         ),
         Flag(
             "adapter-host-memory", "host memory for adapters, in addition to device memory", BYTES, to=SHARD,
-            default_text="four times the memory of the slots", minimum=0, new=True,
+            default_text="on CUDA 0.4 of the device memory, if the host has it", minimum=0, new=True,
         ),
         Flag(
             "adapter-disk-cache",

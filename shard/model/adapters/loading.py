@@ -3,8 +3,10 @@
 The loader has checked the file against the base; here only what would break the kernels is checked again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -198,12 +200,33 @@ def row_squares(target: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.T
     """
     if target.project is None:
         raise ValueError(f"{target.name} has no rows, whose norms DoRA divides by")
-    rank, device = a.shape[0], target.squared_norms.device
-    a, b = a.to(device), b.to(device)
+    device = target.squared_norms.device
+    with beside_steps(device):
+        return _row_squares(target, a.to(device), b.to(device)).cpu()
+
+
+def _row_squares(target: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a: [rank, in], b: [rank, out] on the device of W, as the result is: [out] float32."""
+    assert target.project is not None
+    rank = a.shape[0]
     # [rank, out] W times each row of A; two rows at least, for equal bits
     products = target.project(a if rank > 1 else a.expand(2, -1).contiguous())[:rank].float()
     wide = b.float()
     # [rank, rank]
     gram = a.float() @ a.float().t()
-    squares = target.squared_norms + 2 * (products * wide).sum(0) + (wide * (gram @ wide)).sum(0)
-    return squares.cpu()
+    return target.squared_norms + 2 * (products * wide).sum(0) + (wide * (gram @ wide)).sum(0)
+
+
+@contextmanager
+def beside_steps(device: torch.device) -> Iterator[None]:
+    """Launches inside wait for no running step, and no step waits for them: on CUDA they have a stream of their own."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_reader_stream(device)):
+        yield
+
+
+@cache
+def _reader_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -3,7 +3,8 @@
 lora/triton.py has the arithmetic; upload.py copies adapters to the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,16 @@ class DeviceKernels:
     def adapt_embedding(self, rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
         """ids: [rows] token ids; y: [rows, H], in place."""
         self._call(rows, ids, y, [(target, 0)])
+
+    @contextmanager
+    def assumed_changed(self, slot: int) -> Iterator[None]:
+        """Inside, steps launch the kernels of every target for an empty slot, which change nothing."""
+        before = self._changes[slot].copy()
+        self._changes[slot] = True
+        try:
+            yield
+        finally:
+            self._changes[slot] = before
 
     def change(self, rows: AdapterRows, target: LoraTarget) -> bool:
         """Whether the adapter of one of the rows changes the target."""

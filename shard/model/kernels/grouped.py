@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from lorikeet.shard.model.kernels.pairs import SortedPairs
+from lorikeet.shard.system import gpu
 
 _NATIVE = (9, 10)
 """Major compute capabilities for which torch's product is one launch; elsewhere it waits for the device."""
@@ -38,7 +39,7 @@ def _is_host(device: torch.device) -> bool:
 
 def is_native(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Whether torch's product supports these layouts and does not read the ends of groups on the host."""
-    if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in _NATIVE:
+    if x.dtype != torch.bfloat16 or gpu.capability(x.device)[0] not in _NATIVE:
         return False
     strides = [*x.stride(), *matrices.stride()]
     is_aligned = all(stride == 1 or stride % (16 // x.element_size()) == 0 for stride in strides)

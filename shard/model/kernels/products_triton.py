@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lorikeet.shard.model.kernels.pairs import SortedPairs
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
+from lorikeet.shard.system import gpu
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Rows of a tile: where each matrix has few on average, and where it has many."""
@@ -83,8 +84,13 @@ def multiply(
 def multiply_tiles(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
     """x: [P, in] as the pairs lie; matrices: [experts, in, out], strided at will. Returns [P, out]."""
     num_pairs, num_experts = x.shape[0], matrices.shape[0]
-    num_rows = FEW_ROWS if num_pairs <= FEW_ROWS * num_experts else MANY_ROWS
+    num_rows = FEW_ROWS if num_pairs <= FEW_ROWS * num_experts else most_rows(x.device)
     return multiply_tasks(x.contiguous(), matrices, partition_pairs(pairs, num_rows).tasks, num_rows)
+
+
+def most_rows(device: torch.device) -> int:
+    """Rows of a tile where each matrix has many. Without matrix units the larger tile takes too many registers."""
+    return MANY_ROWS if gpu.capability(device) >= (8, 0) else FEW_ROWS
 
 
 @torch.library.custom_op("lorikeet::multiply_grouped", mutates_args=())

@@ -14,6 +14,8 @@ from pathlib import Path
 import structlog
 import torch
 
+from lorikeet.shard.system import gpu
+
 log = structlog.get_logger()
 
 FOLDER = Path(__file__).with_name("tuned")
@@ -27,6 +29,11 @@ BUILT_IN: dict[str, dict[str, int]] = {
 """By kernel, in the order of its launch's arguments. The size of an entry is the number of inputs of
 shrink, head_block and head_logits, and the number of outputs of expand (the largest of those that share a launch).
 """
+WITHOUT_TENSOR_CORES: dict[str, dict[str, int]] = BUILT_IN | {
+    "head_logits": {"WIDTH": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 1},
+    "head_block": {"WIDTH": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 1},
+}
+"""The same where Triton does not multiply by matrix units: below compute capability 8.0."""
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _BOUNDS = {"DEPTH": (16, 512), "WIDTH": (16, 512), "SPLITS": (1, 64), "num_warps": (1, 16)}
 _MOST_STAGES = {"shrink": 8, "head_block": 8, "head_logits": 8, "expand": 1}
@@ -38,6 +45,7 @@ class Tuned:
     """The configurations of one GPU."""
 
     entries: Mapping[tuple[str, int, torch.dtype], list[int]] = field(default_factory=dict)
+    built_in: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: BUILT_IN)
     is_file: bool = False
     """Whether they come from a file; missing entries are logged then."""
     _missed: set[tuple[str, int, torch.dtype]] = field(default_factory=set)
@@ -51,33 +59,38 @@ class Tuned:
         if self.is_file and key not in self._missed:
             self._missed.add(key)
             log.info("kernel_config_missing", kernel=kernel, size=size, dtype=str(dtype))
-        return list(BUILT_IN[kernel].values())
+        return list(self.built_in[kernel].values())
 
 
 DEFAULTS = Tuned()
+
+
+def defaults(device: torch.device) -> Tuned:
+    """The built-in configurations for a device."""
+    return DEFAULTS if gpu.capability(device) >= (8, 0) else Tuned(built_in=WITHOUT_TENSOR_CORES)
 
 
 def read(device: torch.device, folder: Path = FOLDER) -> Tuned:
     """The configurations for this device, the built-in ones where there is no file. Raises ValueError with a reason."""
     if device.type != "cuda":
         return DEFAULTS
-    return read_for(torch.cuda.get_device_name(device), folder)
+    return read_for(torch.cuda.get_device_name(device), folder, defaults(device))
 
 
-def read_for(gpu: str, folder: Path = FOLDER) -> Tuned:
-    """The same for a GPU of this name."""
-    path = folder / file_name(gpu)
+def read_for(name: str, folder: Path = FOLDER, others: Tuned = DEFAULTS) -> Tuned:
+    """The same for a GPU of this name; `others` has what its file lacks."""
+    path = folder / file_name(name)
     if not path.exists():
-        log.info("kernel_configs_built_in", gpu=gpu, missing=path.name)
-        return DEFAULTS
-    entries = parse(path.read_text(), gpu, path.name)
-    log.info("kernel_configs_tuned", gpu=gpu, file=path.name, entries=len(entries))
-    return Tuned(entries, is_file=True)
+        log.info("kernel_configs_built_in", gpu=name, missing=path.name)
+        return others
+    entries = parse(path.read_text(), name, path.name)
+    log.info("kernel_configs_tuned", gpu=name, file=path.name, entries=len(entries))
+    return Tuned(entries, others.built_in, is_file=True)
 
 
-def file_name(gpu: str) -> str:
+def file_name(name: str) -> str:
     """`NVIDIA_H200.json` for `NVIDIA H200`."""
-    return re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_") + ".json"
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") + ".json"
 
 
 def parse(text: str, gpu: str, name: str) -> dict[tuple[str, int, torch.dtype], list[int]]:

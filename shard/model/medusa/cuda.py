@@ -3,6 +3,9 @@
 triton.py has the arithmetic, shard/batch/head_groups.py the draft rows of a step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -43,6 +46,15 @@ class DeviceHeads:
     def clear(self, slot: int) -> None:
         """Empty `slot`, for steps launched from now on."""
         self.table[slot].zero_()
+
+    @contextmanager
+    def assumed_outputs(self) -> Iterator[None]:
+        """Inside, steps launch the kernel of output matrices, which empty slots do not have."""
+        before, self._has_outputs = self._has_outputs, True
+        try:
+            yield
+        finally:
+            self._has_outputs = before
 
     def draft(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [S, H]. Returns [S + E, H], the rows, then the draft rows. Draft rows that no request uses hold any

@@ -6,6 +6,7 @@ do not depend on its neighbours. adapters/medusa/model.py is the specification.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Protocol
@@ -67,6 +68,8 @@ class HeadKernels(Protocol):
     def bind(self, slot: int, heads: SlotHeads) -> None: ...
 
     def clear(self, slot: int) -> None: ...
+
+    def assumed_outputs(self) -> AbstractContextManager[None]: ...
 
     def draft(self, rows: torch.Tensor) -> torch.Tensor: ...
 

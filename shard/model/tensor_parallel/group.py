@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lorikeet.shard.system.process import end_process
 
@@ -20,6 +21,8 @@ log = structlog.get_logger()
 
 RANK_EXIT = 4
 """The exit code of a shard whose ranks have lost each other."""
+LOADING_S = 3600.0
+"""Time that a rank waits for others that still load: a cold network file system takes many minutes."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -27,15 +30,30 @@ class Group:
     """All ranks. Each of them must call the same methods in the same order."""
 
     def __init__(self, rank: int, size: int, store: TCPStore, device: torch.device, timeout_s: float) -> None:
-        """Raises RuntimeError where the other ranks do not connect in time."""
+        """Raises RuntimeError where the other ranks do not connect within `timeout_s`. From then on the ranks wait for
+        each other for LOADING_S, until `serve`.
+        """
         self.rank, self.size = rank, size
         self._is_cpu = device.type == "cpu"
-        timeout = timedelta(seconds=timeout_s)
+        store.set(f"met {rank}", "")
+        store.wait([f"met {other}" for other in range(size)], timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=LOADING_S)
         distributed.init_process_group(
             "gloo" if self._is_cpu else "nccl", store=store, rank=rank, world_size=size, timeout=timeout,
             device_id=None if self._is_cpu else device,
         )  # fmt: skip
         self._readers = distributed.new_group(backend="gloo", timeout=timeout)
+
+    def serve(self, timeout_s: float) -> None:
+        """The model is loaded: from now on a rank that waits longer for another one gives up."""
+        for group in (None, self._readers):
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+    def least(self, value: int) -> int:
+        """The smallest `value` of all ranks. Not while adapters are read."""
+        values: list[int] = [0] * self.size
+        distributed.all_gather_object(values, value, self._readers)
+        return min(values)
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """y: [..., n] of each rank. Returns their sum, in y."""

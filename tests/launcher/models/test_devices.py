@@ -1,5 +1,6 @@
 """Choice of devices, compared with torch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,21 @@ def test_each_rank_of_each_replica_needs_a_device(monkeypatch: pytest.MonkeyPatc
     devices.check_count("cpu", 9, 9)
     with pytest.raises(LauncherError, match="--replicas 2 of --num-shard 2 from cuda:1 on: 4 CUDA devices are there"):
         devices.check_count("cuda:1", 2, 2)
+
+
+def test_triton_needs_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(devices.shutil, "which", lambda name: "/usr/bin/cc")
+    devices.check_compiler("cpu")
+    with pytest.raises(LauncherError, match=r"^CUDA kernels need Python's headers \(Debian, Ubuntu: .* python3-dev\)$"):
+        devices.check_compiler("cuda:0")
+    (tmp_path / "Python.h").touch()
+    devices.check_compiler("cuda:0")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    with pytest.raises(LauncherError, match="need a C compiler"):
+        devices.check_compiler("cuda:0")
 
 
 class Driver:

@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from lorikeet.launcher.processes.process import environment_of_children
 from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT, gone
 
 LAUNCHER = """
@@ -64,3 +67,15 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-IS", str(tether), someone_else, "/bin/echo", "started"], check=False,
                           capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_cuda_memory_has_expandable_segments_unless_it_is_configured(given: dict[str, str], found: str | None) -> None:
+    assert environment_of_children(given).get("PYTORCH_ALLOC_CONF") == found

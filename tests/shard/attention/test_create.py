@@ -10,6 +10,7 @@ from lorikeet.shard.attention import AttentionSpec
 from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention
+from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import Runner, random_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -26,9 +27,15 @@ def test_the_order_of_backends_on_cuda() -> None:
     found = attention.create("auto", CUDA, BFLOAT16, None)
     assert names(found) == ["VarlenAttention", "PagedAttention", "ReferenceAttention"] and found.page_size == 256
     for dtype, page_size, kept in ((torch.float32, None, "auto"), (BFLOAT16, 64, "auto"), (BFLOAT16, None, "fp8")):
-        found = attention.create("auto", CUDA, dtype, page_size, kept)
+        with gpu.assumed((8, 9)):
+            found = attention.create("auto", CUDA, dtype, page_size, kept)
         assert names(found) == ["PagedAttention", "ReferenceAttention"] and found.page_size == 64
         assert found.can_capture
+
+
+def test_eight_bits_are_refused_where_the_device_cannot_convert_them() -> None:
+    with gpu.assumed((8, 6)), pytest.raises(ValueError, match="fp8 needs a CUDA device of compute capability"):
+        attention.create("auto", CUDA, BFLOAT16, None, "fp8")
 
 
 def test_without_triton_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

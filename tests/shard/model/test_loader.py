@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from structlog.testing import capture_logs
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model, loader
+from lorikeet.shard.system import gpu
 from tests import tiny
 from tests.shard.engine.exactness import drive
 
@@ -125,3 +127,27 @@ def test_loading_weights_is_reported(model: Path, monkeypatch: pytest.MonkeyPatc
     reported = [event for event in events if event["event"] == "weights_loading"]
     assert reported[0]["loaded"] == 0 and reported[-1]["loaded"] == reported[-1]["total"] - 1 == len(reported) - 1
     assert [event["percent"] for event in reported] == sorted(event["percent"] for event in reported)
+
+
+@pytest.mark.parametrize(
+    ("capability", "stored", "asked", "served"),
+    [
+        ((7, 5), torch.bfloat16, None, torch.float16),
+        ((8, 0), torch.bfloat16, None, torch.bfloat16),
+        ((7, 5), torch.float16, None, torch.float16),
+        ((7, 5), torch.bfloat16, "float32", torch.float32),
+    ],
+)
+def test_devices_without_bfloat16_serve_float16(
+    capability: tuple[int, int], stored: torch.dtype, asked: str | None, served: torch.dtype
+) -> None:
+    given = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype=asked)
+    with gpu.assumed(capability), capture_logs() as logs:
+        assert loader.choose_dtype(given, SimpleNamespace(dtype=stored)) == served
+    assert [line["event"] for line in logs] == ["bfloat16_becomes_float16"] * (stored != served and asked is None)
+
+
+def test_bfloat16_is_refused_where_the_device_lacks_it() -> None:
+    given = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype="bfloat16")
+    with gpu.assumed((7, 5)), pytest.raises(ValueError, match=r"cuda:0 has no bfloat16.*--dtype float16"):
+        loader.choose_dtype(given, SimpleNamespace(dtype=torch.bfloat16))

@@ -19,6 +19,7 @@ from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.moe.experts import Experts, is_experts, place_experts
 from lorikeet.shard.model.probe import LENGTHS, _in_chunks
+from lorikeet.shard.system import gpu
 from tests import tiny
 
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
@@ -74,7 +75,7 @@ def test_torch_s_own_product_of_groups_gives_the_same(name: str, monkeypatch: py
     plain = Experts(block)(block, x, ids, weights)
     monkeypatch.setattr(grouped, "multiply_reference", None)
     monkeypatch.setattr(grouped, "_is_host", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "_assumed", [(9, 0)])
     with NoHostReads():
         got = Experts(block)(block, x, ids, weights)
     torch.testing.assert_close(got, plain, rtol=2**-6, atol=2**-6)
@@ -93,9 +94,9 @@ def test_which_products_torch_computes_itself(monkeypatch: pytest.MonkeyPatch) -
     """Elsewhere its own would wait for the device, or refuse."""
     x, matrices = torch.zeros(4, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()
     for capability, wanted in (((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(gpu, "_assumed", [capability])
         assert grouped.is_native(x, matrices) is wanted
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "_assumed", [(9, 0)])
     assert grouped.is_native(x, matrices.mT.contiguous().mT)
     assert not grouped.is_native(x.float(), matrices.float()) and not grouped.is_native(x.half(), matrices.half())
     assert not grouped.is_native(x, torch.zeros(3, 64, 33).bfloat16())

@@ -1,0 +1,27 @@
+"""What kernels ask about the CUDA device that they run on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+NEWEST = (9, 0)
+"""What is assumed where there is no device: in Triton's interpreter and for tensors on `meta`."""
+_assumed: list[tuple[int, int]] = []
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, for example (8, 9) for Ada."""
+    if _assumed:
+        return _assumed[-1]
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else NEWEST
+
+
+@contextmanager
+def assumed(found: tuple[int, int]) -> Iterator[None]:
+    """Inside, every device has this compute capability: for compiling without a device."""
+    _assumed.append(found)
+    try:
+        yield
+    finally:
+        _assumed.pop()

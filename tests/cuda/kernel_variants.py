@@ -1,0 +1,172 @@
+"""The launches whose binaries are held against limits: every Triton kernel with the shapes of real models."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lorikeet.shard.attention import paged_triton as paged
+from lorikeet.shard.attention.reference import FP8
+from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.model.kernels import pairs_triton, products_triton, tuning
+from lorikeet.shard.model.kernels import triton as fused
+from lorikeet.shard.model.lora import triton as lora
+from lorikeet.shard.model.medusa import triton as medusa
+from lorikeet.shard.model.medusa.loading import MOST_HEADS
+from tests.cuda.launches import Launch, recorded
+
+BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+META = torch.device("meta")
+T, PAGES, PAGE = 48, 8, 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One launch function with arguments on `meta`."""
+
+    name: str
+    call: Callable[[], object]
+    least: tuple[int, int] = (7, 5)
+    most: tuple[int, int] = (12, 0)
+    """The oldest and the newest compute capability for which it is compiled. float16 and bfloat16 are the same
+    instructions on devices that have both.
+    """
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return self.least <= capability <= self.most
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype | None = None
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_slopes: bool = False
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """K and V, and their scales."""
+        pool = tensor(PAGES, PAGE, self.kv_heads, self.dim, dtype=self.kv_dtype or self.dtype)
+        scales = None if self.kv_dtype is None else tensor(PAGES, PAGE, self.kv_heads, dtype=FP32)
+        return pool, pool, scales, scales
+
+    def attend(self) -> None:
+        query = tensor(T, self.heads, self.dim, dtype=self.dtype)
+        sinks, slopes = (tensor(self.heads, dtype=FP32) if has else None for has in (self.has_sinks, self.has_slopes))
+        floats = tensor(1 << 20, dtype=FP32)
+        paged.attend_paged(
+            query, *self.pools, sinks, slopes, tensor(4096, dtype=I32), floats, floats, query, 0, self.window, SPAN,
+            [264, 264], self.dim**-0.5, self.softcap,
+        )  # fmt: skip
+
+    def store(self) -> None:
+        key = tensor(T, self.kv_heads, self.dim, dtype=self.dtype)
+        paged.store_kv(key, key, tensor(T, dtype=I64), *self.pools)
+
+
+LAYERS = (
+    Layer("Llama-3.1-8B", 32, 8, 128),
+    Layer("Llama-3.1-8B float16", 32, 8, 128, FP16),
+    Layer("Llama-3.1-8B float32", 32, 8, 128, FP32),
+    Layer("Llama-3.1-8B fp8", 32, 8, 128, kv_dtype=FP8),
+    Layer("Gemma-2-9B", 16, 8, 256, window=4096, softcap=50.0),
+    Layer("Gemma-2-9B float16", 16, 8, 256, FP16, window=4096, softcap=50.0),
+    Layer("Gemma-2-9B float32", 16, 8, 256, FP32, window=7, softcap=50.0),
+    Layer("gpt-oss-20b", 64, 8, 64, window=128, has_sinks=True),
+    Layer("bloom-7b1 float16", 32, 32, 128, FP16, has_slopes=True),
+    Layer("heads of 192", 16, 16, 192),
+    Layer("heads of 192 float32", 16, 16, 192, FP32),
+)
+
+
+def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embedding: bool = False) -> None:
+    tiles = [
+        *tuning.defaults(META).tiles("shrink", num_in, dtype),
+        *tuning.defaults(META).tiles("expand", num_out, dtype),
+    ]
+    x = tensor(T, dtype=I64) if is_embedding else tensor(T, num_in, dtype=dtype)
+    lora.add_delta(
+        x, tensor(T, num_out * num_parts, dtype=dtype), tensor(16, 3, dtype=I32), tensor(T, dtype=I32),
+        tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64), [16, num_out], num_out % 16 == 0, tiles,
+    )  # fmt: skip
+
+
+def heads(dtype: torch.dtype, num_in: int, num_out: int) -> None:
+    table, tasks = tensor(64, MOST_HEADS, int(medusa.ENTRY), dtype=I64), tensor(8, 4, dtype=I32)
+    places, x = tensor(T, dtype=I32), tensor(3 * T, num_in, dtype=dtype)
+    medusa.add_drafts(x, tasks, places, places, table, T, 1, tuning.defaults(META).tiles("head_block", num_in, dtype))
+    logits, tiles = tensor(2 * T, num_out, dtype=dtype), tuning.defaults(META).tiles("head_logits", num_in, dtype)
+    medusa.put_head_logits(x, logits, tasks, places, table, T, tiles)
+
+
+def experts(dtype: torch.dtype, num_rows: int, is_transposed: bool) -> None:
+    matrices = tensor(8, 4096, 14336, dtype=dtype)
+    if is_transposed:
+        matrices = tensor(8, 14336, 4096, dtype=dtype).transpose(1, 2)
+    products_triton.multiply_tasks(tensor(T, 4096, dtype=dtype), matrices, tensor(16, 3, dtype=I32), num_rows)
+
+
+def norms(dtype: torch.dtype, width: int) -> None:
+    x, weight = tensor(T, width, dtype=dtype), tensor(width, dtype=dtype)
+    fused.rms_norm(x, weight, 1e-6, 0.0, True)
+    fused.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
+
+
+def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool) -> None:
+    cos, weight = tensor(T, width, dtype=dtype), tensor(dim, dtype=dtype) if has_norms else None
+    fused.rotate(tensor(T, 48 * dim, dtype=dtype), cos, cos, [32, 8, dim], weight, weight, 1e-6, 0.0, True)
+
+
+TURING, AMPERE, ADA, NEWEST = (7, 5), (8, 0), (8, 9), (12, 0)
+
+
+def _variants() -> Iterator[Variant]:
+    for layer in LAYERS:
+        span = (
+            (TURING, TURING) if layer.dtype == FP16 else (AMPERE, NEWEST) if layer.dtype == BF16 else (TURING, NEWEST)
+        )
+        if layer.kv_dtype is not None:
+            span = ADA, NEWEST
+        yield Variant(layer.name, layer.attend, *span)
+        yield Variant(layer.name, layer.store, *span)
+    for dtype, name, span in ((BF16, "", (AMPERE, NEWEST)), (FP16, " float16", (TURING, TURING))):
+        yield Variant(f"adapters{name}", lambda dtype=dtype: adapt(dtype, 4096, 4096, 3), *span)
+        yield Variant(f"adapters, odd sizes{name}", lambda dtype=dtype: adapt(dtype, 4095, 4095, 1), *span)
+        yield Variant(f"adapters of embeddings{name}", lambda dtype=dtype: adapt(dtype, 1, 4096, 1, True), *span)
+        yield Variant(f"Medusa heads{name}", lambda dtype=dtype: heads(dtype, 4096, 128256), *span)
+        sizes = {products_triton.FEW_ROWS, products_triton.MANY_ROWS if dtype == BF16 else products_triton.FEW_ROWS}
+        for rows in sorted(sizes):
+            for way in (False, True):
+                call = lambda dtype=dtype, rows=rows, way=way: experts(dtype, rows, way)
+                yield Variant(f"experts, tiles of {rows}{', transposed' if way else ''}{name}", call, *span)
+        yield Variant(f"norms{name}", lambda dtype=dtype: norms(dtype, 4096), *span)
+        yield Variant(f"gate{name}", lambda dtype=dtype: fused.gate(tensor(T, 2 * 14336, dtype=dtype), False), *span)
+        yield Variant(f"rotary{name}", lambda dtype=dtype: rotary(dtype, 128, 128, False), *span)
+        yield Variant(f"rotary with norms{name}", lambda dtype=dtype: rotary(dtype, 128, 64, True), *span)
+    yield Variant("norms float32", lambda: norms(FP32, 4096))
+    yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
+    keys = lambda: tensor(T, dtype=I32)
+    yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
+    yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))
+
+
+VARIANTS = list(_variants())
+
+
+def launches(variant: Variant) -> tuple[list[Launch], dict[str, object]]:
+    """The launches of a variant, and its kernels by name."""
+    with recorded() as found:
+        variant.call()
+    return found.launches, found.kernels
