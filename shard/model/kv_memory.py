@@ -16,7 +16,7 @@ ADAPTER_SHARE = 0.1
 """Part of the memory that slots for adapters take: on CPU by default, on CUDA at most."""
 SLOT_RANKS, SLOT_SHARE = 128, 0.04
 """By default slots on CUDA hold this many ranks of all modules, such as eight adapters of rank 16; or, if that is more,
-a part of the memory beside the weights.
+a part of the memory that weights leave.
 """
 HOST_SLOTS, HOST_SHARE = 4, 0.5
 """Default host memory for adapters on CUDA: a multiple of the most that slots may take, within a part of the memory
@@ -82,17 +82,17 @@ def adapter_bytes(config: ShardConfig, model: Model) -> int:
         if fraction is not None:
             return int(total * fraction)
         num_columns = sum(target.num_in + target.num_out for target in model.lora_targets.values())
-        beside_weights = total * config.cuda_memory_fraction - weight_bytes(model.network)
-        return default_slot_bytes(total, beside_weights, num_columns * model.info.dtype.itemsize)
+        free_of_weights = total * config.cuda_memory_fraction - weight_bytes(model.network)
+        return default_slot_bytes(total, free_of_weights, num_columns * model.info.dtype.itemsize)
     configured = (config.adapter_host_memory or 0) // config.num_ranks
     return configured or int(cpu_budget(config) * (ADAPTER_SHARE if fraction is None else fraction))
 
 
-def default_slot_bytes(total: int, beside_weights: float, rank_bytes: int) -> int:
+def default_slot_bytes(total: int, free_of_weights: float, rank_bytes: int) -> int:
     """Bytes for the adapters in slots of a device with `total` bytes; what adapters do not take is KV. `rank_bytes`: of
     one rank of an adapter of all modules.
     """
-    return int(min(ADAPTER_SHARE * total, max(SLOT_RANKS * rank_bytes, SLOT_SHARE * beside_weights)))
+    return int(min(ADAPTER_SHARE * total, max(SLOT_RANKS * rank_bytes, SLOT_SHARE * free_of_weights)))
 
 
 def weight_bytes(network: nn.Module) -> int:

@@ -201,7 +201,7 @@ def row_squares(target: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.T
     if target.project is None:
         raise ValueError(f"{target.name} has no rows, whose norms DoRA divides by")
     device = target.squared_norms.device
-    with beside_steps(device):
+    with apart_from_steps(device):
         return _row_squares(target, a.to(device), b.to(device)).cpu()
 
 
@@ -218,7 +218,7 @@ def _row_squares(target: LoraTarget, a: torch.Tensor, b: torch.Tensor) -> torch.
 
 
 @contextmanager
-def beside_steps(device: torch.device) -> Iterator[None]:
+def apart_from_steps(device: torch.device) -> Iterator[None]:
     """Launches inside wait for no running step, and no step waits for them: on CUDA they have a stream of their own."""
     if device.type != "cuda":
         yield
