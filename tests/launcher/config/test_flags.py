@@ -18,6 +18,7 @@ COMPUTED = {
 }
 DIFFERENT = {
     "--model-id": None,
+    "--adapter-memory-fraction": None,
     "--chunked-prefill": True,
     "--prefix-caching": True,
     "--shard-uds-path": None,
