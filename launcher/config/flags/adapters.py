@@ -85,7 +85,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "adapter-memory-fraction", "fraction of device memory for adapters", NUMBER, to=SHARD, minimum=0, maximum=1,
             default_text="0.1 on CPU; on CUDA 128 ranks of all modules, or 0.04 of the memory left by the model",
-            differs="on CUDA the default leaves more memory to KV: what the model leaves, not the whole device, is divided",
+            differs="on CUDA the default is less than a tenth of the device, which leaves more memory to KV",
         ),
         Flag(
             "adapter-host-memory", "host memory for adapters, in addition to device memory", BYTES, to=SHARD,
