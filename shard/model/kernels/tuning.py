@@ -30,6 +30,7 @@ BUILT_IN: dict[str, dict[str, int]] = {
 shrink, head_block and head_logits, and the number of outputs of expand (the largest of those that share a launch).
 """
 WITHOUT_TENSOR_CORES: dict[str, dict[str, int]] = BUILT_IN | {
+    "shrink": {"DEPTH": 64, "SPLITS": 8, "num_warps": 4, "num_stages": 1},
     "head_logits": {"WIDTH": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 1},
     "head_block": {"WIDTH": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 1},
 }
