@@ -12,6 +12,7 @@ from lorikeet.router.errors import (
     KeyRequired,
     RouterError,
     ShuttingDown,
+    ToolError,
     UnsupportedContentEncoding,
     ValidationError,
 )
@@ -30,7 +31,7 @@ def lorax_body(error: RouterError) -> dict[str, Any]:
 def openai_body(error: RouterError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     row = answer(error)
-    message = error.message if isinstance(error, ValidationError | AdapterProblem) else str(error)
+    message = error.message if isinstance(error, ValidationError | ToolError | AdapterProblem) else str(error)
     code = error.code or row.openai_code
     return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
 

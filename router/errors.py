@@ -12,7 +12,8 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
-│   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, WrongTask, ModelNotFound (LoraNotFound)
+│   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ToolError, WrongTask
+│   ├── ModelNotFound (LoraNotFound)
 │   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
@@ -124,6 +125,12 @@ class TokenInvalid(ValidationError):
 
 class ChatTemplateError(InvalidRequest):
     template = "Failed applying chat template to inputs: {}"
+
+
+class ToolError(InvalidRequest):
+    """The tools of the request cannot be used as it asks."""
+
+    template = "Tool error: {}"
 
 
 class ModelNotFound(InvalidRequest):

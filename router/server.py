@@ -61,6 +61,7 @@ class RouterServer:
         await service.receipts.close()
         await service.templates.close()
         service.grammars.close()
+        await service.outputs.close()
         await dispatcher.stop()
         await asyncio.to_thread(service.usage.close)
         if service.tracing is not None:
@@ -80,8 +81,9 @@ class RouterServer:
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        warming = asyncio.create_task(service.outputs.start())
         watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener))
-        background = [preloading, *map(asyncio.create_task, watches)]
+        background = [preloading, warming, *map(asyncio.create_task, watches)]
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
         signals = [asyncio.create_task(event.wait()) for event in (self._draining, self._handing_over)]
         await asyncio.wait([serving, preloading, *signals], return_when=asyncio.FIRST_COMPLETED)

@@ -3,24 +3,48 @@
 import asyncio
 import json
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
-from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError, AdapterTooLarge
 from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
-from lorikeet.router.errors import adapter_problem
+from lorikeet.router.errors import ChatTemplateError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.schemas.messages import Conversation
-from lorikeet.router.text.chat_template import Rendered, template_of
+from lorikeet.router.text.chat_template import Rendered, TemplateOptions, template_of
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.text.untrusted_templates import UntrustedTemplates
 
 FIRST_FILES = frozenset({"chat_template.jinja"})
 FILES = frozenset({"chat_template.json", "tokenizer_config.json"})
-"""Read where there is none of the first."""
+"""Next to one of the first they are optional."""
 MAX_CACHED = 1024
 MAX_BYTES = 1 << 20
 """Of a file."""
+
+
+@dataclass(frozen=True)
+class OwnTemplates:
+    """Of an adapter."""
+
+    chat: str | None = None
+    for_tools: str | None = None
+    """For requests with tools, where there is another one."""
+    response: Any = None
+    """`response_template` of the tokenizer's configuration: how the output is parsed."""
+
+
+@dataclass(frozen=True)
+class ChosenTemplate:
+    """The template of a conversation."""
+
+    source: str
+    who: str = ""
+    """Of a template that the operator did not write: the caller and the source of the template."""
+    response: Any = None
+    response_who: str = ""
+    """The same of the response template."""
 
 
 class Templates:
@@ -29,81 +53,106 @@ class Templates:
     def __init__(self, tokenizer: Tokenizer, sources: Sources | None) -> None:
         self._tokenizer = tokenizer
         self._sources = sources
-        self._own: OrderedDict[Pin, str | None] = OrderedDict()
-        """Templates of adapters; None for adapters without one."""
-        self._reading: dict[tuple[Pin, str | None], asyncio.Task[str | None]] = {}
+        self._own: OrderedDict[Pin, OwnTemplates] = OrderedDict()
+        """Templates of adapters."""
+        self._reading: dict[tuple[Pin, str | None], asyncio.Task[OwnTemplates]] = {}
         """By pin and token: requests that come meanwhile wait for the same."""
         self._untrusted = UntrustedTemplates()
 
-    async def render(self, adapter: Adapter | None, conversation: Conversation, caller: str) -> Rendered:
-        """The prompt for a conversation. Raises ChatTemplateError or a leaf of AdapterProblem."""
-        messages, options = conversation.messages, conversation.options
+    async def choose(
+        self, adapter: Adapter | None, conversation: Conversation, caller: str, *, with_tools: bool = False
+    ) -> ChosenTemplate:
+        """The template of a conversation. Raises ChatTemplateError or a leaf of AdapterProblem."""
+        tokenizer, base = self._tokenizer, self._tokenizer.template_source
+        response = tokenizer.response_template
         if conversation.source is not None:
-            return await self._render_untrusted(conversation.source, conversation, f"{caller}|request")
-        if adapter is None:
-            return await self._tokenizer.render_chat(messages, options, caller=caller)
-        if adapter.chat_template is not None:
-            return await self._tokenizer.render_chat(messages, options, caller=caller, source=adapter.chat_template)
-        try:
-            own = await self._of(adapter)
-        except AdapterError as error:
-            raise adapter_problem(error) from None
-        if own is None or own == self._tokenizer.template_source:
-            return await self._tokenizer.render_chat(messages, options, caller=caller)
-        # An owner's adapters, of a hub or bucket, share a budget.
-        owner = adapter.pins[0].id.partition("/")[0]
-        return await self._render_untrusted(own, conversation, f"{caller}|{adapter.source}:{owner}")
+            return ChosenTemplate(conversation.source, f"{caller}|request", response)
+        own, who = OwnTemplates(), ""
+        if adapter is not None and adapter.chat_template is not None:
+            return ChosenTemplate(adapter.chat_template, response=response)
+        if adapter is not None:
+            try:
+                own = await self._of(adapter)
+            except AdapterError as error:
+                raise adapter_problem(error) from None
+            # An owner's adapters, of a hub or bucket, share a budget.
+            who = f"{caller}|{adapter.source}:{adapter.pins[0].id.partition('/')[0]}"
+        response_who = "" if own.response is None else who
+        response = response if own.response is None else own.response
+        if own.chat is not None and own.chat != base:
+            source = own.for_tools if with_tools and own.for_tools is not None else own.chat
+            return ChosenTemplate(source, who, response, response_who)
+        if base is None:
+            raise ChatTemplateError("the model has no chat template")
+        if with_tools and tokenizer.tool_template_source is not None:
+            base = tokenizer.tool_template_source
+        return ChosenTemplate(base, "", response, response_who)
+
+    async def render(
+        self, chosen: ChosenTemplate, messages: list[dict[str, Any]], options: TemplateOptions, caller: str
+    ) -> Rendered:
+        """The prompt. Raises ChatTemplateError."""
+        if not chosen.who:
+            return await self._tokenizer.render_chat(messages, options, caller=caller, source=chosen.source)
+        named_tokens = self._tokenizer.named_tokens
+        return await self._untrusted.render(chosen.source, named_tokens, messages, options, chosen.who)
 
     async def close(self) -> None:
         for task in self._reading.values():
             task.cancel()
         await self._untrusted.close()
 
-    async def _render_untrusted(self, source: str, conversation: Conversation, who: str) -> Rendered:
-        named_tokens = self._tokenizer.named_tokens
-        return await self._untrusted.render(source, named_tokens, conversation.messages, conversation.options, who)
-
-    async def _of(self, adapter: Adapter) -> str | None:
-        """The first template among the adapter's parts."""
+    async def _of(self, adapter: Adapter) -> OwnTemplates:
+        """Those of the first of the adapter's parts that has any."""
         for pin in adapter.pins:
             if pin not in self._own:
                 self._own[pin] = await self._shared(pin, adapter.token)
             self._own.move_to_end(pin)
             while len(self._own) > MAX_CACHED:
                 self._own.popitem(last=False)
-            if (template := self._own.get(pin)) is not None:
-                return template
-        return None
+            own = self._own.get(pin, OwnTemplates())
+            if own != OwnTemplates():
+                return own
+        return OwnTemplates()
 
-    async def _shared(self, pin: Pin, token: str | None) -> str | None:
-        """The template of one adapter, read once however many requests ask for it."""
+    async def _shared(self, pin: Pin, token: str | None) -> OwnTemplates:
+        """The templates of one adapter, read once however many requests ask for them."""
         task = self._reading.get((pin, token))
         if task is None:
             task = self._reading[pin, token] = asyncio.create_task(self._read(pin, token))
             task.add_done_callback(lambda _: self._reading.pop((pin, token), None))
         return await asyncio.shield(task)
 
-    async def _read(self, pin: Pin, token: str | None) -> str | None:
+    async def _read(self, pin: Pin, token: str | None) -> OwnTemplates:
         assert self._sources is not None
         source = self._sources[pin.source]
         files = await source.small_files(pin, token, FIRST_FILES, MAX_BYTES)
-        files = files or await source.small_files(pin, token, FILES, MAX_BYTES)
+        try:
+            files |= await source.small_files(pin, token, FILES, MAX_BYTES)
+        except AdapterTooLarge:
+            if not files:
+                raise
         return await asyncio.to_thread(_find, files)
 
 
-def _find(files: dict[str, bytes]) -> str | None:
-    """The default template among an adapter's files; None for one that cannot be read."""
+def _find(files: dict[str, bytes]) -> OwnTemplates:
+    """The templates among an adapter's files; those that cannot be read are not there."""
+    config, single = (_object(files.get(name)) for name in ("tokenizer_config.json", "chat_template.json"))
+    response = config.get("response_template")
     try:
         if "chat_template.jinja" in files:
-            found: str | None = files["chat_template.jinja"].decode()
-        else:
-            config, single = (_object(files.get(name)) for name in ("tokenizer_config.json", "chat_template.json"))
-            found = template_of(config, single)
+            return OwnTemplates(files["chat_template.jinja"].decode(), response=response)
+        chat, for_tools = template_of(config, single), template_of(config, single, for_tools=True)
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
+        return OwnTemplates(response=response)
+    return OwnTemplates(
+        chat if isinstance(chat, str) else None, for_tools if isinstance(for_tools, str) else None, response
+    )
 
 
 def _object(content: bytes | None) -> dict[str, Any]:
-    value = json.loads(content) if content else {}
+    try:
+        value = json.loads(content) if content else {}
+    except (ValueError, RecursionError):
+        return {}
     return value if isinstance(value, dict) else {}

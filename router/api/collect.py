@@ -9,6 +9,8 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
+from lorikeet.router.output.events import Message
+from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import ALL_HEADS, SOURCE_NAMES, Chunk, FinishReason, Token
 
@@ -29,6 +31,8 @@ class Completed:
     prefill_ranks: list[int] | None = None
     """Of the prompt tokens from the second on."""
     stop_reason: int | str | None = None
+    message: Message = field(default_factory=Message)
+    """The text as a message, in a conversation."""
 
     @property
     def num_skipped(self) -> int:
@@ -75,6 +79,15 @@ async def collect_all(generations: list[Generation]) -> list[Completed]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def read_all(readers: list[Reader], sequences: list[Completed]) -> None:
+    """Read whole texts as messages."""
+
+    async def read(reader: Reader, whole: Completed) -> None:
+        whole.message.add(await reader.read(whole.text, whole.finish_reason, whole.stop_reason))
+
+    await asyncio.gather(*map(read, readers, sequences))
 
 
 async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -22,6 +22,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.output.outputs import Outputs, Prepared
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller, caller
@@ -36,6 +37,7 @@ from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
 from lorikeet.router.schemas.messages import Conversation
 from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
+from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields
 from lorikeet.router.streams.streams import Streams
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.chat_template import Rendered
@@ -65,6 +67,7 @@ class Service:
     metrics: Metrics
     selection: Selection
     templates: Templates
+    outputs: Outputs
     preloader: AdapterPreloader | None
     """None where the base model is served alone."""
     reloading: Reloading
@@ -203,9 +206,20 @@ class Service:
         return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
 
     async def render(self, conversation: Conversation, adapter: Adapter | None, caller: Caller) -> Rendered:
-        """The prompt of a conversation. Raises RouterError."""
+        """The prompt of a conversation without tools. Raises RouterError."""
+        return (await self.prepare(conversation, NO_TOOLS, None, adapter, caller)).prompt
+
+    async def prepare(
+        self,
+        conversation: Conversation,
+        tools: ToolFields,
+        grammar: GrammarFields | None,
+        adapter: Adapter | None,
+        caller: Caller,
+    ) -> Prepared:
+        """The prompt and the reader of a conversation; `grammar` is that of its text. Raises RouterError."""
         check_texts(conversation.documents, self.tokenizer.length, self.config, "documents")
-        return await self.templates.render(adapter, conversation, caller.identity)
+        return await self.outputs.prepare(adapter, conversation, tools, grammar, caller.identity)
 
     def check_room(self, caller: Caller) -> None:
         """Reject a request before it is tokenized. Raises a leaf of Refused."""
@@ -297,6 +311,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
     directory = Directory(config, read_catalogue(config))
     selection = Selection(config, rights, directory, read_keys(config))
     preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)
+    templates = Templates(tokenizer, sources)
     receipts = Receipts(config, tokenizer.digest, dispatcher.links)
     dispatcher.on_complete = receipts.finished
     return Service(
@@ -305,7 +320,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         config,
         metrics,
         selection,
-        Templates(tokenizer, sources),
+        templates,
+        Outputs(templates, tokenizer),
         preloader,
         Reloading(config, selection, preloader),
         receipts,

@@ -83,7 +83,7 @@ class Generation:
         all_end_ids = tokenizer.eos_ids.union(request.stop_token_ids)
         self.masked_end_ids = all_end_ids if request.min_tokens else frozenset[int]()
         """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
-        hidden_ids = self._special_ids if request.skip_special_tokens else frozenset[int]()
+        hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
         self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
         self._eos_ids = eos_ids
         self.stop_reason: int | str | None = None

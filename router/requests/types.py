@@ -129,7 +129,9 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     """Those of `sampling` as they were given."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Whether special tokens are left out of the text, …"""
+    shown_ids: frozenset[int] = frozenset()
+    """… except these."""
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0

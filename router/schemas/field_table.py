@@ -82,7 +82,8 @@ def _ignored(routes: Route, *names: str, note: str = "") -> Iterator[Row]:
 
 _EMPTY: tuple[Any, ...] = ("", [], {}, False)
 _TEMPLATE = "is applied by /v1/chat/completions, which has a chat template"
-_NO_TOOLS = "is not supported by this server, which has no tool calling"
+_CHAT_ALONE = "is applied by /v1/chat/completions"
+_OLDER = "is OpenAI's older form, which this server does not support: use `tools` and `tool_choice`"
 
 ROWS: tuple[Row, ...] = (
     # Adapters
@@ -103,11 +104,17 @@ ROWS: tuple[Row, ...] = (
     *_rejected(NATIVE, "echo", neutral=(False,), note="is not supported by this route: use `return_full_text`"),
     *_applied(CHAT, "messages", *(f"messages[].{name}" for name in ("role", "content", "name"))),
     *_applied(CHAT, "messages[].content[].type", "messages[].content[].text"),
-    *_rejected(CHAT, "messages[].tool_calls", neutral=([],), note=_NO_TOOLS),
-    *_rejected(CHAT, "messages[].tool_call_id", "messages[].function_call", note=_NO_TOOLS),
+    *_applied(CHAT, "messages[].tool_calls", note="of the role assistant; arguments are the text of a JSON object"),
+    *_applied(CHAT, *(f"messages[].tool_calls[].{name}" for name in
+              ("id", "type", "function", "function.name", "function.arguments"))),
+    *_applied(CHAT, "messages[].tool_call_id", note="of the role tool"),
+    *_applied(CHAT, "messages[].reasoning_content", note="of the role assistant, for chat templates that show it"),
+    *_rejected(CHAT, "messages[].function_call", note=_OLDER),
     *_rejected(CHAT, "messages[].audio"),
-    *_rejected(CHAT, "messages[].refusal", "messages[].reasoning", "messages[].reasoning_content", neutral=("",),
+    *_rejected(CHAT, "messages[].refusal", neutral=("",),
                note="is not supported by this server: put the text into `content`"),
+    *_rejected(CHAT, "messages[].reasoning", neutral=("",),
+               note="is not supported by this server: use `reasoning_content`"),
     *_rejected(CHAT, "messages[].prefix", neutral=(False,),
                note="is not supported by this server: use `continue_final_message`"),
     *_applied(CHAT, "add_generation_prompt", note="default true; false needs a template that reads it"),
@@ -134,7 +141,7 @@ ROWS: tuple[Row, ...] = (
     *_applied(COMPLETIONS | NATIVE, "add_special_tokens", note="default true"),
     *_applied(COMPLETIONS, "suffix", note="needs a tokenizer with fill-in-the-middle tokens, and texts as `prompt`"),
     *_rejected(CHAT | NATIVE, "suffix", neutral=("",), note="is applied by /v1/completions"),
-    *_rejected(ALL, "audio", "tool_prompt", "guideline"),
+    *_rejected(ALL, "audio", "guideline"),
     *_rejected(ALL, "modalities", neutral=(["text"],)),
     # Length and stopping
     *_applied(OPENAI, "max_tokens", note="completions default: 16; chat: what the prompt leaves"),
@@ -187,8 +194,17 @@ ROWS: tuple[Row, ...] = (
     *_applied(ALL, "json_schema", "regex", "ebnf", note="as in SGLang"),
     *_applied(ALL, "grammar", note="as in TGI: `type` is json, json_schema or regex"),
     *_rejected(ALL, "guided_whitespace_pattern", note="is not supported by this server: write a `guided_grammar`"),
-    *_rejected(ALL, "tools", "functions", neutral=([],), note=_NO_TOOLS),
-    *_rejected(ALL, "tool_choice", "function_call", neutral=("none",), note=_NO_TOOLS),
+    *_applied(CHAT, "tools", "tools[].type", "tools[].function",
+              *(f"tools[].function.{name}" for name in ("name", "description", "parameters", "strict"))),
+    *_applied(CHAT, "tool_choice", note="auto, none, required, a function, or `allowed_tools`"),
+    *_applied(CHAT, "parallel_tool_calls", note="default true"),
+    *_applied(CHAT, "tool_prompt", note="as in LoRAX, whose form of tools it selects; needs `tools`"),
+    *_rejected(COMPLETIONS | NATIVE, "tools", neutral=([],), note=_CHAT_ALONE),
+    *_rejected(COMPLETIONS | NATIVE, "tool_choice", neutral=("none",), note=_CHAT_ALONE),
+    *_rejected(COMPLETIONS | NATIVE, "tool_prompt", neutral=("",), note=_CHAT_ALONE),
+    *_ignored(COMPLETIONS | NATIVE, "parallel_tool_calls"),
+    *_rejected(ALL, "functions", neutral=([],), note=_OLDER),
+    *_rejected(ALL, "function_call", neutral=("none",), note=_OLDER),
     # What the answer contains
     *_applied(NATIVE, "details", "decoder_input_details", "return_k_alternatives", "return_full_text"),
     *_applied(OPENAI, "logprobs"),
@@ -228,7 +244,7 @@ ROWS: tuple[Row, ...] = (
     *_ignored(
         ALL, "apply_chat_template", "custom_params", "guided_decoding_backend", "include_reasoning",
         "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "moderation",
-        "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "rid",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "rid",
         "safety_identifier", "separate_reasoning", "session_id", "store", "stream_interval",
         "stream_reasoning", "use_cache", "vllm_xargs", "web_search_options",
     ),

@@ -47,7 +47,7 @@ def read_grammar(fields: Fields) -> GrammarFields | None:
         names = " and ".join(f"`{each.field}`" for each in found)
         raise ValidationError(f"{names} cannot be set together: an output follows one grammar", found[1].field)
     for each in found:
-        _check(each)
+        check_grammar(each)
     return found[0] if found else None
 
 
@@ -173,12 +173,14 @@ _READERS: dict[str, Callable[[Any, str], GrammarFields]] = {
 }
 
 
-def _check(grammar: GrammarFields) -> None:
-    """Bounds of size and depth, and no character that no output can have."""
-    num_bytes, texts, waiting = 0, list[str](), [(grammar.value, 0)]
+def check_grammar(grammar: GrammarFields) -> None:
+    """Bounds of size and depth, and no character that no output can have. Raises ValidationError."""
+    num_bytes, texts, shown = 0, list[str](), list[str]()
     patterns = [grammar.value] if grammar.kind == "regex" else []
+    waiting: list[tuple[Any, int, bool]] = [(grammar.value, 0, False)]
+    """(value, depth, whether it is part of a value that the output may have)."""
     while waiting:
-        value, depth = waiting.pop()
+        value, depth, is_literal = waiting.pop()
         if depth > MAX_DEPTH:
             raise ValidationError(f"`{grammar.field}` is nested deeper than {MAX_DEPTH} levels", grammar.field)
         num_bytes += 8
@@ -186,7 +188,7 @@ def _check(grammar: GrammarFields) -> None:
             texts.append(value)
             num_bytes += len(value)
         elif isinstance(value, list):
-            waiting += [(each, depth + 1) for each in value]
+            waiting += [(each, depth + 1, is_literal) for each in value]
         elif isinstance(value, dict):
             texts += value
             enum = value.get("enum")
@@ -195,17 +197,21 @@ def _check(grammar: GrammarFields) -> None:
             patterns += [value["pattern"]] if isinstance(value.get("pattern"), str) else []
             by_pattern = value.get("patternProperties")
             patterns += by_pattern if isinstance(by_pattern, dict) else []
-            waiting += [(each, depth + 1) for each in value.values()]
+            for name, each in value.items():
+                if name == "description" and isinstance(each, str) and not is_literal:
+                    shown.append(each)
+                    num_bytes += len(each)
+                else:
+                    waiting.append((each, depth + 1, is_literal or name in ("const", "enum")))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValidationError(f"`{grammar.field}` is larger than {MAX_GRAMMAR_BYTES} bytes", grammar.field)
     for text in texts:
-        if "\0" in text:
-            raise ValidationError(f"`{grammar.field}` contains a NUL character", grammar.field)
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise ValidationError(f"`{grammar.field}` contains a lone surrogate", grammar.field)
+        check_letters(text, grammar.field)
         lines = text.splitlines() if grammar.kind == "grammar" else [text]  # a literal text ends on its line
         if any(len(line.encode()) > MAX_TEXT_BYTES for line in lines):
             raise ValidationError(f"`{grammar.field}` has a text of more than {MAX_TEXT_BYTES} bytes", grammar.field)
+    for text in shown:
+        check_letters(text, grammar.field)
     for text in patterns:
         if any(int(number[:9]) > MAX_REPETITIONS for number in _REPETITION.findall(text)):
             raise ValidationError(
@@ -215,3 +221,11 @@ def _check(grammar: GrammarFields) -> None:
 
 
 _REPETITION = re.compile(r"\{(?:\d*,)?(\d+)(?:,\d*)?\}")
+
+
+def check_letters(text: str, field: str) -> None:
+    """Raises ValidationError for characters that no output can have."""
+    if "\0" in text:
+        raise ValidationError(f"`{field}` contains a NUL character", field)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValidationError(f"`{field}` contains a lone surrogate", field)

@@ -38,6 +38,12 @@ class Conversation:
     """Variables of the template by name, and the fields that they came from."""
 
     @property
+    def texts(self) -> list[str]:
+        """What templates show of the messages."""
+        calls = [orjson.dumps(each["tool_calls"]).decode() for each in self.messages if "tool_calls" in each]
+        return [*(each["content"] for each in self.messages), *calls]
+
+    @property
     def documents(self) -> list[str]:
         """The documents as JSON, whose length is about that of what a template shows of them."""
         return [orjson.dumps(each).decode() for each in self.options.variables.get("documents", ())]
@@ -123,7 +129,19 @@ def _messages(fields: Fields, config: RouterConfig) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise ValidationError("`messages` must be a list of at least one message", "messages")
     _check_number(len(value), "messages", config)
-    return [_message(fields, item, f"messages[{index}]") for index, item in enumerate(value)]
+    messages = [_message(fields, item, f"messages[{index}]") for index, item in enumerate(value)]
+    _name_results(messages)
+    return messages
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Results of tools get the name of the function that was called, which some templates show instead of the id."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
 
 
 def _check_number(number: int, name: str, config: RouterConfig) -> None:
@@ -136,14 +154,56 @@ def _message(body: Fields, item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise ValidationError(f"`{where}` must be an object with a `role`", where)
     fields = body.nested(where, item)
-    role, name = fields.take("role"), fields.take("name")
+    role = fields.take("role")
     content = _content(fields, fields.take("content"), f"{where}.content")
-    if name is not None and not isinstance(name, str):
-        raise ValidationError(f"`{where}.name` must be a string", f"{where}.name")
-    check_unread(fields, Route.CHAT, "messages[].", f"{where}.")
     # OpenAI's newer name of the role; chat templates have only the older one.
     message = {"role": "system" if role == "developer" else role, "content": content}
-    return message if name is None else {**message, "name": name}
+    message |= _texts(fields, where, ("name",))
+    if role == "assistant":
+        message |= _texts(fields, where, ("reasoning_content",))
+        calls = fields.take("tool_calls")
+        if calls not in (None, []):
+            message["tool_calls"] = _tool_calls(fields, calls, f"{where}.tool_calls")
+    elif role == "tool":
+        message |= _texts(fields, where, ("tool_call_id",))
+    check_unread(fields, Route.CHAT, "messages[].", f"{where}.")
+    return message
+
+
+def _texts(fields: Fields, where: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Fields of a message that are passed on as they are."""
+    found = {name: value for name in names if (value := fields.take(name)) is not None}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ValidationError(f"`{where}.{name}` must be a string", f"{where}.{name}")
+    return found
+
+
+def _tool_calls(message: Fields, calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls that an assistant made, with arguments as templates expect them: as an object."""
+    if not isinstance(calls, list):
+        raise ValidationError(f"`{where}` must be a list", where)
+    return [_tool_call(message, call, index, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(message: Fields, call: Any, index: int, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise ValidationError(f"`{where}` must be an object with a `function`", where)
+    fields = message.nested(f"tool_calls[{index}]", call)
+    fields.expect("type")
+    identity, inner = fields.take("id"), fields.child("function")
+    name, text = inner.take("name"), inner.take("arguments")
+    if not isinstance(name, str) or not isinstance(identity, str | None):
+        raise ValidationError(f"`{where}` must have an `id` and a `function.name`, both strings", where)
+    try:
+        arguments = orjson.loads(text) if isinstance(text, str) else text
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise ValidationError(f"`{path}` must be the text of a JSON object", path)
+    return {"type": "function", "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
 def _content(message: Fields, content: Any, where: str) -> str:

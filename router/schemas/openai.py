@@ -18,6 +18,7 @@ from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
 from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.report import ReportFields, read_report_fields
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
+from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields, read_tools
 from lorikeet.router.schemas.vllm import PromptFields, read_prompt_fields
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
@@ -83,6 +84,7 @@ class ChatRequest(OpenAIRequest):
     """The body of `/v1/chat/completions`."""
 
     conversation: Conversation
+    tools: ToolFields = NO_TOOLS
 
 
 def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
@@ -113,7 +115,7 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     """Type and check. Raises WrongJsonType or ValidationError."""
     fields = Fields(body)
     model = _model(fields)
-    conversation = read_conversation(fields, config)
+    conversation, tools = read_conversation(fields, config), read_tools(fields)
     limit = _max_tokens(fields)
     if limit == 0:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
@@ -127,7 +129,8 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     _check_num_sequences(common.num_choices, config)
     num_logprobs = (top or 0) if wants_logprobs else None
     check_unread(fields, Route.CHAT)
-    return ChatRequest(common, num_logprobs, common.num_choices, fields.ignored(), conversation=conversation)
+    ignored = fields.ignored()
+    return ChatRequest(common, num_logprobs, common.num_choices, ignored, conversation=conversation, tools=tools)
 
 
 def _max_tokens(fields: Fields) -> int | None:

@@ -140,12 +140,16 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     return template_of(tokenizer_config, json.loads(single.read_text()) if single.is_file() else {})
 
 
-def template_of(tokenizer_config: dict[str, Any], single: dict[str, Any]) -> str | None:
-    """The default template of the tokenizer's configuration, or of chat_template.json."""
+def template_of(tokenizer_config: dict[str, Any], single: dict[str, Any], *, for_tools: bool = False) -> str | None:
+    """The default template of the tokenizer's configuration, or of chat_template.json. With `for_tools` the one that is
+    only used with tools, if there is one.
+    """
     found: Any = tokenizer_config.get("chat_template")
     if found is None:
         found = single.get("chat_template")
     if isinstance(found, list):
         by_name = {entry["name"]: entry["template"] for entry in found}
+        if for_tools:
+            return by_name.get("tool_use")
         found = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
-    return found
+    return None if for_tools else found

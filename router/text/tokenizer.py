@@ -62,6 +62,8 @@ class Tokenizer:
         eos_ids: frozenset[int] = frozenset(),
         special_ids: frozenset[int] = frozenset(),
         template_source: str | None = None,
+        tool_template_source: str | None = None,
+        response_template: Any = None,
         named_tokens: dict[str, str] | None = None,
         num_workers: int = 1,
         digest: str = "",
@@ -69,7 +71,11 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self.template_source = template_source
-        """The model's chat template."""
+        """The model's chat template, …"""
+        self.tool_template_source = tool_template_source
+        """… the one that it has for requests with tools, …"""
+        self.response_template = response_template
+        """… and how its output is parsed (`response_template`), if it says that."""
         self.named_tokens = named_tokens or {}
         """Special tokens by their names in templates."""
         self._templates: dict[str, ChatTemplate] = {}
@@ -98,11 +104,16 @@ class Tokenizer:
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(named.get(name))) is not None}
         ids = {name: backend.token_to_id(text) for name, text in named_tokens.items()}
         _apply_bos_and_eos(backend, settings, named_tokens)
-        source = find_template(folder, settings)
+        source, tool_source = find_template(folder, settings), template_of(settings, {}, for_tools=True)
+        response_template = settings.get("response_template")
         if config.tokenizer_config_path is not None:
-            source = template_of(json.loads(Path(config.tokenizer_config_path).read_text()), {}) or source
+            given = json.loads(Path(config.tokenizer_config_path).read_text())
+            if own := template_of(given, {}):
+                source, tool_source = own, template_of(given, {}, for_tools=True)
+                response_template = None
+            response_template = given.get("response_template", response_template)
         if config.chat_template is not None:
-            source = config.chat_template
+            source, tool_source = config.chat_template, None
             if problem := ChatTemplate(source, named_tokens).problem:
                 raise ValueError(f"the chat template of --chat-template is invalid: {problem}")
         shown = {name: value for name, value in settings.items() if name not in _HIDDEN}
@@ -112,6 +123,8 @@ class Tokenizer:
             eos_ids=_eos_ids(folder, ids.get("eos_token")),
             special_ids=frozenset(token_id for token_id in ids.values() if token_id is not None),
             template_source=source or None,
+            tool_template_source=tool_source,
+            response_template=response_template,
             named_tokens=named_tokens,
             num_workers=config.validation_workers,
             digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),

@@ -36,8 +36,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model_folder(folder: Path, *, chat_template: bool = True, special_tokens: tuple[str, ...] = ()) -> Path:
-    """Tokenizer files as a model folder has them; `special_tokens` are further ones."""
+def write_model_folder(folder: Path, *, chat_template: bool | str = True, special_tokens: tuple[str, ...] = ()) -> Path:
+    """Tokenizer files as a model folder has them; `chat_template` may be another, `special_tokens` are further ones."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in MERGES)]
@@ -49,7 +49,7 @@ def write_model_folder(folder: Path, *, chat_template: bool = True, special_toke
     backend.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if chat_template:
-        settings["chat_template"] = CHAT_TEMPLATE
+        settings["chat_template"] = CHAT_TEMPLATE if chat_template is True else chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 1}))
     return folder
@@ -195,6 +195,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             keeping.cancel()
             await app.state.service.templates.close()
             app.state.service.grammars.close()
+            await app.state.service.outputs.close()
             await dispatcher.stop()
             await asyncio.to_thread(app.state.service.usage.close)
             app.state.service.bodies.close()

@@ -4,8 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Completed
-from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
+from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIRoute, Prompt
+from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.output.events import (
+    ArgumentsDelta,
+    ContentDelta,
+    Event,
+    Finish,
+    Message,
+    ReasoningDelta,
+    ToolCallBegin,
+)
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, FinishReason, Token
@@ -23,17 +33,17 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         return read_chat(body, self._service.config)
 
     async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        adapter = await self._service.adapter(caller, wanted.common.adapter)
-        tokenizer, conversation = self._service.tokenizer, wanted.conversation
+        service = self._service
+        adapter = await service.adapter(caller, wanted.common.adapter)
+        tokenizer, conversation = service.tokenizer, wanted.conversation
         if not wanted.common.prompt.keeps_last:
-            texts = [each["content"] for each in conversation.messages]
-            check_texts(texts, tokenizer.length, self._service.config, "messages")
-        rendered = await self._service.render(conversation, adapter, caller)
-        wanted.ignored.extend(conversation.ignored(rendered.unread))
-        ids = await self._tokenized(rendered.text, wanted.common, caller, "messages")
+            check_texts(conversation.texts, tokenizer.length, service.config, "messages")
+        prepared = await service.prepare(conversation, wanted.tools, wanted.common.grammar, adapter, caller)
+        wanted.ignored.extend(conversation.ignored(prepared.prompt.unread))
+        ids = await self._tokenized(prepared.prompt.text, wanted.common, caller, "messages")
         if not ids:
             raise ChatTemplateError("the prompt has no tokens")
-        return [Prompt(ids, rendered.text)], adapter
+        return [Prompt(ids, prepared.prompt.text, prepared)], adapter
 
     def _prompt_fields(self, wanted: ChatRequest, prompts: list[Prompt]) -> dict[str, Any]:
         return {"prompt_token_ids": prompts[0].ids} if wanted.common.report.token_ids else {}
@@ -45,8 +55,8 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         token_ids = {"token_ids": [token.id for token in whole.tokens]} if wanted.common.report.token_ids else {}
         return {
             "index": 0,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            "finish_reason": FINISH_REASONS[whole.finish_reason],
+            "message": _message(whole.message),
+            "finish_reason": whole.message.finish.kind.value,
             "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
             "stop_reason": whole.stop_reason,
             **token_ids,
@@ -56,7 +66,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
     def _chunk_choices(
-        self, wanted: ChatRequest, index: int, chunk: Chunk, visible: VisibleTokens
+        self, wanted: ChatRequest, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
@@ -64,10 +74,14 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         token_ids = {}
         if wanted.common.report.token_ids and chunk.tokens:
             token_ids = {"token_ids": [token.id for token in chunk.tokens]}
-        if logprobs is not None or chunk.text or token_ids:
-            yield _delta(index, {"content": chunk.text}, logprobs=logprobs) | token_ids
-        if chunk.finish_reason is not None:
-            yield _delta(index, {}, FINISH_REASONS[chunk.finish_reason]) | {"stop_reason": chunk.stop_reason}
+        deltas = [delta for each in events if (delta := _delta_of(each)) is not None]
+        if not deltas and (logprobs is not None or token_ids):
+            deltas.append({"content": ""})
+        for delta in deltas:
+            yield _delta(index, delta, logprobs=logprobs) | token_ids
+            logprobs, token_ids = None, {}
+        if events and isinstance(last := events[-1], Finish):
+            yield _delta(index, {}, last.kind.value) | {"stop_reason": last.stop_reason}
 
     def _logprobs(
         self, wanted: ChatRequest, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
@@ -95,3 +109,33 @@ def _delta(
     index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _delta_of(event: Event) -> dict[str, Any] | None:
+    """What an event adds to the message, in OpenAI's shape."""
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallBegin(index, identity, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": identity, "type": "function", "function": function}]}
+        case ArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return None
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's shape; text that is empty next to calls is null."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    return {
+        "role": "assistant",
+        "content": None if calls and not message.content else message.content,
+        **({"reasoning_content": message.reasoning} if message.reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+        "refusal": None,
+    }

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
-from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt, VisibleTokens
+from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt
+from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.output.events import Event
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
@@ -75,7 +77,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         }
 
     def _chunk_choices(
-        self, wanted: CompletionRequest, index: int, chunk: Chunk, visible: VisibleTokens
+        self, wanted: CompletionRequest, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs: Logprobs | None = None
         if wanted.num_logprobs is not None:

@@ -12,20 +12,25 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, collect_all, interleave
+from lorikeet.router.api.collect import Completed, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
 from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
+from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.error_bodies import openai_body
-from lorikeet.router.errors import RouterError, ValidationError
+from lorikeet.router.errors import RouterError, ToolError, ValidationError
+from lorikeet.router.output.events import Event
+from lorikeet.router.output.outputs import Prepared
+from lorikeet.router.output.reader import Reader
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation, Token
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.schemas.constraints import check_min_tokens
+from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
@@ -46,6 +51,8 @@ class Prompt:
 
     ids: list[int]
     text: str
+    prepared: Prepared | None = None
+    """Of a conversation."""
 
 
 class OpenAIRoute(ABC, Generic[Wanted]):
@@ -74,9 +81,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
 
     @abstractmethod
     def _chunk_choices(
-        self, wanted: Wanted, index: int, chunk: Chunk, visible: "VisibleTokens"
+        self, wanted: Wanted, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
-        """The choices of a stream that `chunk` gives, one per event."""
+        """The choices of a stream that `chunk` gives, one per event. `events` are those of its reader."""
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
         """What a stream starts with."""
@@ -103,20 +110,32 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             requests = await self._requests(wanted, prompts, caller, adapter)
             service.validated(timing)
             generations = service.submit(request, requests, timing.arrived_at)
+            readers = [prompts[0].prepared.reader() for _ in generations] if prompts[0].prepared is not None else []
+
+            def close() -> None:
+                cancel_all(generations)
+                for reader in readers:
+                    reader.close()
+
             if stream:
-                await named(generations)
+                try:
+                    await named(generations)
+                except BaseException:
+                    close()
+                    raise
             else:
                 try:
                     sequences = await collect_all(generations)
+                    await read_all(readers, sequences)
                     receipts = await self._receipt(generations)
                 finally:
-                    cancel_all(generations)
+                    close()
         characters = sum(len(prompt.text) for prompt in prompts)
         ignored = ignored_fields(wanted.ignored)
         if stream:
             headers = stream_headers(service, characters, generations[0]) | ignored
-            events = self._events(request, wanted, prompts, generations)
-            return EventStream(events, headers, on_close=lambda: cancel_all(generations))
+            events = self._events(request, wanted, prompts, generations, readers)
+            return EventStream(events, headers, on_close=close)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
         num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
@@ -145,7 +164,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
     ) -> list[GenerationRequest]:
         """`best_of` per prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
         common, config = wanted.common, self._service.config
-        shared = await self._shared_request(wanted, caller, adapter)
+        shared = await self._shared_request(wanted, prompts[0].prepared, caller, adapter)
         check_receipt(common.receipt, shared.speculation, len(prompts) * wanted.best_of)
         requests: list[GenerationRequest] = []
         for index, prompt in enumerate(prompts):
@@ -162,7 +181,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 requests.append(replace(one_prompt, seed=seed))
         return requests
 
-    async def _shared_request(self, wanted: Wanted, caller: Caller, adapter: Adapter | None) -> GenerationRequest:
+    async def _shared_request(
+        self, wanted: Wanted, prepared: Prepared | None, caller: Caller, adapter: Adapter | None
+    ) -> GenerationRequest:
         """What all sequences of a request have in common."""
         common, count = wanted.common, wanted.num_logprobs or 0
         speculation = await self._speculation(common, caller)
@@ -185,14 +206,21 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             cache_salt=caller.cache_salt(common.cache_salt),
             tenant=self._service.tenant(caller, common.speculation, speculation, common.cache_salt),
             speculation=speculation,
-            grammar=await self._service.grammar(
-                common.grammar, common.constraints, common.speculation, caller.identity
-            ),
+            grammar=await self._grammar(common, common.grammar if prepared is None else prepared.grammar, caller),
             heads=await self._service.heads(caller, common.heads, speculation),
             receipt=common.receipt,
             is_probe=wanted.only_prompt,
         )
-        return await self._service.constrained(request, common.constraints, caller.identity)
+        request = await self._service.constrained(request, common.constraints, caller.identity)
+        return request if prepared is None else replace(request, shown_ids=prepared.shown_ids)
+
+    async def _grammar(self, common: CommonFields, wanted: GrammarFields | None, caller: Caller) -> Grammar | None:
+        try:
+            return await self._service.grammar(wanted, common.constraints, common.speculation, caller.identity)
+        except ValidationError as error:
+            if wanted is None or wanted.field != "tools":
+                raise
+            raise ToolError(error.message, error.param) from None
 
     async def _tokenized(self, text: str, common: CommonFields, caller: Caller, field: str) -> list[int]:
         """The token ids of a prompt that are kept; `field` is the request's field with the text."""
@@ -272,7 +300,12 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         return choices
 
     async def _events(
-        self, request: Request, wanted: Wanted, prompts: list[Prompt], generations: list[Generation]
+        self,
+        request: Request,
+        wanted: Wanted,
+        prompts: list[Prompt],
+        generations: list[Generation],
+        readers: list[Reader],
     ) -> AsyncGenerator[bytes, None]:
         frame = self._envelope(self.chunk_name, wanted.common)
         echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
@@ -301,7 +334,10 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 if chunk.finish_reason is not None:
                     sent = generations[index].request
                     request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
-                for choice in self._chunk_choices(wanted, index, chunk, visible[index]):
+                events: list[Event] = []
+                if readers:
+                    events = await readers[index].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
+                for choice in self._chunk_choices(wanted, index, chunk, visible[index], events):
                     yield event(frame.around([choice]) | shared())
             receipts = await self._receipt(generations)
         except RouterError as error:
@@ -337,29 +373,3 @@ class Envelope:
             **({} if usage is None else {"usage": usage}),
             "system_fingerprint": self.system_fingerprint,
         }
-
-
-class VisibleTokens:
-    """Finds the tokens of a choice that its text shows: no end-of-text token, nothing that a stop string cut off."""
-
-    def __init__(self, echo: str = "") -> None:
-        self.echo = echo
-        """The part of the prompt that is not shown yet."""
-        self.prompt_ids: list[int] | None = None
-        """The prompt's token ids, where asked for and not shown yet."""
-        self._offset = len(echo)
-        """Characters of the text before the next token."""
-        self._text_length = len(echo)
-
-    def take(self, tokens: list[Token], text: str, finish: FinishReason | None) -> list[tuple[Token, int]]:
-        """(token, offset of its text) of one chunk with its visible text."""
-        self._text_length += len(text)
-        shown = []
-        for token in tokens:
-            if token.hidden:
-                continue
-            if finish is FinishReason.STOP_SEQUENCE and self._offset >= self._text_length:
-                break
-            shown.append((token, self._offset))
-            self._offset += len(token.text)
-        return shown

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, RootModel
 
 from lorikeet.router.schemas.fields import MAX_SALT
+from lorikeet.router.schemas.openapi.chat import ChatDelta, ChatMessage, Tool
 from lorikeet.router.schemas.openapi.constraints import Constrained
 from lorikeet.router.schemas.openapi.grammars import Structured
 from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
@@ -275,17 +276,6 @@ class CompletionRequest(_OpenAIRequest):
     suffix: str | None = Field(None, description="What follows the output, for models with fill-in-the-middle tokens")
 
 
-class ContentPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    role: str
-    content: str | list[ContentPart] | None
-    name: str | None = None
-
-
 class ChatCompletionRequest(_OpenAIRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     add_generation_prompt: bool | None = True
@@ -295,6 +285,10 @@ class ChatCompletionRequest(_OpenAIRequest):
     documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that read them")
     reasoning_effort: str | None = Field(None, description="For chat templates that read it")
     verbosity: str | None = Field(None, description="For chat templates that read it")
+    tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the output may call")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function")
+    parallel_tool_calls: bool | None = Field(True, description="Whether the output may have several calls")
+    tool_prompt: str | None = Field(None, description="As in LoRAX, whose form of tools it selects")
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -348,7 +342,7 @@ class CompletionResponse(_OpenAIResponse):
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     logprobs: dict[str, Any] | None
     stop_reason: int | str | None = Field(None, description="The stop token or stop string that ended the text")
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
@@ -377,15 +371,10 @@ class CompletionChunk(_OpenAIChunk):
     choices: list[CompletionChoice]
 
 
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     logprobs: dict[str, Any] | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None

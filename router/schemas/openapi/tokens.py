@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, RootModel
 
-from lorikeet.router.schemas.openapi import models
+from lorikeet.router.schemas.openapi import chat, models
 
 
 class TokenizePrompt(BaseModel):
@@ -20,7 +20,7 @@ class TokenizeChat(BaseModel):
     """vLLM's and TGI's."""
 
     model: str | None = Field(None, description="The model whose chat template renders the messages")
-    messages: list[models.ChatMessage] = Field(min_length=1)
+    messages: list[chat.ChatMessage] = Field(min_length=1)
     add_special_tokens: bool | None = False
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = True

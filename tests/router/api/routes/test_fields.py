@@ -37,7 +37,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "modalities": (["text", "audio"], R, R, R, (["text"],)),
     "moderation": ({}, I, I, I, ()),
     "n": (2, A, A, R, (1,)),
-    "parallel_tool_calls": (False, I, I, I, ()),
+    "parallel_tool_calls": (False, A, I, I, ()),
     "prediction": ({"type": "content", "content": "x"}, A, A, R, ()),
     "presence_penalty": (0.5, A, A, A, (0,)),
     "prompt_cache_key": ("x", I, I, I, ()),
@@ -52,8 +52,8 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "store": (True, I, I, I, ()),
     "suffix": ("x", R, R, R, ("",)),
     "temperature": (0.5, A, A, A, (1,)),
-    "tool_choice": ("auto", R, R, R, ("none",)),
-    "tools": ([{"type": "function"}], R, R, R, ([],)),
+    "tool_choice": ("auto", A, R, R, ("none",)),
+    "tools": ([{"type": "function", "function": {"name": "f"}}], A, R, R, ([],)),
     "top_logprobs": (0, A, I, I, ()),
     "top_p": (0.5, A, A, A, (1,)),
     "user": ("x", A, A, I, ()),
@@ -140,7 +140,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "return_full_text": (True, I, I, A, (False,)),
     "return_k_alternatives": (2, I, I, A, ()),
     "stop_sequences": (["x"], R, R, A, ([],)),
-    "tool_prompt": ("x", R, R, R, ()),
+    "tool_prompt": ("x", A, R, R, ()),
     "top_n_tokens": (2, R, R, A, (0,)),
     "truncate": (5, R, R, A, ()),
     "typical_p": (0.5, A, A, A, ()),
@@ -158,7 +158,11 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "unknown_field": (1, I, I, I, ()),
 }
 """A value that asks for something, what chat, completions and generate do with it, and values that ask for nothing."""
-WITH: dict[str, dict[str, Any]] = {"best_of": {"do_sample": True}, "top_logprobs": {"logprobs": True}}
+WITH: dict[str, dict[str, Any]] = {
+    "best_of": {"do_sample": True},
+    "top_logprobs": {"logprobs": True},
+    "tool_prompt": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+}
 """Fields without which a field is not valid."""
 TAKEN_BY_TEMPLATES = (
     "chat_template_kwargs",
@@ -336,12 +340,10 @@ async def test_nested_fields_are_named_by_path(
 @pytest.mark.parametrize(
     ("field", "value", "is_rejected"),
     [
-        ("tool_calls", [{}], True),
-        ("tool_call_id", "x", True),
         ("function_call", {}, True),
         ("audio", {"id": "x"}, True),
         ("refusal", "no", True),
-        ("reasoning_content", "hm", True),
+        ("reasoning", "hm", True),
         ("prefix", True, True),
         ("tool_calls", [], False),
         ("refusal", None, False),
@@ -386,7 +388,7 @@ async def test_unknown_fields_are_ignored_as_in_lorax(tmp_path: Path, anyio_back
         assert ignored(response) == ["top_k", "stop_regex", "suffix", "tools"]
         body = {"inputs": "Hi", "parameters": {"response_format": {"type": "xml"}}}
         assert (await server.client.post("/generate", json=body)).status_code == 422
-        response = await server.client.post(PATHS[CHAT], json={**CHAT_BODY, "tools": [{}]})
+        response = await server.client.post(PATHS[CHAT], json={**CHAT_BODY, "functions": [{}]})
         assert response.status_code == 422
 
 

@@ -54,7 +54,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"merged_adapters": MERGED}, "`merged_adapters` is not supported by this server"),
     ({"response_format": {"type": "xml"}}, "`response_format.type` must be text, json_object or json_schema"),
     ({"speculation": "off"}, "`speculation` is not supported by this server: use `speculative_tokens`"),
-    ({"tools": [{}]}, "`tools` is not supported by this server, which has no tool calling"),
+    ({"tools": [{}]}, "`tools` is applied by /v1/chat/completions"),
 ]
 """In the order of the rules; unsupported fields are checked after all of LoRAX's rules."""
 

@@ -37,8 +37,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
     ("max_tokens", {"max_tokens": 3000}, "context_length_exceeded"),
     ("stream_options", {"stream_options": {"include_usage": True}}, None),
     ("guided_json", {"guided_json": {"not": {"type": "string"}}}, None),
-    ("tools", {"tools": [{"type": "function"}]}, "unsupported_parameter"),
-    ("tool_choice", {"tool_choice": "auto"}, "unsupported_parameter"),
+    ("functions", {"functions": [{"name": "f"}]}, "unsupported_parameter"),
+    ("function_call", {"function_call": "auto"}, "unsupported_parameter"),
     ("suffix", {"suffix": "x"}, "unsupported_parameter"),
     ("adapter_id", {"adapter_id": "a"}, "unsupported_parameter"),
     ("merged_adapters", {"merged_adapters": {"ids": ["a"], "weights": [1]}}, "unsupported_parameter"),
@@ -95,8 +95,8 @@ async def test_rejected_fields(
         ),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
+            {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
         ),
         (
             "/v1/chat/completions",

@@ -1,0 +1,167 @@
+"""How models write reasoning and tool calls: response templates in the form of transformers.
+
+A model or adapter has its own in tokenizer_config.json (`response_template`). For the others there is one per family
+here, chosen by what the chat template contains.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Template = dict[str, Any]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field."""
+MAX_PREFIX = 1 << 16
+_OPEN_THINK = re.compile(r"<think>\s*\Z")
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """One response template."""
+
+    template: Template
+    is_own: bool = True
+    """Whether it came from tokenizer_config.json of the model or adapter."""
+
+    @property
+    def has_reasoning(self) -> bool:
+        fields = self.template.get("fields")
+        return isinstance(fields, dict) and any(name in fields for name in REASONING)
+
+    @property
+    def has_tools(self) -> bool:
+        fields = self.template.get("fields")
+        return isinstance(fields, dict) and isinstance(fields.get("tool_calls"), dict)
+
+    def shown(self, special: Mapping[str, int]) -> frozenset[int]:
+        """The special tokens that the template names, by their texts: the output's text must contain them."""
+        texts = "\n".join(_texts(self.template))
+        return frozenset(number for text, number in special.items() if text in texts or re.escape(text) in texts)
+
+    def prefix(self, prompt: str) -> str:
+        """The end of the prompt that the output continues, as far as the parser needs it."""
+        if self.is_own:
+            return prompt[-MAX_PREFIX:]
+        found = _OPEN_THINK.search(prompt)
+        return found[0] if found else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+@lru_cache(64)
+def format_of(chat_template: str) -> OutputFormat | None:
+    """The format of a family, by its chat template; None for one that is not known."""
+    for is_of_family, make in _FAMILIES:
+        if is_of_family(chat_template):
+            return OutputFormat(make(chat_template), is_own=False)
+    return None
+
+
+def _template(source: str, fields: dict[str, Any], end: str) -> Template:
+    """With reasoning where the chat template mentions it. The text after the prefix starts at once."""
+    reasoning = {"reasoning_content": {"open": "<think>", "close": "</think>"}} if "<think>" in source else {}
+    content = {"content": {"close_pattern": end}} if end else {"content": {}}
+    return {"start_anchor_pattern": r"\A", "fields": {**reasoning, **fields, **content}}
+
+
+def _hermes(source: str) -> Template:
+    """Hermes, Qwen 2.5 and 3: a JSON object between tags."""
+    calls = {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _qwen_coder(source: str) -> Template:
+    """Qwen3-Coder, Qwen 3.5: tags for the function and each parameter."""
+    calls = {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _llama(source: str) -> Template:
+    """Llama 3.1 to 3.3: the whole output is a JSON object, after `<|python_tag|>` or alone."""
+    calls = {
+        "open_pattern": r"(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*\"name\"\s*:)",
+        "close_pattern": r"(?:<\|eom_id\|>|<\|eot_id\|>|\Z)",
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _mistral(source: str) -> Template:
+    """Mistral up to version 3: a list of JSON objects."""
+    calls = {
+        "open": "[TOOL_CALLS]",
+        "close_pattern": r"(?:</s>|\Z)",
+        "content": "json",
+        "transform_each": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _mistral_named(source: str) -> Template:
+    """Mistral from version 11: each call has its own token, and the name before its arguments."""
+    calls = {
+        "open_pattern": r"(?:\[TOOL_CALLS\]|(?<=\[TOOL_CALLS\]))(?P<name>[^\[\]{}\s]+)"
+        r"(?:\[CALL_ID\][^\[\]{}\s]*)?\[ARGS\]",
+        "close": ["</s>", "[TOOL_CALLS]"],  # the next call begins with its name then
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _harmony(source: str) -> Template:
+    """gpt-oss: every part of the output is a message with a channel."""
+    start = r"(?:<\|start\|>assistant)?"
+    calls = {
+        "open_pattern": start
+        + r"(?:<\|channel\|>(?:commentary|analysis) to=functions\.| to=functions\.)(?P<name>[\w.-]+)"
+        + r"(?:<\|channel\|>\w+)?(?:\s*<\|constrain\|>\s*json|\s*json|\s*code)?\s*<\|message\|>",
+        "close_pattern": r"<\|call\|>|<\|end\|>|\Z",
+        "repeats": True,
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    reasoning = {"open_pattern": start + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}
+    final = {
+        "open_pattern": start + r"<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\s*\w+)?<\|message\|>",
+        "close_pattern": r"<\|end\|>|<\|return\|>|\Z",
+        "repeats": True,
+    }
+    fields = {"reasoning_content": reasoning, "tool_calls": calls, "final": final, "content": {}}
+    return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+_FAMILIES: tuple[tuple[Callable[[str], bool], Callable[[str], Template]], ...] = (
+    (lambda source: "<|channel|>" in source and "to=functions." in source, _harmony),
+    (lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source, _mistral_named),
+    (lambda source: "[TOOL_CALLS]" in source, _mistral),
+    (lambda source: "<tool_call>" in source and "<function=" in source, _qwen_coder),
+    (lambda source: "<tool_call>" in source, _hermes),
+    (lambda source: "<|python_tag|>" in source or '{"name": function name, "parameters"' in source, _llama),
+    (lambda source: "<think>" in source, lambda source: _template(source, {}, "")),
+)
+"""A test of the chat template, and the format of the family."""

@@ -1,0 +1,126 @@
+"""LoRAX's form of tools, for models without a tool format: tools at the end of the last message, a JSON schema for the
+output, whose function `no_tool` is text.
+"""
+
+import json
+from typing import Any
+
+from lorikeet.router.errors import ToolError
+from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, whole_call
+from lorikeet.router.output.merged_schemas import MergedSchemas
+from lorikeet.router.output.reader import FINISH_KINDS
+from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.tools import Function, ToolFields
+
+NO_TOOL = "no_tool"
+_NO_TOOL = Function(
+    NO_TOOL,
+    "Open ended response with no specific tool selected",
+    {
+        "type": "object",
+        "properties": {"content": {"type": "string", "description": "The response content"}},
+        "required": ["content"],
+    },
+    False,
+)
+DEFAULT_PROMPT = (
+    "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that "
+    "best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument "
+    "name and its value}.Do not use variables.\n"
+)
+
+
+def with_tools(messages: list[dict[str, Any]], tools: ToolFields, *, in_template: bool) -> list[dict[str, Any]]:
+    """The messages with the tools, and `tool_prompt`, at the end of the last one. With `in_template` the chat template
+    shows the tools.
+    """
+    shown = [*tools.tools, *([] if tools.is_required else [_tool(_NO_TOOL)])]
+    listed = "" if in_template else json.dumps(shown, ensure_ascii=False, separators=(",", ":")) + "\n"
+    text = f"\n---\n{listed}{tools.prompt or DEFAULT_PROMPT}"
+    plain = messages if in_template else [_plain(each) for each in messages]
+    return [*plain[:-1], {**plain[-1], "content": plain[-1]["content"] + text}]
+
+
+def schema_of(tools: ToolFields) -> GrammarFields:
+    """What the output must match. Raises ToolError."""
+    merged = MergedSchemas()
+    functions = [*tools.allowed, *([] if tools.is_required else [_NO_TOOL])]
+    choices = [_choice(function, merged) for function in functions]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"function": {"anyOf": choices}},
+        "required": ["function"],
+        "additionalProperties": False,
+    }
+    return GrammarFields("json_schema", merged.around(schema), "tools")
+
+
+class LoraxReader:
+    """Reads an output that matches `schema_of`: when it is complete it is a call or content."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    async def read(self, text: str, finish: FinishReason | None, stop_reason: int | str | None = None) -> list[Event]:
+        self._texts.append(text)
+        if finish is None:
+            return []
+        whole, kind = "".join(self._texts), FINISH_KINDS[finish]
+        function = _function(whole)
+        if function is None:
+            return [ContentDelta(whole), Finish(kind, stop_reason)] if whole else [Finish(kind, stop_reason)]
+        name = function.pop("_name")
+        if name == NO_TOOL:
+            return [ContentDelta(str(function.get("content", ""))), Finish(kind, stop_reason)]
+        kind = FinishKind.TOOL_CALLS if kind is FinishKind.STOP else kind
+        return [*whole_call(0, name, json.dumps(function, ensure_ascii=False)), Finish(kind, stop_reason)]
+
+    def close(self) -> None:
+        pass
+
+
+def _function(text: str) -> dict[str, Any] | None:
+    """The function of a complete output."""
+    try:
+        found = json.loads(text)["function"]
+        found["_name"].encode()
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tool(function: Function) -> dict[str, Any]:
+    shown = {"description": function.description, "name": function.name, "parameters": function.parameters}
+    return {"type": "function", "function": shown}
+
+
+def _choice(function: Function, merged: MergedSchemas) -> dict[str, Any]:
+    """A function's arguments with its name among them."""
+    schema = merged.add(function.parameters)
+    properties, required = schema.pop("properties", {}), schema.pop("required", [])
+    if schema.keys() - {"type", "title", "description", "additionalProperties"}:
+        raise ToolError(f"the parameters of {function.name} must be an object with `properties` alone", "tools")
+    if "_name" in properties:
+        raise ToolError(f"a parameter of {function.name} has the name _name, which the output uses", "tools")
+    return {
+        "type": "object",
+        "properties": {"_name": {"type": "string", "const": function.name}, **properties},
+        "required": ["_name", *required],
+        "additionalProperties": schema.get("additionalProperties") is True,
+    }
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for templates that do not know tools: calls as the output has them, results as the user's text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": message["content"]}
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {"function": {"_name": call["function"]["name"], **call["function"]["arguments"]}}
+        for call in message["tool_calls"]
+    ]
+    texts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+    return {"role": message["role"], "content": "\n".join(text for text in texts if text)}

@@ -1,0 +1,191 @@
+"""Prepares a conversation with tools: its prompt, the grammar of its output, and readers of its output.
+
+A model or adapter with a tool format gets the tools through its chat template. Every other one is served in LoRAX's
+form.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lorikeet.router.adapters.chat_templates import ChosenTemplate, Templates
+from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
+from lorikeet.router.output.call_syntax import syntax_of
+from lorikeet.router.output.formats import OutputFormat, format_of
+from lorikeet.router.output.lorax_form import LoraxReader, schema_of, with_tools
+from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, ParserUnavailable
+from lorikeet.router.output.reader import ParsedReader, PlainReader, Reader
+from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
+from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.messages import Conversation
+from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields
+from lorikeet.router.text.chat_template import Rendered
+from lorikeet.router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is generated for a conversation, and how it is read."""
+
+    prompt: Rendered
+    grammar: GrammarFields | None
+    reader: Callable[[], Reader]
+    """Makes the reader of one output."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that the reader needs in the text."""
+
+
+class Outputs:
+    """Of one router."""
+
+    def __init__(self, templates: Templates, tokenizer: Tokenizer) -> None:
+        self._templates = templates
+        self._tokenizer = tokenizer
+        self.parser = ParserProcess()
+        self.adapters_parser = ParserProcess()
+        """For response templates of adapters: what they use up is taken from no other."""
+        special = {tokenizer.vocabulary.raw(token_id): token_id for token_id in tokenizer.special_ids}
+        self._tokens = SpecialTokens({text: token_id for text, token_id in special.items() if text}, tokenizer.eos_ids)
+
+    async def prepare(
+        self,
+        adapter: Adapter | None,
+        conversation: Conversation,
+        tools: ToolFields,
+        grammar: GrammarFields | None,
+        caller: str,
+    ) -> Prepared:
+        """`grammar` is that of the request's content.
+
+        Raises ToolError, ChatTemplateError, InternalError or a leaf of AdapterProblem.
+        """
+        chosen = await self._templates.choose(adapter, conversation, caller, with_tools=bool(tools.tools))
+        form = self._format(chosen)
+        if tools.tools:
+            prepared = None
+            if tools.prompt is None and form is not None and form.has_tools:
+                prepared = await self._with_format(chosen, form, conversation, tools, grammar, caller)
+            return prepared or await self._as_lorax(chosen, conversation, tools, grammar, caller)
+        rendered = await self._render(chosen, conversation, caller)
+        if form is None or not form.has_reasoning or grammar is not None:
+            return Prepared(rendered, grammar, PlainReader)
+        return await self._parsed(chosen, form, rendered, NO_TOOLS, None)
+
+    async def start(self) -> None:
+        """Start the parser where the base model's outputs need it, so that the first one need not wait for it."""
+        source, response = self._tokenizer.template_source, self._tokenizer.response_template
+        if source is not None and (response is not None or format_of(source) is not None):
+            await self.parser.warm()
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        await asyncio.gather(self.parser.close(), self.adapters_parser.close())
+
+    async def _with_format(
+        self,
+        chosen: ChosenTemplate,
+        form: OutputFormat,
+        conversation: Conversation,
+        tools: ToolFields,
+        grammar: GrammarFields | None,
+        caller: str,
+    ) -> Prepared | None:
+        """None where the chat template does not show tools."""
+        rendered = await self._render(chosen, conversation, caller, tools)
+        if "tools" in rendered.unread:
+            return None
+        syntax = syntax_of(form)
+        wants_grammar = tools.is_required or grammar is not None or tools.is_strict or not tools.parallel
+        if wants_grammar and syntax is None:
+            raise ToolError(
+                "the tool format of this model cannot be enforced: use `tool_choice` auto without strict functions, "
+                "`parallel_tool_calls` false or `response_format`, or use `tool_prompt`",
+                "tools",
+            )
+        if not wants_grammar or syntax is None:
+            return await self._parsed(chosen, form, rendered, tools, None)
+        open_field = await self._open_field(chosen, form, rendered)
+        builder = ToolGrammar(form, syntax, tools, self._tokens, open_field)
+        built = builder.required() if tools.is_required else builder.optional(grammar)
+        return await self._parsed(chosen, form, rendered, tools, built)
+
+    async def _as_lorax(
+        self,
+        chosen: ChosenTemplate,
+        conversation: Conversation,
+        tools: ToolFields,
+        grammar: GrammarFields | None,
+        caller: str,
+    ) -> Prepared:
+        if grammar is not None:
+            raise ToolError(
+                "Response format and tools are mutually exclusive in the tool format of this model", "tools"
+            )
+        schema = schema_of(tools)
+        rendered = None
+        if re.search(r"\btools\b", chosen.source):
+            messages = with_tools(conversation.messages, tools, in_template=True)
+            rendered = await self._render(chosen, replace(conversation, messages=messages), caller, tools)
+        if rendered is None or "tools" in rendered.unread:
+            messages = with_tools(conversation.messages, tools, in_template=False)
+            rendered = await self._render(chosen, replace(conversation, messages=messages), caller)
+        return Prepared(rendered, schema, LoraxReader)
+
+    async def _parsed(
+        self,
+        chosen: ChosenTemplate,
+        form: OutputFormat,
+        rendered: Rendered,
+        tools: ToolFields,
+        grammar: GrammarFields | None,
+    ) -> Prepared:
+        if form.is_own:
+            await self._open_field(chosen, form, rendered)
+        process, prefix = self._process(chosen, form), form.prefix(rendered.text)
+        functions = _functions(tools)
+
+        def reader() -> Reader:
+            return ParsedReader(process, process.open(form.template, prefix, functions))
+
+        return Prepared(rendered, grammar, reader, form.shown(self._tokens.ids))
+
+    async def _open_field(self, chosen: ChosenTemplate, form: OutputFormat, rendered: Rendered) -> str | None:
+        """The region in which the prompt ends. Raises ChatTemplateError for a response template that is not valid."""
+        process = self._process(chosen, form)
+        try:
+            parse = process.open(form.template, form.prefix(rendered.text), [])
+            await process.parse(parse, "")
+        except ParserUnavailable as error:
+            raise InternalError(str(error)) from None
+        except ParserFailed as error:
+            raise ChatTemplateError(f"the response template cannot be used: {error}") from None
+        process.drop(parse)
+        return parse.field
+
+    async def _render(
+        self, chosen: ChosenTemplate, conversation: Conversation, caller: str, tools: ToolFields | None = None
+    ) -> Rendered:
+        options = conversation.options
+        if tools is not None:
+            options = replace(options, variables={**options.variables, "tools": list(tools.tools)})
+        return await self._templates.render(chosen, conversation.messages, options, caller)
+
+    def _process(self, chosen: ChosenTemplate, form: OutputFormat) -> ParserProcess:
+        return self.adapters_parser if form.is_own and chosen.response_who else self.parser
+
+    def _format(self, chosen: ChosenTemplate) -> OutputFormat | None:
+        if chosen.response is None:
+            return format_of(chosen.source)
+        if not isinstance(chosen.response, dict):
+            raise ChatTemplateError("the response template cannot be used: it must be an object")
+        return OutputFormat(chosen.response)
+
+
+def _functions(tools: ToolFields) -> list[dict[str, Any]]:
+    """What the parser needs of the functions that may be called."""
+    return [
+        {"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools.allowed
+    ]

@@ -1,0 +1,235 @@
+"""Parses outputs in a process of its own, many at a time. Texts that arrive in one turn of the event loop are a batch.
+
+A process that ends is started again, and the outputs that it parsed are parsed again from their beginning: nothing is
+lost, and nothing is delivered twice. An output whose text ends the process when it is parsed alone is given up.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import structlog
+
+log = structlog.get_logger()
+
+START_SECONDS = 60.0
+BATCH_SECONDS, SECONDS_PER_JOB = 5.0, 0.6
+"""Above these the process is killed; its own time limit of a job is lower."""
+MAX_LINE_BYTES = 256 << 20
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "HOME")
+_COMMAND = (sys.executable, "-m", "lorikeet.router.output.parser_worker")
+
+
+class ParserFailed(Exception):
+    """The output cannot be parsed: the reason."""
+
+
+class ParserUnavailable(ParserFailed):
+    """The process does not start."""
+
+
+class _Ended(Exception):
+    """The process ended, or takes too long."""
+
+
+@dataclass(eq=False)
+class Parse:
+    """One output that is being parsed."""
+
+    number: int
+    opening: orjson.Fragment
+    """`template`, `prefix` and `tools` as JSON."""
+    texts: list[str] = field(default_factory=list)
+    """All so far, as they were parsed."""
+    num_pieces: int = 0
+    """Pieces that were delivered."""
+    num_settled: int = 0
+    """Characters that those stand for."""
+    field: str | None = None
+    """The region that the text is in."""
+    epoch: int = -1
+    """Of the process that knows it."""
+    is_dropped: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    parse: Parse
+    texts: list[str]
+    is_last: bool
+    answer: asyncio.Future[list[list[str]]]
+
+
+class ParserProcess:
+    """One process, started on demand and again after it has ended."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._epoch = 0
+        self._numbers = itertools.count()
+        self._jobs: list[_Job] = []
+        self._dropped: list[int] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    def open(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]) -> Parse:
+        """A new output, after a prompt that ends with `prefix`. Raises ParserFailed."""
+        try:
+            opening = orjson.dumps({"template": template, "prefix": prefix, "tools": tools})
+        except TypeError:
+            raise ParserFailed("it is not valid JSON") from None
+        return Parse(next(self._numbers), orjson.Fragment(opening))
+
+    async def parse(self, parse: Parse, text: str, *, is_last: bool = False) -> list[list[str]]:
+        """The pieces that more text gives. Raises ParserFailed."""
+        job = _Job(parse, [text] if text else [], is_last, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await job.answer
+
+    def drop(self, parse: Parse) -> None:
+        """Nothing more of it will be parsed."""
+        if not parse.is_dropped and parse.epoch == self._epoch:
+            self._dropped.append(parse.number)
+        parse.is_dropped = True
+
+    async def _start(self) -> None:
+        """Start the process where it does not run. Raises _Ended or OSError."""
+        if self.pid is not None:
+            return
+        self._process = process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"HF_HUB_OFFLINE": "1"},
+            limit=MAX_LINE_BYTES,
+        )
+        self._epoch += 1
+        self._dropped.clear()
+        await self._ask(process, {"drop": [], "jobs": []}, START_SECONDS)
+
+    async def warm(self) -> None:
+        """Start the process, so that the first output need not wait for it."""
+        nothing = self.open({"start_anchor": "-", "fields": {"content": {}}}, "", [])
+        with contextlib.suppress(ParserFailed):  # then the first output tries it again
+            await self.parse(nothing, "", is_last=True)
+
+    async def close(self) -> None:
+        """Kill the process, if there is one."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        await self._kill()
+
+    async def _work(self) -> None:
+        """Until no job waits. Not in the callers' tasks: when a caller leaves, the batch goes on."""
+        while self._jobs:
+            await asyncio.sleep(0)  # every reader that was woken together adds its text
+            jobs, self._jobs = self._jobs, []
+            try:
+                await self._run(jobs)
+            except BaseException as failure:
+                given = failure if isinstance(failure, ParserFailed) else ParserFailed(type(failure).__name__)
+                for job in jobs:
+                    if not job.answer.done():
+                        job.answer.set_exception(given)
+                if not isinstance(failure, Exception):
+                    raise
+                log.error("output_parser_failed", reason=str(given))
+
+    async def _run(self, jobs: list[_Job]) -> None:
+        try:
+            await self._batch(jobs)
+        except _Ended:
+            log.warning("output_parser_ended", num_outputs=len(jobs))
+            for job in jobs:  # one by one: only the output that ends the process is given up
+                try:
+                    await self._batch([job])
+                except _Ended:
+                    _give_up(job, "parsing it ends the process")
+
+    async def _batch(self, jobs: list[_Job]) -> None:
+        jobs = [job for job in jobs if not job.answer.done()]
+        await self._started()
+        process = self._process
+        assert process is not None
+        dropped, self._dropped = self._dropped, []
+        is_known = [job.parse.epoch == self._epoch for job in jobs]
+        questions = [self._question(job, known) for job, known in zip(jobs, is_known, strict=True)]
+        seconds = BATCH_SECONDS + SECONDS_PER_JOB * len(jobs)
+        answers = await self._ask(process, {"drop": dropped, "jobs": questions}, seconds)
+        for job, known, answer in zip(jobs, is_known, answers, strict=True):
+            self._settle(job, known, answer)
+
+    async def _started(self) -> None:
+        """Raises ParserFailed where the process cannot be started twice in a row."""
+        with contextlib.suppress(_Ended, OSError):
+            await self._start()
+            return
+        try:
+            await self._start()
+        except (_Ended, OSError) as error:
+            raise ParserUnavailable("the process that parses outputs does not start") from error
+
+    def _question(self, job: _Job, is_known: bool) -> dict[str, Any]:
+        question: dict[str, Any] = {"id": job.parse.number, "texts": job.texts, "last": job.is_last}
+        if not is_known:
+            question |= {"open": job.parse.opening, "texts": [*job.parse.texts, *job.texts]}
+        return question
+
+    def _settle(self, job: _Job, was_known: bool, answer: dict[str, Any]) -> None:
+        parse = job.parse
+        if "error" in answer:
+            _give_up(job, answer["error"])
+            return
+        pieces = answer["pieces"] if was_known else answer["pieces"][parse.num_pieces :]
+        parse.epoch = self._epoch
+        if parse.is_dropped and not job.is_last:
+            self._dropped.append(parse.number)
+        parse.texts += job.texts
+        parse.num_pieces += len(pieces)
+        parse.num_settled, parse.field = answer["settled"], answer["field"]
+        if not job.answer.done():
+            job.answer.set_result(pieces)
+
+    async def _ask(self, process: asyncio.subprocess.Process, batch: dict[str, Any], seconds: float) -> Any:
+        """The answer to a batch. Raises _Ended."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                process.stdin.write(orjson.dumps(batch) + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+                if line.endswith(b"\n"):
+                    return orjson.loads(line)
+        except (OSError, RuntimeError, TimeoutError):  # uvloop's for a pipe that is closed is a RuntimeError
+            pass
+        except BaseException:
+            await self._kill()  # a late answer must not be taken for the next one
+            raise
+        await self._kill()
+        raise _Ended
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _give_up(job: _Job, reason: str) -> None:
+    job.parse.epoch = -1
+    if not job.answer.done():
+        job.answer.set_exception(ParserFailed(reason))
