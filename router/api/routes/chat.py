@@ -5,7 +5,6 @@ from typing import Any
 
 from lorikeet.router.api.collect import Completed
 from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIRoute, Prompt
-from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.output.events import (
     ArgumentsDelta,
@@ -19,6 +18,7 @@ from lorikeet.router.output.events import (
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, FinishReason, Token
+from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.openai import ChatRequest, check_texts, read_chat
 
 

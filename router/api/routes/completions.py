@@ -5,12 +5,12 @@ from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt
-from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
+from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.openai import CompletionRequest, read_completion
 
 Logprobs = dict[str, list[Any] | None]

@@ -18,7 +18,6 @@ from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, 
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
 from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
-from lorikeet.router.api.visible_tokens import VisibleTokens
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ToolError, ValidationError
 from lorikeet.router.output.events import Event
@@ -29,6 +28,7 @@ from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
+from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
