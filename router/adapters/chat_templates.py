@@ -11,7 +11,7 @@ from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.router.errors import ChatTemplateError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
-from lorikeet.router.schemas.messages import Conversation
+from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.text.chat_template import Rendered, TemplateOptions, template_of
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.text.untrusted_templates import UntrustedTemplates

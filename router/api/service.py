@@ -32,12 +32,12 @@ from lorikeet.router.requests.types import FinishReason, GenerationRequest, Gram
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
+from lorikeet.router.schemas.chat.messages import Conversation
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.constraints import Constraints
 from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
-from lorikeet.router.schemas.messages import Conversation
 from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
-from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields
 from lorikeet.router.streams.streams import Streams
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
 from lorikeet.router.text.chat_template import Rendered

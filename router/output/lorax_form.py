@@ -10,8 +10,8 @@ from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKin
 from lorikeet.router.output.merged_schemas import MergedSchemas
 from lorikeet.router.output.reader import FINISH_KINDS
 from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.tools import Function, ToolFields
 
 NO_TOOL = "no_tool"
 _NO_TOOL = Function(

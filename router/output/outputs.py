@@ -19,9 +19,9 @@ from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, P
 from lorikeet.router.output.reader import ParsedReader, PlainReader, Reader
 from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
 from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.schemas.chat.messages import Conversation
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.messages import Conversation
-from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields
 from lorikeet.router.text.chat_template import Rendered
 from lorikeet.router.text.tokenizer import Tokenizer
 

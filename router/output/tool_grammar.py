@@ -12,8 +12,8 @@ from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import VALUE, CallSyntax, Part, Slot, Space
 from lorikeet.router.output.formats import REASONING, OutputFormat
 from lorikeet.router.output.merged_schemas import MergedSchemas
+from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.tools import Function, ToolFields
 from lorikeet.router.text.grammar_process import OVERRIDES
 
 _FREE = r"/(.|\n)*/"

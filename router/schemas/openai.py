@@ -11,14 +11,14 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.requests.types import MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
+from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, read_tools
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields, are_token_ids, check_salt
 from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
-from lorikeet.router.schemas.messages import Conversation, read_conversation
 from lorikeet.router.schemas.report import ReportFields, read_report_fields
 from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
-from lorikeet.router.schemas.tools import NO_TOOLS, ToolFields, read_tools
 from lorikeet.router.schemas.vllm import PromptFields, read_prompt_fields
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops

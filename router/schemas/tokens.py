@@ -6,8 +6,8 @@ from typing import Any
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.adapters import AdapterFields
+from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
 from lorikeet.router.schemas.fields import Fields, are_token_ids
-from lorikeet.router.schemas.messages import Conversation, read_conversation
 
 MAX_DETOKENIZED = 1 << 17
 """Token ids of one request, or as many as a context has."""

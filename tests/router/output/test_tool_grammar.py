@@ -18,9 +18,9 @@ from lorikeet.router.output.call_syntax import KEY, NAME, VALUE, Space, parts_of
 from lorikeet.router.output.formats import OutputFormat, format_of
 from lorikeet.router.output.parser_worker import OutputParser
 from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
+from lorikeet.router.schemas.chat.tools import ToolFields, read_tools
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.tools import ToolFields, read_tools
 from tests.router.output.test_parser_worker import CODER, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, THINKING
 
 SPECIAL = (
