@@ -85,7 +85,7 @@ class Engine:
         self._config = config
         max_open = scheduler.limits.max_running + config.max_waiting
         self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars())
-        self._masks = GrammarMasks(sampler.vocab_size)
+        self._masks = GrammarMasks(sampler.vocab_size, network.inputs.device)
         self._pooling = pooling
         self._launched: deque[Step] = deque()
         self._rows: set[int] = set()  # rows that the sampler has

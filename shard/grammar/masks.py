@@ -1,10 +1,11 @@
 """Masks the logits of constrained requests: one row for every sampled position, those after drafts included."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import structlog
 import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
@@ -13,6 +14,8 @@ from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.grammar.matcher import GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.speculation.types import Source
+
+log = structlog.get_logger()
 
 _WORD = 32
 Bitmask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
@@ -23,13 +26,15 @@ Wanted = tuple[LLMatcher, int, list[int]]
 class GrammarMasks:
     """The masks of one step at a time."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | None = None) -> None:
+        """`device` is that of the logits."""
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // _WORD)
         self._executor = LLExecutor(num_threads=1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._filling: Future[Bitmask] | None = None
         self._rows: list[int] = []
+        self._mask_rows = _device_kernel() if device is not None and device.type == "cuda" else mask_rows
 
     def start(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Begin to fill the masks of a step whose drafts are known, next to the forward pass."""
@@ -56,9 +61,11 @@ class GrammarMasks:
         if self._filling is None:
             return
         bitmask = self._filling.result()
-        rows = to_device(torch.tensor(self._rows, dtype=torch.long), logits.device)
-        is_refused = self._unpack(bitmask, logits.device)
-        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_refused, float("-inf")))
+        if logits.device.type == "cpu":
+            self._mask_on_cpu(logits, bitmask)
+            return
+        packed = np.concatenate((np.array(self._rows, dtype=np.int32)[:, None], bitmask), axis=1)
+        self._mask_rows(logits, to_device(torch.from_numpy(packed), logits.device))
 
     def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
         num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
@@ -87,15 +94,31 @@ class GrammarMasks:
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)
 
-    def _unpack(self, bitmask: Bitmask, device: torch.device) -> torch.Tensor:
-        """bitmask: [n, words]. Returns [n, V] bool: what is not allowed."""
-        if device.type == "cpu":
-            bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-            return torch.from_numpy(bits == 0)
-        words = to_device(torch.from_numpy(bitmask), device)
-        shifts = torch.arange(_WORD, device=device, dtype=torch.int32)
-        unpacked = (words[:, :, None] >> shifts) & 1
-        return unpacked.flatten(1)[:, : self._vocab_size] == 0
+    def _mask_on_cpu(self, logits: torch.Tensor, bitmask: Bitmask) -> None:
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        is_refused = torch.from_numpy(bits == 0)
+        for row, refused in zip(self._rows, is_refused, strict=True):
+            logits[row].masked_fill_(refused, float("-inf"))
+
+
+def mask_rows(logits: torch.Tensor, packed: torch.Tensor) -> None:
+    """logits: [S, V], changed in place: tokens whose bit is not set become -inf. packed: [n, 1 + words] int32, the row
+    of the logits and its mask, 32 tokens per word.
+    """
+    shifts = torch.arange(_WORD, device=packed.device, dtype=torch.int32)
+    # [n, V]
+    is_allowed = ((packed[:, 1:, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    rows = packed[:, 0].long()
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_allowed == 0, float("-inf")))
+
+
+def _device_kernel() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    try:
+        from lorikeet.shard.grammar.triton import mask_rows as kernel
+    except ImportError:
+        log.warning("grammar_masks_without_triton", effect="each constrained step launches some more kernels")
+        return mask_rows
+    return kernel
 
 
 def truncate_drafts(scheduled: Sequence[ScheduledRequest]) -> None:

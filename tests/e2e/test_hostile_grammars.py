@@ -20,7 +20,7 @@ from tests.oracles.hostile_grammars import Hostile, hostile
 
 SEED = 24
 NUM_CALLERS = 8
-NUM_BUSY = 200
+NUM_BUSY = 5
 """Most times that a busy server is asked again."""
 STALL_S = 2.0
 """A pause of a stream of that length is a stall: compilations of these grammars take seconds."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.shard.apart import KernelsApart, run
 from tests.shard.attention import test_paged
+from tests.shard.grammar import test_triton as test_masks
 from tests.shard.model.fusion import test_cuda_parts
 from tests.shard.model.lora import test_triton as test_lora
 from tests.shard.model.medusa import test_triton as test_medusa
@@ -18,6 +19,7 @@ KINDS: tuple[type[KernelsApart], ...] = (
     test_lora.TestAdapters,
     test_medusa.TestHeads,
     test_moe.TestExperts,
+    test_masks.TestMasks,
 )
 
 GRAPHS = Path(__file__).with_name("model") / "graphs_triton_cases.py"
