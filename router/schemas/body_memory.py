@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
 
 MAX_WAIT_S = 10.0
@@ -17,6 +18,12 @@ SMALL_BYTES = 64 * 1024
 
 SETTLED_BYTES = 256 * 1024
 """Up to this size a body is no longer counted once its request is validated."""
+
+
+RETURNED_BYTES = 16 * 1024 * 1024
+"""After large bodies of so many bytes have been freed, the C library returns freed memory to the system …"""
+RETURN_AFTER_S = 5.0
+"""… so much later, once for all that is freed meanwhile."""
 
 
 class BodyMemory:
@@ -32,6 +39,9 @@ class BodyMemory:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._waiting: list[_Waiting] = []
+        self._num_freed = 0
+        """Bytes of large bodies since freed memory was last returned."""
+        self._returning: asyncio.TimerHandle | None = None
 
     @property
     def num_used(self) -> int:
@@ -70,12 +80,24 @@ class BodyMemory:
 
     def give_back(self, charge: "BodyCharge", num_bytes: int) -> None:
         """Reduce `charge`, and let others in."""
+        if charge.size > SMALL_BYTES:
+            self._freed(num_bytes)
         self._add(charge, -num_bytes)
         for waiting in list(self._waiting):
             if self._fits(waiting.charge, waiting.num_bytes):
                 self._waiting.remove(waiting)
                 self._add(waiting.charge, waiting.num_bytes)
                 waiting.granted.set_result(None)
+
+    def _freed(self, num_bytes: int) -> None:
+        """Bodies arrive in pieces, which the C library would keep for ever where a piece in use lies behind them."""
+        self._num_freed += num_bytes
+        if self._num_freed >= RETURNED_BYTES and self._returning is None:
+            self._returning = asyncio.get_running_loop().call_later(RETURN_AFTER_S, self._return)
+
+    def _return(self) -> None:
+        self._num_freed, self._returning = 0, None
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     def _fits(self, charge: "BodyCharge", num_bytes: int) -> bool:
         limit, share = self._max_bytes, self._max_per_caller

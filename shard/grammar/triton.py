@@ -1,4 +1,5 @@
 """Masks of logits on CUDA: one kernel for all constrained rows of a step. The specification is in masks.py."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernel's text, annotations too)
 
 import torch

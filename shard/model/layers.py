@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
 from lorikeet.shard.model.attention_binding import AttentionBinding, is_attention, replace_legacy
 from lorikeet.shard.model.fusion.select import choose
-from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack, return_freed_memory
+from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of

@@ -4,7 +4,6 @@ Every product gives a row equal bits with any other rows, from two rows on. torc
 calls a library that on some processors sums few rows in another order than many.
 """
 
-import ctypes
 import os
 from abc import ABC, abstractmethod
 
@@ -105,13 +104,6 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available():
         return StreamedMatrix(weight, bias)
     return BlockedMatrix(weight, bias)
-
-
-def return_freed_memory() -> None:
-    """Return the memory of plain weights to the system: the C library keeps freed blocks of this size otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
 
 
 _disable_amx()

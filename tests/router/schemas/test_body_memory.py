@@ -1,10 +1,15 @@
 """The budget of all request bodies: who waits, who is rejected, and what is given back."""
 
 import asyncio
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
+from lorikeet.router.schemas import body_memory
 from lorikeet.router.schemas.body_memory import MAX_WAITING_PER_CALLER, SETTLED_BYTES, SMALL_BYTES, BodyMemory
 
 pytestmark = pytest.mark.anyio
@@ -93,3 +98,49 @@ async def test_a_validated_request_counts_with_its_text_alone() -> None:
         charge.settle()
         assert charge.size == kept
         charge.shrink(0)
+
+
+async def test_memory_of_large_bodies_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all that is freed within some time; small bodies return none."""
+    returned = asyncio.Event()
+    num_returned = 0
+
+    def return_freed_memory() -> None:
+        nonlocal num_returned
+        num_returned += 1
+        loop.call_soon_threadsafe(returned.set)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(body_memory, "return_freed_memory", return_freed_memory)
+    monkeypatch.setattr(body_memory, "RETURN_AFTER_S", 0.05)
+    memory = BodyMemory(64 * MIB)
+    for size, number in ((SMALL_BYTES, 1000), (8 * MIB, 1)):
+        for _ in range(number):
+            charge = memory.body("a")
+            await charge.resize(size)
+            charge.shrink(0)
+    await asyncio.sleep(0.2)
+    assert not num_returned
+    for caller in "abc":
+        charge = memory.body(caller)
+        await charge.resize(8 * MIB)
+        charge.shrink(0)
+    await returned.wait()
+    await asyncio.sleep(0.2)
+    assert num_returned == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures with /proc")
+async def test_freed_pieces_between_others_are_returned() -> None:
+    """What `return_freed_memory` does, with pieces of bodies as they arrive."""
+    pieces = [bytes(60_000 + number % 7) for number in range(1500)]
+    kept = pieces[::50]
+    del pieces
+    before = resident_bytes()
+    if return_freed_memory():
+        assert before - resident_bytes() > 50_000_000
+    assert len(kept) == 30
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
