@@ -4,7 +4,7 @@
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
-#   make setup [DEV=dev-all]          make proto    make docs
+#   make setup [DEV=dev-all]          make proto    make docs    make site
 #
 # DEV names the extras of pyproject.toml to install for tests: dev, or dev-all, which adds Triton, Ray and Go (1.6 GB).
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch from there; without it from pip's own index.
@@ -26,7 +26,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel check fmt bench proof bench-cuda proto docs clean
+.PHONY: help setup serve test t test-long test-wheel check fmt bench proof bench-cuda proto docs site clean
 
 help:
 	@sed -n '2,12s/^# \{0,1\}//p' Makefile
@@ -97,10 +97,17 @@ proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto
 
 docs: $(VENV)/.installed
+	$(PY) -m lorikeet.router.error_document > docs/reference/errors.md
+	$(PY) -m lorikeet.proto.wire_document > docs/reference/wire.md
 	$(PY) -m lorikeet.launcher.config.reference > docs/launcher.md
 	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
 	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
 	$(PY) deploy/monitoring/dashboards.py
+
+# The documentation as a site, in build/site.
+site: docs $(VENV)/.installed
+	@$(PIP) install -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,131 @@
+"""The fenced blocks of the documentation, and a folder in which the commands of one page run.
+
+`sh` and `python` blocks are executed in order; `json` and `yaml` blocks are parsed; `text` is not executed. A comment
+before a block says more: `<!-- not run: reason -->`, or `<!-- file: NAME -->` for a block that becomes a file.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.e2e.launched import ROOT, free_port
+
+BEFORE, INSIDE = "not run: ", "file: "
+LANGUAGES = ("sh", "python", "json", "yaml", "text")
+_FENCE = re.compile(
+    r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n+)?^ *```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *```$", re.M | re.S
+)
+_BASE, _DRAFT = ROOT / "demo" / "base", ROOT / "demo" / "draft"
+_STANDINS = {"owner/name": _BASE, "owner/model": _BASE, "owner/small": _DRAFT}
+"""Of the demo family, for models of the hub."""
+
+
+def pages() -> list[Path]:
+    """Everything that readers may copy from."""
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "demo/README.md")]
+    inside = sorted((ROOT / "docs").rglob("*.md"))
+    return top + [path for path in inside if path.parent.name not in ("log", "decisions")]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    language: str
+    text: str
+    mark: str = ""
+    """The comment before it."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not run; "" if it is."""
+        return self.mark.removeprefix(BEFORE) if self.mark.startswith(BEFORE) else ""
+
+    @property
+    def file(self) -> str:
+        """The file that it becomes; "" if none."""
+        return self.mark.removeprefix(INSIDE) if self.mark.startswith(INSIDE) else ""
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("sh", "python") and not self.reason
+
+
+def blocks(page: Path) -> list[Block]:
+    """Of one page, in order."""
+    found = []
+    for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
+        mark = match["mark"] or ""
+        is_ours = mark.startswith((BEFORE, INSIDE))
+        found.append(Block(match["language"], match["text"], mark if is_ours else ""))
+    return found
+
+
+class Sandbox:
+    """The folder of one page: `adapters` and `model` are there, and servers that a block starts end with the page."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        """`port` is that of a running demo server."""
+        self._folder = folder
+        self._port = port
+        self._pids = folder / "pids"
+        tools = folder / "bin"
+        tools.mkdir()
+        script = tools / "lorikeet-launcher"
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.launching "$@"\n')
+        script.chmod(0o755)
+        (folder / "adapters").mkdir()
+        (folder / "adapters" / "support").symlink_to(ROOT / "demo" / "adapters" / "sql")
+        (folder / "model").symlink_to(ROOT / "demo" / "base")
+        kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+        path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._environment = kept | {
+            "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "SNIPPET_PIDS": str(self._pids), "SNIPPET_LOG": str(folder / "log"),
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for line in self._pids.read_text().split() if self._pids.exists() else ():
+            try:
+                os.killpg(int(line), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def run(self, block: Block) -> str:
+        """Execute a block, or make its file; returns what it printed. Raises AssertionError with it."""
+        if block.file:
+            (self._folder / block.file).write_text(block.text)
+            return ""
+        if "lorikeet-launcher" in block.text and block.language == "sh":
+            self._port = free_port()
+        text = re.sub(r"(localhost|127\.0\.0\.1):3000", f"127.0.0.1:{self._port}", block.text)
+        url = f"http://127.0.0.1:{self._port}"
+        environment = self._environment | {"SNIPPET_PORT": str(self._port), "LORIKEET_URL": url}
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        if block.language == "python":
+            for name, folder in _STANDINS.items():
+                text = text.replace(f'"{name}"', repr(str(folder)))
+            command = [sys.executable, "-c", text]
+        done = subprocess.run(
+            command, cwd=self._folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"exit code {done.returncode} of\n{block.text}\n{done.stdout[-4000:]}"
+        assert '"error":' not in done.stdout.partition("\n")[0], f"an error of\n{block.text}\n{done.stdout[:2000]}"
+        return done.stdout
+
+
+def standin(word: str) -> str:
+    """A word of a launcher's command line, with the demo family instead of models of the hub."""
+    return str(_STANDINS.get(word, word))

@@ -1,0 +1,112 @@
+"""The site is built without warnings; every page is in its navigation; what is generated is up to date and complete."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lorikeet.launcher.cli.completion import PARSERS
+from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.proto import shard_pb2, wire_document
+from lorikeet.router import error_document
+from lorikeet.router.errors import ANSWERS
+from tests.e2e.launched import ROOT
+
+DOCS = ROOT / "docs"
+OF_OTHERS = """gpus shm-size build-arg build user set head address again list smoke commit suite upgrade fail silent
+compile switch verify replicas"""
+"""Flags of other programs, and of an example, that pages name."""
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs mkdocs-material from PyPI")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    found = re.findall(r'(?:src|href)="(https?://[^"]+)"', (tmp_path / "index.html").read_text())
+    loaded = [url for url in found if re.search(r"\.(css|js|woff2?|png|svg)$", url)]
+    assert loaded == [], "the site loads files from other hosts"
+
+
+def navigation(node: object) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list):
+        for each in node:
+            yield from navigation(each)
+    elif isinstance(node, dict):
+        yield from navigation(list(node.values()))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = list(navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(listed) == len(set(listed))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    pages = {path for path in pages if not path.startswith(("decisions/", "log/2"))}
+    assert set(listed) == pages, "list the page in mkdocs.yml"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached, waiting = set[str](), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or not (DOCS / page).is_file():
+            continue
+        reached.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", (DOCS / page).read_text()):
+            path = os.path.normpath(os.path.join(os.path.dirname(page), target))
+            waiting.append(path)
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("decisions/")} <= reached
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("errors", error_document.lines), ("wire", wire_document.lines)], ids=lambda each: str(each)[:6]
+)
+def test_generated_pages_are_up_to_date(name: str, lines: Callable[[], Iterator[str]]) -> None:
+    assert (DOCS / "reference" / f"{name}.md").read_text() == "\n".join(lines()) + "\n", "run make docs"
+
+
+def test_every_error_has_a_meaning() -> None:
+    assert set(error_document.MEANINGS) == {kind.__name__ for kind in ANSWERS}, "router/error_document.py: MEANINGS"
+
+
+def test_every_message_and_field_of_the_wire_is_listed() -> None:
+    text = "\n".join(wire_document.lines())
+    for message in shard_pb2.DESCRIPTOR.message_types_by_name.values():
+        start = text.index(f"## Message {message.name}\n")
+        section = text[start : text.find("\n## ", start + 1)]
+        for field in message.fields:
+            assert f"| {field.number} | `{field.name}` |" in section
+    for enum in shard_pb2.DESCRIPTOR.enum_types_by_name.values():
+        assert all(f"| {value.number} | `{value.name}` |" in text for value in enum.values)
+
+
+def test_every_flag_that_a_page_names_exists() -> None:
+    """Pages about migrating name flags of others."""
+    known = {f"--{name}" for name in FLAGS}
+    for command in PARSERS:
+        module = __import__(PARSERS[command], fromlist=["parser"])
+        known |= set(re.findall(r"--[a-z][a-z0-9-]*", module.parser().format_help()))
+        known |= {word for parser in _below(module.parser()) for word in re.findall(r"--[a-z][a-z0-9-]*", parser)}
+    others = {f"--{name}" for name in OF_OTHERS.split()}
+    for page in sorted(DOCS.glob("*.md")):
+        if page.name.startswith(("migrating", "tests", "cuda", "installation")):
+            continue
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])", page.read_text()))
+        assert named <= known | others, f"{page.name} names {sorted(named - known - others)}"
+
+
+def _below(parser: object) -> Iterator[str]:
+    """Help of the commands of a command."""
+    for action in parser._actions:  # type: ignore[attr-defined]
+        for each in (getattr(action, "choices", None) or {}).values() if hasattr(action, "add_parser") else ():
+            yield each.format_help()
