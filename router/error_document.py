@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from lorikeet.router.errors import ANSWERS, RouterError
+from lorikeet.router.answers import ANSWERS
+from lorikeet.router.errors import RouterError
 
 _HEAD = """# Every error
 
@@ -58,7 +59,15 @@ MEANINGS = {
     "DeadlineExceeded": "`--request-timeout-s` has passed, or the request's own limit",
     "InternalError": "a defect of the server; the log has the place",
 }
-"""By class."""
+"""Of classes without a docstring."""
+
+
+def meaning(kind: type[RouterError]) -> str:
+    """The class's docstring, else its row of MEANINGS. Raises KeyError where both are missing."""
+    text = (kind.__doc__ or "").strip().split("\n\n")[0]
+    if not text or kind.__name__ in MEANINGS:
+        return MEANINGS[kind.__name__]
+    return " ".join(text.split()).rstrip(".")
 
 
 def lines() -> Iterator[str]:
@@ -67,7 +76,7 @@ def lines() -> Iterator[str]:
     for kind, row in ANSWERS.items():
         openai = f"{row.openai_status} `{row.openai_type}`" + (f" `{row.openai_code}`" if row.openai_code else "")
         native = f"{row.status} `{row.error_type}`"
-        yield f"| `{kind.__name__}` | {MEANINGS[kind.__name__]} | {native} | {openai} | `{row.counted_as}` |"
+        yield f"| `{kind.__name__}` | {meaning(kind)} | {native} | {openai} | `{row.counted_as}` |"
 
 
 def names() -> set[str]:

@@ -14,7 +14,7 @@ from lorikeet.launcher.cli.completion import PARSERS
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.proto import shard_pb2, wire_document
 from lorikeet.router import error_document
-from lorikeet.router.errors import ANSWERS
+from lorikeet.router.answers import ANSWERS
 from tests.e2e.launched import ROOT
 
 DOCS = ROOT / "docs"
@@ -76,7 +76,9 @@ def test_generated_pages_are_up_to_date(name: str, lines: Callable[[], Iterator[
 
 
 def test_every_error_has_a_meaning() -> None:
-    assert set(error_document.MEANINGS) == {kind.__name__ for kind in ANSWERS}, "router/error_document.py: MEANINGS"
+    for kind in ANSWERS:  # KeyError: give the class a docstring
+        assert len(error_document.meaning(kind)) > 10, kind
+    assert set(error_document.MEANINGS) <= {kind.__name__ for kind in ANSWERS}
 
 
 def test_every_message_and_field_of_the_wire_is_listed() -> None:
