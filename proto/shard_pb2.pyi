@@ -120,18 +120,20 @@ class PooledModel(_message.Message):
     def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests")
+    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ABORT_IDS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WATCH_MS_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     abort_ids: _containers.RepeatedScalarFieldContainer[int]
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     prefetches: _containers.RepeatedCompositeFieldContainer[AdapterPin]
     unload_digests: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ...) -> None: ...
+    watch_ms: int
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., watch_ms: _Optional[int] = ...) -> None: ...
 
 class AdapterPin(_message.Message):
     __slots__ = ("source", "id", "revision", "digest")
@@ -288,7 +290,7 @@ class Speculation(_message.Message):
     def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests")
+    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests", "step_detail")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +298,7 @@ class StepOutput(_message.Message):
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_DETAIL_FIELD_NUMBER: _ClassVar[int]
     step: int
     credit: Credit
     heartbeat: Heartbeat
@@ -303,7 +306,20 @@ class StepOutput(_message.Message):
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: Load
     step_requests: StepRequests
-    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ...) -> None: ...
+    step_detail: StepDetail
+    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ..., step_detail: _Optional[_Union[StepDetail, _Mapping]] = ...) -> None: ...
+
+class StepDetail(_message.Message):
+    __slots__ = ("ids", "num_tokens", "num_drafts", "preempted_ids")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    preempted_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., preempted_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequests(_message.Message):
     __slots__ = ("ids",)
@@ -359,10 +375,12 @@ class AdapterState(_message.Message):
         LOADING: _ClassVar[AdapterState.Residency]
         RESIDENT: _ClassVar[AdapterState.Residency]
         FAILED: _ClassVar[AdapterState.Residency]
+        HOST_MEMORY: _ClassVar[AdapterState.Residency]
     ABSENT: AdapterState.Residency
     LOADING: AdapterState.Residency
     RESIDENT: AdapterState.Residency
     FAILED: AdapterState.Residency
+    HOST_MEMORY: AdapterState.Residency
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]

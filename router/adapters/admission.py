@@ -121,6 +121,14 @@ class Admission:
         """Whether any shard has it in a slot."""
         return any(link.residency.is_resident(digest) for link in self._links)
 
+    def tier(self, digests: Iterable[str]) -> str:
+        """The nearest place of any of these contents: device, host (memory), or disk."""
+        found = list(digests)
+        if any(map(self.is_resident, found)):
+            return "device"
+        is_near = any(digest in link.residency.in_host_memory for link in self._links for digest in found)
+        return "host" if is_near else "disk"
+
     def on_connect(self, link: ShardLink) -> None:
         """A new stream: the shard has no pins."""
         for digest in self._pins:
@@ -142,9 +150,7 @@ class Admission:
         known, loading, pinned = self.loading.num_known, self.loading.num_loading, len(self._pins)
         resident = sum(link.residency.num_resident for link in self._links)
         self._metrics.gauges.update(resident=resident, known=known, loading=loading, pinned=pinned)
-        digests: dict[str, set[str]] = {}
-        for content, each in self.loading.contents():
-            digests.setdefault(content.rpartition("@")[0], set()).add(each.digest)
+        digests = self.loading.digests_by_name()
         loads: dict[str, AdapterLoad] = {}
         for entry in entries:
             names = (f"{version.ref.source.value}:{version.ref.id}" for version in entry.versions)

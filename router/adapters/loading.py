@@ -5,6 +5,7 @@ in use, and loads it again where it is gone.
 """
 
 import asyncio
+import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -87,6 +88,10 @@ class Loading:
     def num_loading(self) -> int:
         return len(self._loads)
 
+    def names_loading(self, most: int) -> list[str]:
+        """Up to `most` of them, as clients call them."""
+        return [load.adapter.alias or load.adapter.name for load in itertools.islice(self._loads.values(), most)]
+
     def num_waiting(self, flow: str) -> int:
         return self._num_waiting[flow]
 
@@ -131,6 +136,13 @@ class Loading:
     def contents(self) -> list[tuple[str, Loaded]]:
         """All that is known, by content."""
         return [(content, each) for content, (each, _) in self._known.items()]
+
+    def digests_by_name(self) -> dict[str, set[str]]:
+        """Those of all versions, by source and id."""
+        found: dict[str, set[str]] = {}
+        for content, each in self.contents():
+            found.setdefault(content.rpartition("@")[0], set()).add(each.digest)
+        return found
 
     def digests(self, wanted: Iterable[Ref]) -> set[str]:
         """The known digests of these adapters, of any version."""

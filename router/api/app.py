@@ -1,6 +1,8 @@
 """The HTTP application: the table of routes, and the handlers that turn failures into answers."""
 
 import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,22 +18,26 @@ from lorikeet.router.api.failures import failure_response, style_of
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
 from lorikeet.router.api.pooled import check_generates
 from lorikeet.router.api.routes.admin import AdminRoutes
+from lorikeet.router.api.routes.capabilities import CapabilityRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.embeddings import EmbeddingRoutes
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
+from lorikeet.router.api.routes.live import LiveRoutes
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
 from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, not_served, out_of_scope
 from lorikeet.router.api.service import Service, make_service
+from lorikeet.router.api.ui import page, page_routes, wants_page
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 
+_Route = Callable[[Request], Coroutine[Any, Any, Response]]
 _STREAM = "/v1/streams/{stream_id}"
 
 
@@ -39,7 +45,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     """All routes for one dispatcher, which the caller starts and stops."""
     service = make_service(dispatcher, tokenizer, config, metrics)
     app = FastAPI(title="Lorikeet", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.router.routes += documentation_routes()
+    app.router.routes += [*documentation_routes(), *page_routes()]
     app.state.service = service
     app.openapi = functools.cache(functools.partial(openapi.document, config.root_path))  # type: ignore[method-assign]
     generating = _generating(service)
@@ -87,7 +93,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
     admin = AdminRoutes(service)
     sagemaker = SageMakerAdapterRoutes(service, admin)
-    read = {
+    read: dict[str, _Route] = {
         **dict.fromkeys(("/", "/health", "/healthz", "/livez", "/ping"), probes.health),
         **dict.fromkeys(("/ready", "/readyz"), probes.ready),
         **dict.fromkeys(("/startup", "/health_generate"), probes.startup),
@@ -120,7 +126,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         **dict.fromkeys(("/classify", "/classify_batch"), not_served),
     }
     streams = StreamRoutes(service)
-    read[_STREAM] = streams.read
+    read |= {_STREAM: streams.read, "/v1/live": LiveRoutes(service).watch}
+    read |= {"/": _page_or(probes.health), "/v1/capabilities": CapabilityRoutes(service).show}
     delete = {
         "/v1/models/{model_id:path}": admin.delete_model,
         "/adapters/{adapter_name:path}": sagemaker.unload,
@@ -132,6 +139,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     for method, routes in (("GET", read), ("POST", write), ("DELETE", delete)):
         for path, handle in routes.items():
             app.router.add_route(path, handle, methods=[method])
+
+
+def _page_or(health: _Route) -> _Route:
+    """Of `GET /`: the page for browsers, LoRAX's health for all other clients."""
+
+    async def answer(request: Request) -> Response:
+        return await (page if wants_page(request) else health)(request)
+
+    return answer
 
 
 async def _show_document(request: Request) -> Response:

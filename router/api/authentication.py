@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from lorikeet.adapters.keys import Key, sha256
 from lorikeet.router.adapters.selection import Selection
+from lorikeet.router.api.ui import is_page
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys
 from lorikeet.router.requests.caller import caller, offered
@@ -36,7 +37,8 @@ class Authentication:
     def check(self, request: Request) -> None:
         """Raises KeyRequired or TooManyFailedKeys for a request that the server does not admit."""
         path = request.scope["path"]
-        if self._is_closed and path not in self._open and not path.startswith(_OPEN_FOLDER):
+        is_open = path in self._open or path.startswith(_OPEN_FOLDER) or is_page(request)
+        if self._is_closed and not is_open:
             self._checked(request, KeyRequired())
 
     def check_admin(self, request: Request, refusal: Exception) -> None:

@@ -113,6 +113,7 @@ class RequestMiddleware:
                         self._metrics.request_succeeded(ending.ended_at - ending.began_at)
                     else:
                         self._metrics.request_failed(ending.error)
+                        self._service.failures.add(ending.error, ending.status)
                     self._usage.ended(Request(scope), ending)
                     if call.trace is not None:
                         call.trace.end(scope, call.client, ending)

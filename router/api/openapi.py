@@ -73,6 +73,7 @@ class Kind(enum.Enum):
     ADMIN = _ANY | _BODY | _leaves(
         AdminOnly, AdapterProblem, AlreadyLoaded, ModelNotFound, NotServed, ReloadRefused, Failed
     )  # fmt: skip
+    WATCH = _ANY | _leaves(AdminOnly)
     STREAM = _ANY | _leaves(StreamNotFound, StreamTrimmed, ValidationError)
     UNSUPPORTED = _ANY | _leaves(NotServed)
 
@@ -119,6 +120,9 @@ OPERATIONS = (
               models.CompletionRequest, models.CompletionResponse, streams=models.CompletionChunk),
     Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
               models.ChatCompletionRequest, models.ChatCompletionResponse, streams=models.ChatCompletionChunk),
+    Operation(Kind.READ, "get", "/ui", "A page with a playground and a live view; at `/` for browsers", media=(HTML,)),
+    Operation(Kind.READ, "get", "/v1/capabilities", "What the caller may ask for, and its limits", media=(JSON,)),
+    Operation(Kind.WATCH, "get", "/v1/live", "What the server does now, as events without end", media=(EVENTS,)),
     Operation(Kind.STREAM, "get", "/v1/streams/{stream_id}", "The answer of a resumable request, from an event on",
               media=(EVENTS, JSON)),
     Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),

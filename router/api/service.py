@@ -21,6 +21,9 @@ from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.live.failures import RecentFailures
+from lorikeet.router.live.live import Live
+from lorikeet.router.live.snapshot import SnapshotMaker
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.output.outputs import Outputs, Prepared
 from lorikeet.router.receipts.receipts import Receipts
@@ -79,6 +82,8 @@ class Service:
     bodies: BodyReader
     tracing: "Tracing | None"
     """None where no collector is configured."""
+    failures: RecentFailures
+    live: Live
     streams: Streams
     """Answers that clients may resume on another connection."""
 
@@ -312,6 +317,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
     selection = Selection(config, rights, directory, read_keys(config))
     preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)
     templates = Templates(tokenizer, sources)
+    failures = RecentFailures()
+    live = Live(SnapshotMaker(dispatcher, metrics, failures), dispatcher.links)
     receipts = Receipts(config, tokenizer.digest, dispatcher.links)
     dispatcher.on_complete = receipts.finished
     return Service(
@@ -331,6 +338,8 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),
         _tracing(config),
+        failures,
+        live,
         Streams(),
     )
 

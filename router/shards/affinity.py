@@ -21,6 +21,8 @@ class AdapterResidency:
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
         """By digest, without absent ones."""
+        self.in_host_memory: set[str] = set()
+        """Adapters that have left their slot, and are still in the shard's memory."""
 
     def prefetch(self, digest: str) -> bool:
         """Whether the shard needs a prefetch of `digest`, which counts as loading from now on."""
@@ -31,6 +33,10 @@ class AdapterResidency:
 
     def update(self, state: pb.AdapterState) -> bool:
         """Take a report; True where it says that a resident adapter was evicted."""
+        if state.residency == pb.AdapterState.HOST_MEMORY:
+            self.in_host_memory.add(state.digest)
+        else:
+            self.in_host_memory.discard(state.digest)
         if state.residency in (pb.AdapterState.RESIDENT, pb.AdapterState.LOADING):
             self._states[state.digest] = state.residency
             return False
@@ -38,6 +44,11 @@ class AdapterResidency:
 
     def is_resident(self, digest: str) -> bool:
         return self._states.get(digest) == pb.AdapterState.RESIDENT
+
+    @property
+    def loading(self) -> list[str]:
+        """Digests of adapters on their way into a slot."""
+        return [digest for digest, state in self._states.items() if state == pb.AdapterState.LOADING]
 
     @property
     def num_resident(self) -> int:

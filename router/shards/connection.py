@@ -94,6 +94,10 @@ class ShardLink:
         self.prefixes = PrefixIndex(num_cached_tokens)
         self.step_requests: frozenset[int] = frozenset()
         """Wire ids of the requests that the current step computes, as far as was reported."""
+        self.load: pb.Load | None = None
+        """As last reported."""
+        self.step_detail: pb.StepDetail | None = None
+        """Of a recent step, while `watch` asks for it."""
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         self._has_steps = True
@@ -154,6 +158,11 @@ class ShardLink:
             return ""
         return call.result()
 
+    def watch(self, milliseconds: int) -> None:
+        """Have the shard describe some of its steps for so long."""
+        if self.client.connected:
+            self.client.send(pb.Command(watch_ms=milliseconds))
+
     def update(self, output: pb.StepOutput, now: float) -> bool:
         """Take the shard's state from a message; True where a step has ended since the previous message."""
         if output.HasField("credit"):
@@ -162,8 +171,11 @@ class ShardLink:
         if output.HasField("load"):
             self.send_timing.set_step_time(output.load.expected_ms / 1000)
             self._has_steps = output.load.num_running > 0
+            self.load = output.load
         if output.HasField("step_requests"):
             self.step_requests = frozenset(output.step_requests.ids)
+        if output.HasField("step_detail"):
+            self.step_detail = output.step_detail
         if output.step <= self._last_step:
             return False
         self._last_step = output.step

@@ -16,6 +16,7 @@ from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
 from lorikeet.shard.engine.intake import Intake
 from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
+from lorikeet.shard.engine.step_watch import StepWatch
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
@@ -84,7 +85,8 @@ class Engine:
         self._inbox, self._outbox = channels
         self._config = config
         max_open = scheduler.limits.max_running + config.max_waiting
-        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars())
+        self._watch = StepWatch(self._outbox)
+        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars(), self._watch)
         self._masks = GrammarMasks(sampler.vocab_size, network.inputs.device)
         self._pooling = pooling
         self._launched: deque[Step] = deque()
@@ -124,6 +126,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if scheduled:
             self._announce(scheduled)
+            if self._watch:
+                self._watch.describe(scheduled, self.scheduler.waiting)
             self._launch(scheduled)
         may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
         self._commit_all_but(self._config.commit_lag if may_lag else 0)

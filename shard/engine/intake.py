@@ -1,5 +1,6 @@
 """Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
+from lorikeet.shard.engine.step_watch import StepWatch
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.scheduler.constraint import NoGrammars
@@ -13,10 +14,13 @@ MOST_PARKED = 1024
 class Intake:
     """What each stream has submitted and may still submit."""
 
-    def __init__(self, inbox: Inbox, scheduler: Scheduler, max_open: int, grammars: NoGrammars) -> None:
+    def __init__(
+        self, inbox: Inbox, scheduler: Scheduler, max_open: int, grammars: NoGrammars, watch: StepWatch
+    ) -> None:
         self.is_ending = False
         """Whether new requests are rejected, because the shard ends when its requests have."""
         self.acknowledged: dict[int, int] = {}  # by stream: submits that the credit accounts for
+        self._watch = watch
         self._inbox = inbox
         self._scheduler = scheduler
         self._max_open = max_open
@@ -59,6 +63,8 @@ class Intake:
             if request is not None:
                 self._scheduler.finish(request, FinishReason.ABORTED)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ABORTED))
+        if commands.watch_s:
+            self._watch.begin(epoch, commands.watch_s)
         self._move_adapters(commands)
 
     def _start_compiled(self, outputs: list[Output]) -> None:
@@ -124,5 +130,6 @@ class Intake:
     def _end(self, epoch: int) -> None:
         """A router is gone: abort its requests."""
         self.acknowledged.pop(epoch, None)
+        self._watch.end(epoch)
         for request in [request for key, request in self._scheduler.requests.items() if key[0] == epoch]:
             self._scheduler.finish(request, FinishReason.ABORTED)

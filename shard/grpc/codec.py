@@ -12,7 +12,7 @@ from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
-from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StreamUpdate
+from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate
 from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Pooling, Request, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import (
@@ -74,6 +74,7 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
         prefetches=[adapter.digest for adapter in command.prefetches if is_digest(adapter.digest)],
         pins=[(pin.digest, pin.pinned) for pin in command.pins if is_digest(pin.digest)],
         unloads=[digest for digest in command.unload_digests if is_digest(digest)],
+        watch_s=command.watch_ms / 1000,
     )
 
 
@@ -254,6 +255,8 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
     if update.step_requests is not None:
         message.step_requests.CopyFrom(pb.StepRequests(ids=update.step_requests))
+    if update.step_detail is not None:
+        message.step_detail.CopyFrom(_write_detail(update.step_detail))
     size = 0
     for output in update.outputs:
         for part in split(output):
@@ -264,6 +267,11 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
             message.outputs.append(write_output(part))
             size += estimate_bytes(part)
     yield message
+
+
+def _write_detail(detail: StepDetail) -> pb.StepDetail:
+    ids, num_tokens, num_drafts = zip(*detail.computed, strict=True) if detail.computed else ((), (), ())
+    return pb.StepDetail(ids=ids, num_tokens=num_tokens, num_drafts=num_drafts, preempted_ids=detail.preempted_ids)
 
 
 def write_output(output: Output) -> pb.RequestOutput:

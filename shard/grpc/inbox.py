@@ -44,6 +44,8 @@ class Commands:
     """(digest, whether it is pinned)."""
     unloads: list[str] = field(default_factory=list)
     """Digests of adapters that are no longer needed."""
+    watch_s: float = 0.0
+    """For so long the router wants to know what steps compute."""
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,19 @@ class Status:
     """Total time that the device has waited for the host between steps."""
 
 
+@dataclass(frozen=True)
+class StepDetail:
+    """What one step computes of one stream's requests, as far as it fits."""
+
+    computed: list[tuple[int, int, int]]
+    """(id, known tokens, draft tokens)."""
+    preempted_ids: list[int]
+
+
+MAX_DETAILS = 256
+"""Requests in a StepDetail."""
+
+
 @dataclass
 class StreamUpdate:
     """Everything that one stream sends next."""
@@ -122,6 +135,9 @@ class StreamUpdate:
     """New state by digest, of adapters whose state has changed."""
     step_requests: list[int] | None = None
     """Ids of the stream's requests in the running step, if these have changed."""
+
+    step_detail: StepDetail | None = None
+    """Of a step since the last update, where the router asks for it."""
 
     @property
     def routing_state(self) -> tuple[int, ...]:
@@ -188,6 +204,12 @@ class Outbox:
             if wait_s:
                 self._sent.wait_for(lambda: all(buffer.is_announced for buffer in self._buffers.values()), wait_s)
 
+    def describe_step(self, epoch: int, detail: StepDetail) -> None:
+        """What the step that is about to run computes; it is sent with the next update."""
+        with self._lock:
+            if (buffer := self._buffers.get(epoch)) is not None:
+                buffer.update.step_detail = detail
+
     def sent(self, epoch: int, update: StreamUpdate) -> None:
         """A stream has sent an update that it took."""
         with self._lock:
@@ -218,6 +240,8 @@ class Outbox:
         with self._lock:
             buffer = self._buffers[epoch]
             taken = buffer.update
-            buffer.update = replace(taken, outputs=[], num_preempted=0, adapters={}, step_requests=None)
+            buffer.update = replace(
+                taken, outputs=[], num_preempted=0, adapters={}, step_requests=None, step_detail=None
+            )
             buffer.outputs, buffer.is_called, buffer.last_sent = {}, False, taken.routing_state
             return taken

@@ -25,6 +25,7 @@ class Residency(IntEnum):
     LOADING = pb.AdapterState.LOADING
     RESIDENT = pb.AdapterState.RESIDENT
     FAILED = pb.AdapterState.FAILED
+    HOST_MEMORY = pb.AdapterState.HOST_MEMORY
 
 
 class Content(Protocol):
@@ -311,7 +312,7 @@ class AdapterSlots:
             self._device.clear(adapter.slot)
             self._free.append(adapter.slot)
             adapter.slot = -1
-            self._changes.states[adapter.digest] = (Residency.ABSENT, "")
+            self._changes.states[adapter.digest] = (Residency.HOST_MEMORY, "")
 
     def _make_host_room(self, num_bytes: int) -> None:
         """Evict unused adapters, the least recently used first; those in use stay, whatever their size."""
@@ -333,6 +334,7 @@ class AdapterSlots:
 
     def _leave_host(self, adapter: CachedAdapter) -> None:
         del self._cached[adapter.digest]
+        self._changes.states[adapter.digest] = (Residency.ABSENT, "")
         self._waiting_since.pop(adapter.digest, None)
         self._device.forget(adapter.digest)
 

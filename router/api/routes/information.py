@@ -1,12 +1,14 @@
 """Probes, `/info` and other servers' forms of it, `/metrics`, and `/v1/models`."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.adapters.refs import Ref
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
@@ -175,7 +177,9 @@ class InformationRoutes:
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the operator named and the caller may see."""
         caller = self._service.caller(request)
-        shown = [self._adapter(line) for line in self._service.selection.listed(caller)]
+        admission = self._service.dispatcher.admission
+        digests = {} if admission is None else admission.loading.digests_by_name()
+        shown = [self._adapter(line, digests) for line in self._service.selection.listed(caller)]
         names = self._service.config.served_model_names or (self._service.config.model_id,)
         return _json({"object": "list", "data": [*map(self._model, names), *shown]})
 
@@ -186,11 +190,11 @@ class InformationRoutes:
         caller = self._service.caller(request)
         for line in self._service.selection.listed(caller):
             if line.alias == wanted:
-                return _json(self._adapter(line))
+                return _json(self._adapter(line, self._service.admission.loading.digests_by_name()))
         raise ModelNotFound(wanted[:256])
 
-    def _adapter(self, line: Listed) -> dict[str, Any]:
-        """In vLLM's format, with the reason why it is not served, if any."""
+    def _adapter(self, line: Listed, digests: Mapping[str, set[str]]) -> dict[str, Any]:
+        """In vLLM's format, with the reason why it is not served, if any; `digests` are those of known contents."""
         entry = line.entry
         refs = [] if entry is None else [version.ref for version in entry.versions]
         return {
@@ -199,7 +203,13 @@ class InformationRoutes:
             "parent": self._service.config.model_name,
             "adapter_source": refs[0].source.value if refs else None,
             "problem": line.problem or None,
+            "tier": self._tier(refs, digests),
         }
+
+    def _tier(self, refs: list[Ref], digests: Mapping[str, set[str]]) -> str | None:
+        """The nearest place of the adapter's content; None for one that is not loaded yet."""
+        known = [digest for ref in refs for digest in digests.get(f"{ref.source.value}:{ref.id}", ())]
+        return self._service.admission.tier(known) if known else None
 
     def _model(self, name: str, created: int = 0) -> dict[str, Any]:
         return {

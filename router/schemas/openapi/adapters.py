@@ -17,6 +17,9 @@ class Model(BaseModel):
     parent: str | None = Field(None, description="Of an adapter: the base model")
     adapter_source: str | None = None
     problem: str | None = Field(None, description="Why a listed adapter is not served")
+    tier: Literal["device", "host", "disk"] | None = Field(
+        None, description="Where its content is: in a slot of a shard, in a shard's memory, or on disk"
+    )
 
 
 class AdapterName(BaseModel):

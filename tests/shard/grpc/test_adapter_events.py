@@ -63,7 +63,7 @@ def test_eviction_and_replacement_are_published_together() -> None:
     assert rig.scheduler.is_idle
     assert {digest: state for digest, (state, _) in update.adapters.items()} == {
         A: Residency.RESIDENT,
-        B: Residency.ABSENT,
+        B: Residency.HOST_MEMORY,
     }
 
 

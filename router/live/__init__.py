@@ -1,0 +1,1 @@
+"""What the server does now, for pages that show it."""

@@ -1,0 +1,66 @@
+// Requests to the server that this page came from. All paths are relative to the page.
+
+export const ROOT = new URL("./", document.baseURI);
+const KEY = "lorikeet-key";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// The key lives as long as the browser's tab.
+export const key = {
+  get: () => sessionStorage.getItem(KEY) || "",
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+export function url(path) {
+  return new URL(path, ROOT);
+}
+
+export async function send(path, { method = "GET", body, headers = {}, signal, keepalive } = {}) {
+  const sent = { accept: "application/json, text/event-stream", ...headers };
+  if (key.get()) sent.authorization = `Bearer ${key.get()}`;
+  if (body !== undefined) sent["content-type"] = "application/json";
+  const response = await fetch(url(path), {
+    method, signal, headers: sent, keepalive, cache: "no-store", credentials: "same-origin",
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (!response.ok) throw new ApiError(response.status, await reason(response));
+  return response;
+}
+
+export async function json(path, options) {
+  return (await send(path, options)).json();
+}
+
+async function reason(response) {
+  const text = await response.text();
+  try {
+    const { error } = JSON.parse(text);
+    return error.message || error;
+  } catch {
+    return text || `${response.status} ${response.statusText}`;
+  }
+}
+
+// The data of each server-sent event. Throws where the connection breaks.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      text += value;
+      for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+        const event = text.slice(0, end);
+        if (event.startsWith("data: ")) yield event.slice(6);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,114 @@
+// Chooses an adapter among thousands: a search field, and a list that only builds the rows in view.
+
+import { json } from "./api.js";
+import { el, number } from "./dom.js";
+
+const ROW = 44;
+const TIERS = { device: "device", host: "host memory", disk: "disk" };
+
+export class Picker {
+  constructor(base, onChoose) {
+    this.base = base;
+    this.onChoose = onChoose;
+    this.all = [];
+    this.found = [];
+    this.active = 0;
+    this.search = el("input", {
+      type: "search", placeholder: "Search adapters", autocomplete: "off", spellcheck: false, role: "combobox",
+      "aria-expanded": "true", "aria-controls": "picker-list", "aria-autocomplete": "list", "aria-label": "Search adapters",
+      oninput: () => this.#filter(), onkeydown: (event) => this.#key(event),
+    });
+    this.space = el("div", { class: "picker-space", role: "presentation" });
+    this.list = el("div", {
+      class: "picker-list", id: "picker-list", role: "listbox", "aria-label": "Adapters", tabindex: "0",
+      onscroll: () => this.#draw(), onkeydown: (event) => this.#key(event),
+    }, this.space);
+    this.count = el("p", { class: "dim picker-count", role: "status" });
+    this.dialog = el("dialog", { class: "picker", "aria-labelledby": "picker-title" },
+      el("h2", { id: "picker-title" }, "Adapter"), this.search, this.count, this.list,
+      el("div", { class: "row" }, el("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel")));
+    document.body.append(this.dialog);
+  }
+
+  async open(current) {
+    this.current = current;
+    this.search.value = "";
+    this.dialog.showModal();
+    this.count.textContent = "Loading…";
+    try {
+      const { data } = await json("v1/models");
+      this.all = data.filter((model) => model.parent);
+    } catch (error) {
+      this.count.textContent = error.message;
+      return;
+    }
+    this.#filter();
+    this.search.focus();
+  }
+
+  #filter() {
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rank = { device: 0, host: 1, disk: 2 };
+    this.found = this.all.filter((model) => words.every((word) => model.id.toLowerCase().includes(word)))
+      .sort((a, b) => (rank[a.tier] ?? 3) - (rank[b.tier] ?? 3) || (a.id < b.id ? -1 : 1));
+    const typed = this.search.value.trim();
+    this.rows = [{ id: "", name: `Base model (${this.base})` }, ...this.found];
+    if (typed && !this.all.some((model) => model.id === typed)) {
+      this.rows.push({ id: typed, name: `Use “${typed}”, which the server has not listed` });
+    }
+    if (words.length) this.rows = [...this.rows.slice(1), this.rows[0]];
+    this.active = Math.max(0, words.length ? 0 : this.rows.findIndex((row) => row.id === (this.current || "")));
+    this.count.textContent = `${number(this.found.length)} of ${number(this.all.length)} adapters`;
+    this.space.style.height = `${this.rows.length * ROW}px`;
+    this.#reveal();
+  }
+
+  #key(event) {
+    const page = Math.floor(this.list.clientHeight / ROW) - 1;
+    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page };
+    if (event.key in moves) {
+      event.preventDefault();
+      this.active = Math.min(this.rows.length - 1, Math.max(0, this.active + moves[event.key]));
+      this.#reveal();
+    } else if (event.key === "Enter") {
+      event.preventDefault();
+      this.#choose(this.rows[this.active]);
+    }
+  }
+
+  #reveal() {
+    const top = this.active * ROW;
+    if (top < this.list.scrollTop) this.list.scrollTop = top;
+    const bottom = top + ROW - this.list.clientHeight;
+    if (bottom > this.list.scrollTop) this.list.scrollTop = bottom;
+    this.#draw();
+  }
+
+  #draw() {
+    const first = Math.max(0, Math.floor(this.list.scrollTop / ROW) - 4);
+    const last = Math.min(this.rows.length, first + Math.ceil(this.list.clientHeight / ROW) + 8);
+    const rows = [];
+    for (let index = first; index < last; index += 1) rows.push(this.#row(this.rows[index], index));
+    this.space.replaceChildren(...rows);
+    this.search.setAttribute("aria-activedescendant", `picker-row-${this.active}`);
+    this.list.setAttribute("aria-activedescendant", `picker-row-${this.active}`);
+  }
+
+  #row(model, index) {
+    const tier = model.problem ? el("span", { class: "tag bad" }, "not served")
+      : model.parent ? el("span", { class: `tag ${model.tier || ""}` }, TIERS[model.tier] || "not loaded") : null;
+    const row = el("div", {
+      id: `picker-row-${index}`, role: "option", class: `picker-row${index === this.active ? " active" : ""}`,
+      "aria-selected": String(index === this.active), "aria-setsize": this.rows.length, "aria-posinset": index + 1,
+      title: model.problem || model.root || "", onclick: () => this.#choose(model),
+    }, el("span", { class: "picker-name" }, model.name || model.id), tier);
+    row.style.top = `${index * ROW}px`;
+    return row;
+  }
+
+  #choose(model) {
+    if (!model || model.problem) return;
+    this.dialog.close();
+    this.onChoose(model.id, model.adapter_source || "");
+  }
+}

@@ -1,0 +1,317 @@
+// The playground: conversations, one or two sides, and the settings of each side.
+
+import { newAnswer, renderChat, resume, run, stop } from "./answer.js";
+import { AnswerView } from "./answer-view.js";
+import { showCode } from "./copy.js";
+import { el, notify } from "./dom.js";
+import { HistoryPanel } from "./history.js";
+import { Picker } from "./picker.js";
+import { SettingsPanel, defaults } from "./settings.js";
+import * as store from "./store.js";
+import { firstDifference } from "./tokens.js";
+
+const CURRENT = "lorikeet-conversation";
+const SAVE_MS = 400;
+
+export class Playground {
+  constructor(element, capabilities) {
+    this.root = element;
+    this.capabilities = capabilities;
+    this.views = new Map();
+    this.side = 0;
+    this.picker = new Picker(capabilities.model, (id, source) => this.#pick(id, source));
+    this.settings = new SettingsPanel(capabilities, () => this.picker.open(this.#current().adapter), () => this.#save());
+    this.history = new HistoryPanel((id) => this.#load(id), () => this.#new(), (id) => this.#removed(id));
+    this.#build();
+    addEventListener("pagehide", () => this.#write());
+    document.addEventListener("visibilitychange", () => document.hidden && this.#write());
+  }
+
+  async start() {
+    const id = sessionStorage.getItem(CURRENT) || localStorage.getItem(CURRENT);
+    const found = id ? await store.find(id).catch(() => null) : null;
+    if (found) this.#open(found);
+    else this.#new();
+    this.history.refresh(this.conversation.id);
+  }
+
+  #build() {
+    this.turns = el("div", { class: "turns" });
+    this.input = el("textarea", { rows: 3, id: "prompt", required: true, onkeydown: (event) => this.#inputKey(event) });
+    this.inputLabel = el("label", { class: "sr", htmlFor: "prompt" });
+    this.submit = el("button", { type: "submit", class: "primary" }, "Send");
+    this.modes = ["chat", "completion"].map((mode) => el("button", { type: "button", class: "small", onclick: () => this.#setMode(mode) }, mode === "chat" ? "Chat" : "Completion"));
+    this.compare = el("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.#toggleCompare() }, "Compare two");
+    this.sides = el("div", { class: "side-tabs", role: "group", "aria-label": "Settings of", hidden: true });
+    const toggles = el("span", { class: "panel-toggles" },
+      this.#toggle("History", "history"), this.#toggle("Settings", "settings"));
+    this.form = el("form", { class: "composer panel", onsubmit: (event) => this.#send(event) }, this.inputLabel, this.input,
+      el("div", { class: "composer-foot" }, el("span", { class: "dim hint" }, "Ctrl + Enter sends"), el("span", { class: "grow" }), this.submit));
+    this.side_ = el("aside", { class: "settings-panel panel", id: "panel-settings", "aria-label": "Settings" }, this.sides, this.settings.element);
+    this.past = el("aside", { class: "history-panel", id: "panel-history", "aria-label": "Conversations" }, this.history.element);
+    this.root.append(this.past, el("div", { class: "stage" },
+      el("div", { class: "stage-head" }, el("span", { class: "segmented", role: "group", "aria-label": "Kind of prompt" }, this.modes), this.compare,
+        el("span", { class: "grow" }), toggles), this.turns, this.form), this.side_);
+  }
+
+  #toggle(name, panel) {
+    const button = el("button", { type: "button", class: "small", "aria-expanded": "false", "aria-controls": `panel-${panel}`, onclick: () => {
+      const isOpen = this.root.classList.toggle(`open-${panel}`);
+      button.setAttribute("aria-expanded", String(isOpen));
+    } }, name);
+    return button;
+  }
+
+  // Conversations
+
+  #new() {
+    const before = this.conversation?.settings;
+    const mode = this.conversation?.mode || (this.capabilities.chat ? "chat" : "completion");
+    const settings = before ? structuredClone(before) : [defaults(this.capabilities)];
+    this.#open({ id: crypto.randomUUID(), title: "", mode, updated: Date.now(), settings, turns: [] });
+    this.input.focus();
+  }
+
+  async #load(id) {
+    const found = await store.find(id);
+    if (found) this.#open(found);
+  }
+
+  #open(conversation) {
+    this.#write();
+    this.conversation = conversation;
+    this.side = 0;
+    sessionStorage.setItem(CURRENT, conversation.id);
+    localStorage.setItem(CURRENT, conversation.id);
+    this.views.clear();
+    this.turns.replaceChildren();
+    conversation.turns.forEach((turn) => this.#showTurn(turn));
+    if (conversation.mode === "completion" && conversation.turns.length) this.input.value = conversation.turns.at(-1).prompt;
+    else this.input.value = conversation.draft || "";
+    this.#refresh();
+    for (const turn of conversation.turns) for (const answer of turn.answers) if (answer.state === "running") this.#resume(turn, answer);
+    this.history.mark(conversation.id);
+  }
+
+  #removed(id) {
+    if (id === null || id === this.conversation.id) {
+      this.conversation.turns = [];
+      this.conversation.isGone = true;
+      this.#new();
+    }
+  }
+
+  #setMode(mode) {
+    if (mode === this.conversation.mode) return;
+    if (this.conversation.turns.length) this.#new();
+    this.conversation.mode = mode;
+    this.#refresh();
+    this.#save();
+  }
+
+  #toggleCompare() {
+    const { conversation } = this;
+    if (conversation.settings.length > 1) conversation.settings.length = 1;
+    else {
+      const other = structuredClone(conversation.settings[0]);
+      if (other.method !== "off") other.method = "off";
+      conversation.settings.push(other);
+    }
+    this.side = conversation.settings.length - 1;
+    this.#refresh();
+    this.#save();
+  }
+
+  #pick(id, source) {
+    Object.assign(this.#current(), { adapter: id, source });
+    this.#refresh();
+    this.#save();
+  }
+
+  #current() {
+    return this.conversation.settings[this.side];
+  }
+
+  #refresh() {
+    const { conversation } = this;
+    const isChat = conversation.mode === "chat";
+    const isDouble = conversation.settings.length > 1;
+    this.root.classList.toggle("double", isDouble);
+    ["chat", "completion"].forEach((mode, index) => this.modes[index].setAttribute("aria-pressed", String(mode === conversation.mode)));
+    this.modes[0].disabled = !this.capabilities.chat;
+    this.modes[0].title = this.capabilities.chat ? "" : "The model has no chat template";
+    this.compare.setAttribute("aria-pressed", String(isDouble));
+    this.inputLabel.textContent = isChat ? "Message" : "Text to complete";
+    this.input.placeholder = isChat ? "Ask something" : "Text that the model continues";
+    this.sides.hidden = !isDouble;
+    this.sides.replaceChildren(...conversation.settings.map((_, index) => el("button", {
+      type: "button", class: "small", "aria-pressed": String(index === this.side), onclick: () => {
+        this.side = index;
+        this.#refresh();
+      },
+    }, `Side ${"AB"[index]}`)));
+    this.settings.show(this.#current(), { isChat });
+    if (!conversation.turns.length && !this.turns.childElementCount) this.turns.append(this.#welcome(isChat));
+    if (!conversation.turns.length) this.turns.replaceChildren(this.#welcome(isChat));
+  }
+
+  #welcome(isChat) {
+    const examples = isChat ? ["Explain what a LoRA adapter is.", "Write a haiku about parrots."]
+      : ["def read_lines(path):\n", 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'];
+    return el("div", { class: "welcome" }, el("h2", {}, isChat ? "Start a conversation" : "Complete a text"),
+      el("p", { class: "dim" }, "Every token is coloured by what proposed it: the model itself, or a draft that the model agreed with. ",
+        "“Compare two” runs a prompt with two adapters, or with and without speculative decoding, and marks where the answers first differ."),
+      el("div", { class: "examples" }, examples.map((text) => el("button", { type: "button", onclick: () => {
+        this.input.value = text;
+        this.input.focus();
+      } }, text.trim().split("\n")[0] + (text.trim().includes("\n") ? " …" : "")))));
+  }
+
+  // Turns
+
+  #inputKey(event) {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#send(event);
+  }
+
+  #send(event) {
+    event.preventDefault();
+    const prompt = this.input.value;
+    if (!prompt.trim()) return this.input.focus();
+    if (!this.settings.check()) {
+      this.root.classList.add("open-settings");
+      return undefined;
+    }
+    const { conversation } = this;
+    if (conversation.mode === "completion") conversation.turns = [];
+    if (!conversation.turns.length) this.turns.replaceChildren();
+    conversation.title ||= prompt.trim().slice(0, 80);
+    const turn = { prompt, answers: [] };
+    conversation.turns.push(turn);
+    if (conversation.mode === "chat") this.input.value = "";
+    this.#answerTurn(turn);
+    return undefined;
+  }
+
+  async #answerTurn(turn) {
+    const { conversation } = this;
+    const random = Number(crypto.getRandomValues(new BigUint64Array(1))[0] & 0x1fffffffffffffn);
+    turn.answers = conversation.settings.map((settings) => newAnswer(structuredClone(settings), settings.seed === "" ? random : settings.seed));
+    this.#showTurn(turn);
+    await this.#write(); // so that a reload finds the ids of the answers
+    this.history.refresh(conversation.id);
+    for (const [index, answer] of turn.answers.entries()) {
+      run(answer, () => this.#prompt(conversation, turn, index), conversation.mode === "chat", () => this.#changed(turn, answer));
+    }
+    this.turns.scrollTop = this.turns.scrollHeight;
+  }
+
+  #resume(turn, answer) {
+    resume(answer, () => this.#changed(turn, answer));
+  }
+
+  #messages(conversation, turn, index) {
+    const settings = turn.answers[index].settings;
+    const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
+    for (const earlier of conversation.turns) {
+      messages.push({ role: "user", content: earlier.prompt });
+      if (earlier === turn) break;
+      messages.push({ role: "assistant", content: (earlier.answers[index] || earlier.answers[0]).text });
+    }
+    return messages;
+  }
+
+  async #prompt(conversation, turn, index) {
+    if (conversation.mode !== "chat") return turn.prompt;
+    return renderChat(this.#messages(conversation, turn, index), turn.answers[index].settings);
+  }
+
+  #regenerate(turn) {
+    const { conversation } = this;
+    conversation.turns.length = conversation.turns.indexOf(turn) + 1;
+    this.#redraw();
+    this.#stopAll(turn);
+    this.turns.lastChild?.remove();
+    this.#answerTurn(turn);
+  }
+
+  #edit(turn) {
+    const { conversation } = this;
+    this.#stopAll(turn);
+    conversation.turns.length = conversation.turns.indexOf(turn);
+    this.#redraw();
+    this.input.value = turn.prompt;
+    this.input.focus();
+    this.#save();
+  }
+
+  #stopAll(turn) {
+    for (const answer of turn.answers) stop(answer, () => this.#changed(turn, answer));
+  }
+
+  #redraw() {
+    this.views.clear();
+    this.turns.replaceChildren();
+    this.conversation.turns.forEach((turn) => this.#showTurn(turn));
+    this.#refresh();
+  }
+
+  #showTurn(turn) {
+    const isDouble = turn.answers.length > 1;
+    const { conversation } = this;
+    const actions = {
+      stop: (answer) => stop(answer, () => this.#changed(turn, answer)),
+      regenerate: () => this.#regenerate(turn),
+      code: (answer) => showCode({
+        isChat: conversation.mode === "chat", prompt: turn.prompt, settings: answer.settings, seed: answer.seed, model: this.capabilities.model,
+        messages: this.#messages(conversation, turn, turn.answers.indexOf(answer)),
+      }),
+    };
+    const views = turn.answers.map((answer, index) => new AnswerView(answer, isDouble ? "AB"[index] : "", actions));
+    turn.answers.forEach((answer, index) => this.views.set(answer, views[index]));
+    this.turns.append(el("section", { class: `turn${isDouble ? " double" : ""}`, "aria-label": "Prompt and answer" },
+      el("div", { class: "prompt panel" }, el("div", { class: "prompt-text" }, turn.prompt),
+        el("button", { type: "button", class: "small quiet", onclick: () => this.#edit(turn) }, "Edit")),
+      el("div", { class: "answers" }, views.map((view) => view.element))));
+    this.#draw(turn);
+  }
+
+  // Many tokens may come between two frames: each frame draws once.
+  #changed(turn, answer) {
+    this.dirty ||= new Set();
+    this.dirty.add(turn);
+    this.#save();
+    if (this.frame) return;
+    const draw = () => {
+      this.frame = 0;
+      const isAtEnd = this.turns.scrollHeight - this.turns.scrollTop - this.turns.clientHeight < 80;
+      for (const each of this.dirty) this.#draw(each);
+      this.dirty.clear();
+      if (isAtEnd) this.turns.scrollTop = this.turns.scrollHeight;
+    };
+    this.frame = document.hidden ? setTimeout(draw, 200) : requestAnimationFrame(draw);
+    if (answer.state !== "running") this.#write();
+  }
+
+  #draw(turn) {
+    const [first, second] = turn.answers;
+    const isOver = second && first.state !== "running" && second.state !== "running";
+    const found = second ? firstDifference(first.tokens, second.tokens, isOver) : -1;
+    const sentence = !second ? "" : found >= 0 ? `First difference: token ${found + 1}.` : isOver && first.tokens.length ? "Both answers are the same." : "";
+    for (const answer of turn.answers) this.views.get(answer)?.update([found, sentence]);
+  }
+
+  // Storage
+
+  #save() {
+    this.saving ||= setTimeout(() => this.#write(), SAVE_MS);
+  }
+
+  async #write() {
+    clearTimeout(this.saving);
+    this.saving = 0;
+    const { conversation } = this;
+    if (!conversation || conversation.isGone || !conversation.turns.length) return;
+    conversation.updated = Date.now();
+    await store.save(conversation).catch((error) => notify(`This browser does not keep conversations: ${error.message}`));
+  }
+}

@@ -1,0 +1,149 @@
+// The controls of one side: adapter, speculation, sampling, structured output, within the server's limits.
+
+import { el, field } from "./dom.js";
+
+const METHODS = [
+  ["auto", "Automatic"], ["lookup", "Prompt lookup"], ["medusa", "Medusa heads"], ["draft", "Draft model"], ["off", "Off"],
+];
+const FORMATS = [["", "Free text"], ["json", "JSON schema"], ["regex", "Regular expression"], ["choice", "One of these lines"], ["grammar", "Grammar"]];
+const EXAMPLES = {
+  json: '{\n "type": "object",\n "properties": {"name": {"type": "string"}, "score": {"type": "integer"}},\n "required": ["name", "score"]\n}',
+  regex: "[A-Z][a-z]+ [0-9]{1,3}", choice: "yes\nno", grammar: 'start: "yes" | "no"',
+};
+
+export function defaults(capabilities) {
+  const speculation = capabilities.speculation;
+  return {
+    adapter: "", source: "", method: speculation.max_tokens ? "auto" : "off", draftTokens: speculation.default_tokens, schedule: "",
+    maxTokens: Math.min(256, capabilities.max_total_tokens - 1), temperature: 0, topP: 1, topK: 0, repetition: 1, seed: "", stop: [],
+    alternatives: 3, format: "", grammar: "", system: "",
+  };
+}
+
+export class SettingsPanel {
+  constructor(capabilities, onPick, onChange) {
+    this.capabilities = capabilities;
+    this.onChange = onChange;
+    this.controls = {};
+    this.adapter = el("button", { type: "button", class: "adapter-button", onclick: () => onPick() });
+    this.grammarField = field("Grammar", this.#text("grammar", { rows: 5, class: "mono", spellcheck: false }));
+    this.systemField = field("System prompt", this.#text("system", { rows: 2 }));
+    this.samplingFields = el("div", { class: "field-rows" }, this.#samplingFields());
+    this.element = el("div", { class: "settings" },
+      el("div", { class: "field" }, el("span", { class: "label", id: "adapter-label" }, "Adapter"), this.adapter),
+      this.systemField, el("h3", {}, "Speculative decoding"), this.#speculationFields(), el("h3", {}, "Output"),
+      this.#outputFields(), this.grammarField, el("h3", {}, "Sampling"), this.#slider("temperature", "Temperature", 0, 2, 0.05), this.samplingFields);
+    this.adapter.hidden = !capabilities.adapters;
+  }
+
+  show(settings, { isChat }) {
+    this.settings = settings;
+    const name = settings.adapter || "Base model";
+    this.adapter.replaceChildren(el("span", { class: "picker-name" }, name), el("span", { class: "dim", "aria-hidden": "true" }, "▾"));
+    this.adapter.setAttribute("aria-label", `Adapter: ${name}. Choose another`);
+    for (const [name_, control] of Object.entries(this.controls)) {
+      const value = settings[name_];
+      control.value = name_ === "stop" ? value.join("\n") : value;
+      this.#output(control);
+    }
+    this.systemField.hidden = !isChat;
+    this.#relate();
+  }
+
+  // Whether all fields have values that the server takes; shows the first that has not.
+  check() {
+    const wrong = Object.values(this.controls).find((control) => !control.closest("[hidden]") && !control.reportValidity());
+    return !wrong;
+  }
+
+  #speculationFields() {
+    const { max_tokens: most, draft_model: hasDraft } = this.capabilities.speculation;
+    if (!most) return el("p", { class: "dim" }, "This server does not speculate.");
+    const usable = METHODS.filter(([method]) => method !== "draft" || hasDraft);
+    return el("div", { class: "field-rows" }, field("Method", this.#select("method", usable)),
+      this.#slider("draftTokens", "Draft tokens per step", 0, most, 1),
+      field("Draft length", this.#select("schedule", [["", "Server’s choice"], ["constant", "Constant"], ["auto", "Adapts to load"], ["heuristic", "Adapts to hits"]])));
+  }
+
+  #outputFields() {
+    const { max_total_tokens: most, max_stop_sequences: stops, max_alternatives: choices, grammars } = this.capabilities;
+    const formats = grammars ? FORMATS : FORMATS.slice(0, 1);
+    return el("div", { class: "field-rows" }, field("Most tokens", this.#number("maxTokens", 1, most - 1, 1)),
+      field("Alternatives per token", this.#number("alternatives", 0, Math.min(10, choices), 1)),
+      field("Format", this.#select("format", formats)),
+      field("Stop strings", this.#text("stop", { rows: 1 }), `One per line, at most ${stops}`));
+  }
+
+  #samplingFields() {
+    return [
+      this.#slider("topP", "Top p", 0.05, 1, 0.05), field("Top k", this.#number("topK", 0, 1000, 1), "0 is off"),
+      this.#slider("repetition", "Repetition penalty", 1, 2, 0.05),
+      field("Seed", this.#number("seed", 0, Number.MAX_SAFE_INTEGER, 1), "Empty: a new one for every answer"),
+    ];
+  }
+
+  #relate() {
+    const { settings } = this;
+    this.grammarField.hidden = !settings.format;
+    for (const name of ["draftTokens", "schedule"]) if (this.controls[name]) this.controls[name].disabled = settings.method === "off";
+    for (const name of ["topP", "topK"]) this.controls[name].disabled = !(settings.temperature > 0);
+    const { grammar, stop } = this.controls;
+    grammar.setCustomValidity(settings.format && !settings.grammar.trim() ? "Write what the output follows" : jsonFault(settings));
+    stop.setCustomValidity(settings.stop.length > this.capabilities.max_stop_sequences ? "Too many stop strings" : "");
+  }
+
+  #control(name, control) {
+    this.controls[name] = control;
+    control.addEventListener("input", () => {
+      const value = control.value;
+      if (name === "stop") this.settings.stop = value.split("\n").filter(Boolean);
+      else if (["number", "range"].includes(control.type)) this.settings[name] = value === "" ? "" : Number(value);
+      else this.settings[name] = value;
+      if (name === "format" && value && !this.settings.grammar.trim()) this.#fill(EXAMPLES[value]);
+      else if (name === "format" && value && Object.values(EXAMPLES).includes(this.settings.grammar)) this.#fill(EXAMPLES[value]);
+      this.#output(control);
+      this.#relate();
+      this.onChange(name);
+    });
+    return control;
+  }
+
+  #fill(text) {
+    this.settings.grammar = text;
+    this.controls.grammar.value = text;
+  }
+
+  #output(control) {
+    if (control.output) control.output.textContent = control.value === "" ? "" : String(Number(control.value));
+  }
+
+  #select(name, options) {
+    return this.#control(name, el("select", {}, options.map(([value, text]) => el("option", { value }, text))));
+  }
+
+  #number(name, min, max, step) {
+    return this.#control(name, el("input", { type: "number", min, max, step, inputMode: "numeric", required: name !== "seed" }));
+  }
+
+  #text(name, properties) {
+    return this.#control(name, el("textarea", properties));
+  }
+
+  #slider(name, label, min, max, step) {
+    const control = this.#control(name, el("input", { type: "range", min, max, step }));
+    const shown = field(label, control);
+    control.output = el("output", { class: "slider-value", htmlFor: control.id });
+    shown.querySelector("label").after(control.output);
+    return shown;
+  }
+}
+
+function jsonFault(settings) {
+  if (settings.format !== "json") return "";
+  try {
+    JSON.parse(settings.grammar);
+    return "";
+  } catch (error) {
+    return `This is no JSON: ${error.message}`;
+  }
+}

@@ -1,0 +1,128 @@
+// Tokens of an answer as text, coloured by what proposed them. Arrow keys move a cursor over them.
+
+import { el, number } from "./dom.js";
+
+export const SOURCES = {
+  target: ["Model", "computed by the model itself"],
+  lookup: ["Lookup", "proposed by prompt lookup, and accepted"],
+  history: ["History", "proposed from earlier outputs, and accepted"],
+  medusa: ["Medusa", "proposed by Medusa heads, and accepted"],
+  draft: ["Draft", "proposed by the draft model, and accepted"],
+  grammar: ["Grammar", "the only token that the grammar allowed"],
+};
+const OWN = { prefill: "target", target: "target", resample: "target", bonus: "target" };
+
+export function sourceOf(token) {
+  return OWN[token.source] || token.source;
+}
+
+export function countSources(tokens) {
+  const counts = {};
+  for (const token of tokens) counts[sourceOf(token)] = (counts[sourceOf(token)] || 0) + 1;
+  return counts;
+}
+
+export class TokenView {
+  constructor(label) {
+    this.tokens = [];
+    this.cursor = -1;
+    this.element = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `${label}. Arrow keys move over the tokens` });
+    this.detail = el("div", { class: "token-detail", role: "status", hidden: true });
+    this.element.addEventListener("keydown", (event) => this.#key(event));
+    this.element.addEventListener("pointerover", (event) => this.#point(event));
+    this.element.addEventListener("pointerleave", () => this.#show(-1));
+    this.element.addEventListener("blur", () => this.#show(-1));
+  }
+
+  // Adds what is new; `differs` is the index of the first token that differs from the other side, or -1.
+  update(tokens, differs = -1) {
+    if (tokens.length < this.tokens.length || (this.tokens.length && tokens[0] !== this.tokens[0])) {
+      this.element.replaceChildren();
+      this.tokens = [];
+      this.cursor = -1;
+    }
+    const added = document.createDocumentFragment();
+    for (let index = this.tokens.length; index < tokens.length; index += 1) added.append(this.#span(tokens[index], index));
+    this.element.append(added);
+    this.tokens = tokens.slice();
+    const marked = this.element.querySelector(".differs");
+    const wanted = differs >= 0 ? this.element.children[differs] : null;
+    if (marked !== wanted) {
+      marked?.classList.remove("differs");
+      wanted?.classList.add("differs");
+    }
+  }
+
+  #span(token, index) {
+    const source = sourceOf(token);
+    const span = el("span", { class: `token ${source}${token.skipped ? "" : " first"}` }, token.text);
+    if (token.special) span.replaceChildren(el("span", { class: "special" }, "end"));
+    span.dataset.index = index;
+    return span;
+  }
+
+  #point(event) {
+    const span = event.target.closest(".token");
+    if (span) this.#show(Number(span.dataset.index));
+  }
+
+  #key(event) {
+    const moves = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
+    if (event.key === "Escape") return this.#show(-1);
+    if (!(event.key in moves) || !this.tokens.length) return undefined;
+    event.preventDefault();
+    const wanted = Math.min(this.tokens.length - 1, Math.max(0, this.cursor + moves[event.key]));
+    return this.#show(wanted);
+  }
+
+  #show(index) {
+    this.element.children[this.cursor]?.classList.remove("cursor");
+    this.cursor = index;
+    const span = this.element.children[index];
+    this.detail.hidden = !span;
+    if (!span) return;
+    span.classList.add("cursor");
+    this.detail.replaceChildren(...describe(this.tokens[index], index));
+    const box = span.getBoundingClientRect();
+    const frame = this.detail.parentElement.getBoundingClientRect();
+    const left = Math.max(0, Math.min(box.left - frame.left, frame.width - this.detail.offsetWidth));
+    this.detail.style.left = `${left}px`;
+    this.detail.style.top = `${box.bottom - frame.top + 6}px`;
+  }
+}
+
+function describe(token, index) {
+  const [name, sentence] = SOURCES[sourceOf(token)] || [token.source, ""];
+  const chance = (logprob) => `${number(100 * Math.exp(logprob), 1)} %`;
+  const parts = [
+    el("div", { class: "token-head" }, el("code", {}, visible(token.text)), el("span", { class: "dim" }, ` token ${index + 1}, id ${token.id}`)),
+    el("div", {}, el("span", { class: `swatch ${sourceOf(token)}` }), ` ${name}: ${sentence}`),
+    el("div", { class: "dim" }, `log probability ${number(token.logprob, 3)} (${chance(token.logprob)})`),
+  ];
+  if (token.others?.length) {
+    const most = Math.exp(token.others[0][1]) || 1;
+    parts.push(el("ul", { class: "others", "aria-label": "Alternatives" }, token.others.map(([text, logprob]) => {
+      const bar = el("span", { class: "bar" });
+      bar.style.width = `${Math.max(2, (60 * Math.exp(logprob)) / most)}px`;
+      return el("li", {}, el("code", {}, visible(text)), bar, el("span", { class: "dim" }, chance(logprob)));
+    })));
+  }
+  return parts;
+}
+
+function visible(text) {
+  return text === "" ? "(no text)" : text.replaceAll("\n", "⏎").replaceAll(" ", "␣");
+}
+
+export function legend(tokens) {
+  const counts = countSources(tokens);
+  return Object.entries(SOURCES).filter(([source]) => counts[source]).map(([source, [name, sentence]]) =>
+    el("span", { class: "legend-item", title: sentence }, el("span", { class: `swatch ${source}` }), ` ${name} ${counts[source]}`));
+}
+
+// The index of the first token of `tokens` that is not in `others` at the same place; -1 for none so far.
+export function firstDifference(tokens, others, isComplete) {
+  const both = Math.min(tokens.length, others.length);
+  for (let index = 0; index < both; index += 1) if (tokens[index].id !== others[index].id) return index;
+  return isComplete && tokens.length !== others.length ? both : -1;
+}
