@@ -118,7 +118,8 @@ class InformationRoutes:
         return _json(content)
 
     def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
-        fields = {descriptor.name: getattr(shard, descriptor.name) for descriptor in shard.DESCRIPTOR.fields}
+        plain = [each.name for each in shard.DESCRIPTOR.fields if each.message_type is None]
+        fields = {name: getattr(shard, name) for name in plain}
         return {**fields, "speculate": self._service.offer.num_tokens}
 
     async def version(self, request: Request) -> Response:
