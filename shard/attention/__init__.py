@@ -2,8 +2,9 @@
 
 `auto` picks, in this order:
 
-- on CUDA `varlen`, torch's FlashAttention, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V
-  not in fp8; layers that it does not support run on `triton`;
+- on CUDA, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V not in fp8, `triton` for rows of
+  short segments and `varlen`, torch's FlashAttention, for long prompts (by_length.py); without triton `varlen` alone;
+  layers that `varlen` does not support run on `triton`;
 - on CUDA otherwise `triton`, our own kernels, if the package triton is installed;
 - on CPU `cpu`, our own C kernel, for float32 and bfloat16 if there is a C compiler;
 - else `reference`, which is slow.
@@ -41,7 +42,8 @@ def create(
     kv_dtype = FP8 if kv_cache_dtype == "fp8" else None
     if kv_dtype is not None and device.type == "cuda" and gpu.capability(device) < CONVERTS_FP8:
         raise ValueError("--kv-cache-dtype fp8 needs a CUDA device of compute capability 8.9 or newer")
-    if name == "auto":
+    is_automatic = name == "auto"
+    if is_automatic:
         name = _choose(device, dtype, page_size, kv_dtype)
     if name == "reference":
         return ReferenceAttention(page_size or 16, kv_dtype)
@@ -56,14 +58,14 @@ def create(
     if name == "triton" and not has_triton():
         raise ValueError("the triton attention backend needs the package triton")
     if name in ("varlen", "triton"):
-        return _layerwise(name, device, page_size, kv_dtype)
+        return _layerwise(name, device, page_size, kv_dtype, splits=is_automatic and has_triton())
     raise ValueError(f"unknown attention backend {name!r}; known: auto, reference, cpu, varlen, triton")
 
 
 def _layerwise(
-    name: str, device: torch.device, page_size: int | None, kv_dtype: torch.dtype | None
+    name: str, device: torch.device, page_size: int | None, kv_dtype: torch.dtype | None, splits: bool = False
 ) -> LayerwiseAttention:
-    """`name`, then the triton backend if it can run here, then the reference."""
+    """`name`, then the triton backend if it can run here, then the reference. With `splits` first both by length."""
     backends: list[AttentionBackend] = []
     on_cuda = has_triton() and device.type == "cuda"
     if name == "varlen":
@@ -73,6 +75,12 @@ def _layerwise(
         store = copy_rows
         if on_cuda:
             from lorikeet.shard.attention.paged import store
+        if splits:
+            from lorikeet.shard.attention.by_length import ByLengthAttention
+            from lorikeet.shard.attention.paged import PagedAttention
+
+            long = VarlenAttention(page_size, store=store)
+            backends.append(ByLengthAttention(PagedAttention(page_size), long))
         backends.append(VarlenAttention(page_size, store=store))
     if name == "triton" or on_cuda:
         from lorikeet.shard.attention.paged import PagedAttention

@@ -99,6 +99,10 @@ class PagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(kv, PagedKV)
         store(kv, self._kv_slots, key, value)
+        return self.read(spec, kv, query)
+
+    def read(self, spec: AttentionSpec, kv: PagedKV, query: torch.Tensor) -> torch.Tensor:
+        """`attend` of a step whose K and V are stored already. Rows of no segment hold any value."""
         query = query if query.stride(2) == 1 else query.contiguous()
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)

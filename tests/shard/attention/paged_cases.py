@@ -12,14 +12,17 @@ import torch
 
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, paged
 from lorikeet.shard.attention.base import PagedKV
+from lorikeet.shard.attention.by_length import ByLengthAttention
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
+from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.loader import read_config
 from lorikeet.shard.model.probe import probe
 from tests import tiny
+from tests.shard.attention.test_varlen import written_out
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 PAGE = 64
@@ -312,3 +315,42 @@ def test_a_whole_network_agrees_with_transformers(tmp_path: Path) -> None:
     folder = tiny.make("gemma2", tmp_path)
     config = ShardConfig("tiny", str(folder), "unix:unused", device=str(DEVICE), attention="triton")
     probe(config, read_config(config))
+
+
+BY_LENGTH: dict[str, list[tuple[int, int, list[int]]]] = {
+    "short segments": [(3, 1, [5]), (0, 4, [7])],
+    "long segments": [(0, 9, [5]), (6, 5, [7])],
+    "both": [(4, 1, [5]), (0, 11, [9]), (11, 3, [7]), (2, 6, [2])],
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) -> None:
+    spec = AttentionSpec(4, 2, 16, 16, 0.25)
+    paged_only, varlen_only = PagedAttention(256, num_programs=3), VarlenAttention(256, written_out)
+    both = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), most_short=4)
+    segments = [Segment(start, count, pages) for start, count, pages in BY_LENGTH[name]]
+    total = sum(segment.num_tokens for segment in segments)
+    rows, outputs = draw(spec, total, BFLOAT16), []
+    for backend in (paged_only, varlen_only, both):
+        runner = Runner(backend, spec, BFLOAT16)
+        assert isinstance(runner.kv, PagedKV)
+        before = torch.randn(runner.kv.keys.shape, generator=torch.Generator().manual_seed(3))
+        runner.kv.keys.copy_(before)
+        runner.kv.values.copy_(before.flip(0))
+        runner.fill(segments)
+        outputs.append(backend.attend(spec, runner.kv, rows.query, rows.key, rows.value))
+    first = 0
+    for segment in segments:
+        own = slice(first, first + segment.num_tokens)
+        of_kernel = outputs[1] if segment.num_tokens > 4 else outputs[0]
+        assert torch.equal(outputs[2][own], of_kernel[own])
+        first = own.stop
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_by_length_padded_steps_have_short_segments_alone() -> None:
+    backend = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), most_short=4)
+    runner = Runner(backend, AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
+    with pytest.raises(RuntimeError, match="more than 4 rows are not padded"):
+        runner.fill([Segment(0, 5, [1])], Bounds(8, 256))

@@ -24,8 +24,10 @@ def names(backend: attention.AttentionBackend) -> list[str]:
 
 def test_the_order_of_backends_on_cuda() -> None:
     pytest.importorskip("triton")
-    found = attention.create("auto", CUDA, BFLOAT16, None)
-    assert names(found) == ["VarlenAttention", "PagedAttention", "ReferenceAttention"] and found.page_size == 256
+    found, either = attention.create("auto", CUDA, BFLOAT16, None), ["VarlenAttention", "PagedAttention"]
+    assert names(found) == ["ByLengthAttention", *either, "ReferenceAttention"] and found.page_size == 256
+    assert names(attention.create("varlen", CUDA, BFLOAT16, None)) == [*either, "ReferenceAttention"]
+    assert names(attention.create("triton", CUDA, BFLOAT16, None)) == ["PagedAttention", "ReferenceAttention"]
     for dtype, page_size, kept in ((torch.float32, None, "auto"), (BFLOAT16, 64, "auto"), (BFLOAT16, None, "fp8")):
         with gpu.assumed((8, 9)):
             found = attention.create("auto", CUDA, dtype, page_size, kept)
