@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from lorikeet.proto.pooling import PooledModel
@@ -20,6 +21,8 @@ from lorikeet.shard.model.probe import probe
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.model.rotary import fix_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
+
+log = structlog.get_logger()
 
 __all__ = ["Model", "ModelInfo", "load_model"]
 
@@ -55,7 +58,10 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     )
     try:
         if method is not None:
-            check_batch_invariance(quantized_matrices(network), device)
+            matrices = quantized_matrices(network)
+            check_batch_invariance(matrices, device)
+            if device.type == "cuda" and not all(matrix.reads_few_bytes(device) for matrix in matrices):
+                log.warning("quantization_saves_memory_not_time", method=method)
     except ValueError as reason:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
     return model

@@ -17,7 +17,7 @@ SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that each program takes in addition to its own, from 8.0 on."""
 REGISTERS, WARP = 65536, 32
-SHOWN = ("attend", "shrink", "expand", "head_logits", "multiply")
+SHOWN = ("attend", "shrink", "expand", "head_logits", "multiply", "multiply_8bit")
 """Kernels in the documentation: the others take little."""
 
 
@@ -69,10 +69,11 @@ def document() -> str:
     lines = [
         "# Kernels by architecture",
         "",
-        f"Compiled with Triton {version}, which torch 2.13 for CUDA brings, without a device; never run on one.",
-        "Each cell has the registers of a thread / KiB of shared memory / bytes spilt / programs on a multiprocessor. `tests/cuda/test_kernel_resources.py` holds the",
-        f"limits: no kernel exceeds the shared memory, and none spills more than {MOST_SPILT} bytes. `tests/cuda/kernel_resources.jsonl` has",
-        "all kernels. `python -m tests.cuda.kernel_table` writes this page.",
+        f"Compiled without a device with Triton {version}, which torch 2.13 for CUDA brings; never run on one.",
+        "Each cell has the registers of a thread / KiB of shared memory / bytes spilt / programs on a",
+        "multiprocessor. `tests/cuda/test_kernel_resources.py` holds the limits: no kernel exceeds the shared",
+        f"memory, and none spills more than {MOST_SPILT} bytes. `tests/cuda/kernel_resources.jsonl` has all kernels.",
+        "`python -m tests.cuda.kernel_table` writes this page.",
         "",
         "| kernel | " + " | ".join(f"sm_{each}" for each in SHARED) + " |",
         "|---|" + "---|" * len(SHARED),

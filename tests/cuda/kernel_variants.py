@@ -8,7 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
-from lorikeet.shard.model.kernels import pairs_triton, products_triton, tuning
+from lorikeet.shard.model.kernels import eight_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
@@ -118,6 +118,11 @@ def experts(dtype: torch.dtype, num_rows: int, is_transposed: bool) -> None:
     products_triton.multiply_tasks(tensor(T, 4096, dtype=dtype), matrices, tensor(16, 3, dtype=I32), num_rows)
 
 
+def eight_bits(dtype: torch.dtype, kind: torch.dtype) -> None:
+    weight, scales = tensor(14336, 4096, dtype=kind), tensor(14336, dtype=FP32)
+    eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None)
+
+
 def norms(dtype: torch.dtype, width: int) -> None:
     x, weight = tensor(T, width, dtype=dtype), tensor(width, dtype=dtype)
     fused.rms_norm(x, weight, 1e-6, 0.0, True)
@@ -155,6 +160,10 @@ def _variants() -> Iterator[Variant]:
         yield Variant(f"gate{name}", lambda dtype=dtype: fused.gate(tensor(T, 2 * 14336, dtype=dtype), False), *span)
         yield Variant(f"rotary{name}", lambda dtype=dtype: rotary(dtype, 128, 128, False), *span)
         yield Variant(f"rotary with norms{name}", lambda dtype=dtype: rotary(dtype, 128, 64, True), *span)
+    for kind, least in ((FP8, ADA), (torch.int8, AMPERE)):
+        name = "fp8" if kind == FP8 else "int8"
+        yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), least)
+    yield Variant("weights in int8 float16", lambda: eight_bits(FP16, torch.int8), TURING, TURING)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
     keys = lambda: tensor(T, dtype=I32)

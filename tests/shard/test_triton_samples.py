@@ -12,6 +12,7 @@ from tests.shard.model.fusion import test_cuda_parts
 from tests.shard.model.lora import test_triton as test_lora
 from tests.shard.model.medusa import test_triton as test_medusa
 from tests.shard.model.moe import test_triton as test_moe
+from tests.shard.model.quantization import test_eight_bits
 
 KINDS: tuple[type[KernelsApart], ...] = (
     test_paged.TestPaged,
@@ -20,6 +21,7 @@ KINDS: tuple[type[KernelsApart], ...] = (
     test_medusa.TestHeads,
     test_moe.TestExperts,
     test_masks.TestMasks,
+    test_eight_bits.TestEightBits,
 )
 
 GRAPHS = Path(__file__).with_name("model") / "graphs_triton_cases.py"

@@ -2,9 +2,11 @@
 
 On CPU a row's bits must not depend on its neighbours, so each product dequantises the weight to the activations' number
 format and is ours; the packages' products either round more or depend on the other rows. On CUDA the package's product
-is used where it has a batch-invariant kernel.
+is used where it has a batch-invariant kernel, and ours for few rows of weights in eight bits
+(kernels/eight_bits_triton.py).
 """
 
+import importlib.util
 from abc import abstractmethod
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
+from lorikeet.shard.system import gpu
 
 UNIT_ROWS = 1024
 """Rows of the identity by which a matrix is dequantised at once."""
@@ -37,6 +40,12 @@ class QuantizedMatrix(PackedMatrix):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _product(x, self.dense(), bias)
 
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        """Whether a step of few rows reads the quantised weight alone. Otherwise it writes and reads the dequantised
+        one too, and quantization saves memory, not time.
+        """
+        return False
+
 
 class FourBitMatrix(QuantizedMatrix):
     """bitsandbytes' 4 bits: nf4 and fp4. On CUDA its kernel multiplies by the packed weight."""
@@ -60,6 +69,9 @@ class FourBitMatrix(QuantizedMatrix):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return super().product(x, bias) if x.device.type == "cpu" else self._on_device(x, bias)
+
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return device.type == "cuda"
 
     def _on_device(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from bitsandbytes import matmul_4bit
@@ -98,8 +110,16 @@ class EightBitMatrix(QuantizedMatrix):
         y: torch.Tensor = operators.int8_scaled_mm(rounded, self._rounded, scales, self._largest, self.bias, self.dtype)
         # elsewhere the host would wait for the value, which a captured graph does not allow
         if x.device.type != "cpu" or large.any():
-            y = y + _product(rows.masked_fill(~large, 0), self.dense(), None)
+            y = y + self._of_large(rows.masked_fill(~large, 0))
         return y.view(*x.shape[:-1], self.out_features)
+
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return _has_kernel(device)
+
+    def _of_large(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [rows, in], most of it 0. Returns [rows, out]."""
+        small = _product_8bit(rows, self._rounded, self._largest / 127, None)
+        return _product(rows, self.dense(), None) if small is None else small
 
 
 class GroupedMatrix(QuantizedMatrix):
@@ -132,6 +152,14 @@ class Float8Matrix(QuantizedMatrix):
         values = self._meanings.index_select(0, weight.qdata.view(torch.uint8).int().view(-1))
         dense: torch.Tensor = (values.view(weight.shape) * weight.scale).to(self.dtype)
         return dense
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight = self._weight
+        few = None if x.device.type == "cpu" else _product_8bit(x, weight.qdata, weight.scale.float().flatten(), bias)
+        return super().product(x, bias) if few is None else few
+
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return _has_kernel(device) and gpu.capability(device) >= (8, 9)
 
 
 class GptqMatrix(QuantizedMatrix):
@@ -169,6 +197,9 @@ class KernelMatrix(GptqMatrix):
         y: torch.Tensor = self._module(x)
         return y
 
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return self(x) if self.bias is None else self(x) - self.bias
 
@@ -176,6 +207,26 @@ class KernelMatrix(GptqMatrix):
         """The product with a row of the identity is a column of W."""
         unit = torch.eye(self.in_features, dtype=self.dtype, device=self._module.qweight.device)
         return torch.cat([self.project(rows) for rows in unit.split(UNIT_ROWS)]).t()
+
+
+def _product_8bit(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [..., out], or None
+    where the kernel for few rows does not compute it.
+    """
+    if not _has_kernel(x.device):
+        return None
+    from lorikeet.shard.model.kernels import eight_bits_triton as kernel
+
+    rows = x.reshape(-1, x.shape[-1])
+    if not kernel.supports(rows, weight):
+        return None
+    return kernel.multiply(rows, weight, scales, bias).view(*x.shape[:-1], -1)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
