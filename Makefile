@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=hub/id or folder] [HOST=0.0.0.0] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
-#   make check                        make fmt
+#   make test-clients [CLIENTS=folder] make check                       make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
 #   make setup [DEV=dev-all]          make proto    make docs    make site
 #
@@ -19,6 +19,7 @@ PART ?=
 T ?= tests
 DEV ?= dev
 TORCH_INDEX ?=
+CLIENTS ?= $(HOME)/.cache/lorikeet-clients
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -26,7 +27,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel check fmt bench proof bench-cuda proto docs site clean
+.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda proto docs site clean
 
 help:
 	@sed -n '2,12s/^# \{0,1\}//p' Makefile
@@ -72,6 +73,10 @@ test-long: $(VENV)/.installed-$(DEV)
 
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)
+
+# Published clients, each in an environment of its own below CLIENTS, which is kept.
+test-clients: $(VENV)/.installed-$(DEV)
+	LORIKEET_CLIENTS=$(CLIENTS) $(PY) -m pytest -m clients tests/clients $(ARGS)
 
 check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .

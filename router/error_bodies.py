@@ -36,6 +36,24 @@ def openai_body(error: RouterError) -> dict[str, Any]:
     return {"error": {"message": message, "type": row.openai_type, "param": error.param, "code": code}}
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_body(error: RouterError) -> dict[str, Any]:
+    """`{"type": "error", "error": {"type", "message"}}`, also the data of a stream's error event."""
+    status = answer(error).openai_status
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": openai_body(error)["error"]["message"]}}
+
+
 def failure_headers(error: RouterError) -> dict[str, str]:
     """Headers about authentication, retries and closing the connection."""
     headers = {}

@@ -13,7 +13,7 @@ RouterError
 │   │   └── one leaf per status
 │   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
 │   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ToolError, WrongTask
-│   ├── ModelNotFound (LoraNotFound)
+│   ├── ModelNotFound (LoraNotFound), ResponseNotFound
 │   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
@@ -161,6 +161,13 @@ class StreamExists(InvalidRequest):
 class StreamTrimmed(InvalidRequest):
     template = "The stream is too long to keep whole: its first event that is kept is {}"
     param = "from"
+
+
+class ResponseNotFound(InvalidRequest):
+    """OpenAI's text."""
+
+    template = "Response with id '{}' not found."
+    param = "id"
 
 
 class UnknownRoute(InvalidRequest):

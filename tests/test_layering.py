@@ -36,8 +36,11 @@ WITHOUT_TORCH = (
 
 FOLDERS = {
     "adapters": ("", "sources", "medusa", "formats", "loader"),
-    "router": ("http", "text", "requests", "streams", "schemas/openapi", "schemas/chat", "schemas", "metrics", "usage",
-               "tracing", "shards", "receipts", "adapters", "output", "dispatch", "live", "api/routes", "api", ""),
+    "router": (
+        "http", "text", "requests", "streams", "schemas/openapi", "schemas/chat", "schemas", "schemas/dialects",
+        "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch", "live", "api/routes",
+        "api", "",
+    ),
     "shard": (
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",

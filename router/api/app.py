@@ -14,7 +14,7 @@ from lorikeet.router.api import openapi
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.docs import documentation_routes
-from lorikeet.router.api.failures import failure_response, style_of
+from lorikeet.router.api.failures import failure_response
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
 from lorikeet.router.api.pooled import check_generates
 from lorikeet.router.api.routes.admin import AdminRoutes
@@ -24,7 +24,9 @@ from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.embeddings import EmbeddingRoutes
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
 from lorikeet.router.api.routes.live import LiveRoutes
+from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
+from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
@@ -70,6 +72,8 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/predict": PredictRoute(service, native).predict,
         "/v1/completions": completions.handle,
         "/v1/chat/completions": chat.handle,
+        "/v1/responses": ResponsesRoute(service).handle,
+        "/v1/messages": MessagesRoute(service).handle,
     }
     embedding = EmbeddingRoutes(service)
     return {path: _generates(service, handle) for path, handle in generating.items()} | {
@@ -93,6 +97,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
     admin = AdminRoutes(service)
     sagemaker = SageMakerAdapterRoutes(service, admin)
+    responses, messages = ResponsesRoute(service), MessagesRoute(service)
     read: dict[str, _Route] = {
         **dict.fromkeys(("/", "/health", "/healthz", "/livez", "/ping"), probes.health),
         **dict.fromkeys(("/ready", "/readyz"), probes.ready),
@@ -107,6 +112,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/api-doc/openapi.json": _show_document,
         "/v1/models": information.models,
         "/v1/models/{model_id:path}": information.model,
+        "/v1/responses/{response_id}": responses.missing,
+        "/v1/responses/{response_id}/input_items": responses.missing,
         "/admin/adapters": admin.listing,
     }
     write = {
@@ -123,6 +130,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/tokenize": tokens.tokenize,
         "/chat_tokenize": tokens.chat_tokenize,
         "/detokenize": tokens.detokenize,
+        "/v1/responses/input_tokens": responses.count,
+        "/v1/responses/{response_id}/cancel": responses.missing,
+        "/v1/messages/count_tokens": messages.count,
         **dict.fromkeys(("/classify", "/classify_batch"), not_served),
     }
     streams = StreamRoutes(service)
@@ -130,6 +140,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     read |= {"/": _page_or(probes.health), "/v1/capabilities": CapabilityRoutes(service).show}
     delete = {
         "/v1/models/{model_id:path}": admin.delete_model,
+        "/v1/responses/{response_id}": responses.missing,
         "/adapters/{adapter_name:path}": sagemaker.unload,
         _STREAM: streams.cancel,
     }
@@ -158,7 +169,7 @@ async def _show_document(request: Request) -> Response:
 async def _answer_failure(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
     request.state.failure = error
-    return failure_response(error, style_of(request.scope))
+    return failure_response(error, request.scope)
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:

@@ -7,7 +7,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Scope
 
 from lorikeet.router.answers import answer
-from lorikeet.router.error_bodies import failure_headers, lorax_body, openai_body
+from lorikeet.router.api.sse import event, named_event
+from lorikeet.router.error_bodies import anthropic_body, failure_headers, lorax_body, openai_body
 from lorikeet.router.errors import BodyRejected, RouterError
 
 
@@ -16,8 +17,10 @@ class ErrorStyle(enum.Enum):
 
     LORAX = enum.auto()
     OPENAI = enum.auto()
+    ANTHROPIC = enum.auto()
 
 
+_ANTHROPIC_PATH = "/v1/messages"
 _OPENAI_PATHS = ("/v1/", "/detokenize", "/tokenizer_info", "/adapters")
 
 
@@ -29,15 +32,29 @@ def style_of(scope: Scope) -> ErrorStyle:
 
 def style_of_path(path: str) -> ErrorStyle:
     """Of routes of one API."""
+    if path.startswith(_ANTHROPIC_PATH):
+        return ErrorStyle.ANTHROPIC
     return ErrorStyle.OPENAI if path.startswith(_OPENAI_PATHS) else ErrorStyle.LORAX
 
 
-def failure_response(error: RouterError, style: ErrorStyle) -> Response:
+def failure_response(error: RouterError, scope: Scope) -> Response:
     """LoRAX's routes answer an unreadable body with plain text."""
+    style = style_of(scope)
     row = answer(error)
     headers = failure_headers(error)
     if style is ErrorStyle.OPENAI:
         return Response(orjson.dumps(openai_body(error)), row.openai_status, headers, "application/json")
+    if style is ErrorStyle.ANTHROPIC:
+        body = anthropic_body(error) | {"request_id": scope["state"]["request_id"]}
+        return Response(orjson.dumps(body), row.openai_status, headers, "application/json")
     if isinstance(error, BodyRejected):
         return PlainTextResponse(str(error), row.status, headers)
     return Response(orjson.dumps(lorax_body(error)), row.status, headers, "application/json")
+
+
+def failure_event(error: RouterError, scope: Scope) -> bytes:
+    """The same as the last event of a stream."""
+    style = style_of(scope)
+    if style is ErrorStyle.ANTHROPIC:
+        return named_event(anthropic_body(error))
+    return event(openai_body(error) if style is ErrorStyle.OPENAI else lorax_body(error))

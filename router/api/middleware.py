@@ -21,12 +21,11 @@ from lorikeet.router.answers import answer
 from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.failures import ErrorStyle, failure_response, style_of
+from lorikeet.router.api.failures import ErrorStyle, failure_event, failure_response, style_of
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.resumable import Buffered, Replay, forward, wanted_ttl
 from lorikeet.router.api.service import Service, now
-from lorikeet.router.api.sse import event
-from lorikeet.router.error_bodies import lorax_body, openai_body, reason
+from lorikeet.router.error_bodies import reason
 from lorikeet.router.errors import (
     AdminOnly,
     GenerationFailed,
@@ -160,7 +159,7 @@ class RequestMiddleware:
             except BaseException as error:
                 await self._fail(error, buffered.receive, call)
             if stream.cancelled.is_set():
-                _add_cancellation(stream, style_of(scope))
+                _add_cancellation(stream, scope)
             stream.finish()
             await forwarding
         finally:
@@ -187,15 +186,15 @@ class RequestMiddleware:
             raise error
 
 
-def _add_cancellation(stream: KeptStream, style: ErrorStyle) -> None:
+def _add_cancellation(stream: KeptStream, scope: Scope) -> None:
     """What other readers of a cancelled stream get as its end."""
     error = GenerationFailed("the request was cancelled")
     if not stream.status:
-        response = failure_response(error, style)
+        response = failure_response(error, scope)
         stream.begin(response.status_code, response.raw_headers)
         stream.add(bytes(response.body))
     elif stream.is_events:
-        stream.add(event(openai_body(error) if style is ErrorStyle.OPENAI else lorax_body(error)))
+        stream.add(failure_event(error, scope))
 
 
 def _stays_open(scope: Scope) -> bool:
@@ -236,8 +235,10 @@ class _RequestScope:
         """Not a coroutine function, because it is called for every token."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            identity = (b"x-request-id", self._scope["state"]["request_id"].encode())
-            message["headers"] = [*message.get("headers", []), identity, *self.headers]
+            identity = self._scope["state"]["request_id"].encode()
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", identity), *self.headers]
+            if style_of(self._scope) is ErrorStyle.ANTHROPIC:
+                message["headers"].append((b"request-id", identity))
             if self.trace is not None:
                 self.trace.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(_EVENTS)
         return self._send(message)
@@ -258,7 +259,7 @@ class _RequestScope:
         """Answer with `error`, unless an answer has begun."""
         self._scope["state"]["failure"] = error
         if not self.status:
-            await failure_response(error, style_of(self._scope))(self._scope, receive, self.answer)
+            await failure_response(error, self._scope)(self._scope, receive, self.answer)
 
     def finish(self) -> Ending:
         """Log the request; returns how it ended, with the error as metrics count it."""

@@ -23,12 +23,14 @@ from lorikeet.router.errors import (
     AlreadyLoaded,
     BodyMemoryFull,
     BodyRejected,
+    ChatTemplateError,
     Failed,
     InternalError,
     ModelNotFound,
     NotServed,
     Refused,
     ReloadRefused,
+    ResponseNotFound,
     RouterError,
     ShuttingDown,
     StreamNotFound,
@@ -39,6 +41,7 @@ from lorikeet.router.errors import (
     ValidationError,
 )
 from lorikeet.router.schemas.openapi import adapters as adapter_models
+from lorikeet.router.schemas.openapi import dialects
 from lorikeet.router.schemas.openapi import models as models
 from lorikeet.router.schemas.openapi import tokens as token_models
 
@@ -58,8 +61,8 @@ _OF_KEYS = frozenset(
 _ANY = _leaves(ShuttingDown, InternalError) | _OF_KEYS
 _BODY = _leaves(BodyRejected, BodyMemoryFull, ValidationError)
 _OTHER_ROUTES = _leaves(
-    UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy, StreamNotFound,
-    StreamTrimmed,
+    ResponseNotFound, UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy,
+    StreamNotFound, StreamTrimmed,
 )  # fmt: skip
 
 
@@ -67,7 +70,9 @@ class Kind(enum.Enum):
     """What an operation does, by which its errors are known."""
 
     GENERATE = frozenset(ANSWERS) - _OTHER_ROUTES
-    TOKENIZE = _ANY | _BODY | (_leaves(Refused) - _OTHER_ROUTES)
+    TOKENIZE = _ANY | _BODY | (_leaves(Refused) - _OTHER_ROUTES) | _leaves(
+        AdapterProblem, ChatTemplateError, ModelNotFound
+    )  # fmt: skip
     PROBE = _leaves(Unhealthy, ShuttingDown, InternalError)
     READ = _ANY | _leaves(ModelNotFound)
     ADMIN = _ANY | _BODY | _leaves(
@@ -75,6 +80,7 @@ class Kind(enum.Enum):
     )  # fmt: skip
     WATCH = _ANY | _leaves(AdminOnly)
     STREAM = _ANY | _leaves(StreamNotFound, StreamTrimmed, ValidationError)
+    MISSING = _ANY | _leaves(ResponseNotFound)
     UNSUPPORTED = _ANY | _leaves(NotServed)
 
 
@@ -126,6 +132,16 @@ OPERATIONS = (
     Operation(Kind.STREAM, "get", "/v1/streams/{stream_id}", "The answer of a resumable request, from an event on",
               media=(EVENTS, JSON)),
     Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),
+    Operation(Kind.GENERATE, "post", "/v1/responses", "OpenAI's responses; nothing is stored",
+              dialects.ResponsesRequest, dialects.ResponsesAnswer, streams=dialects.ResponsesEvent),
+    Operation(Kind.TOKENIZE, "post", "/v1/responses/input_tokens", "Tokens of a response's input",
+              dialects.ResponsesRequest, dialects.InputTokens),
+    *(Operation(Kind.MISSING, method, f"/v1/responses/{{response_id}}{path}", "404: no response is stored")
+      for method, path in (("get", ""), ("delete", ""), ("get", "/input_items"), ("post", "/cancel"))),
+    Operation(Kind.GENERATE, "post", "/v1/messages", "Anthropic's messages",
+              dialects.MessagesRequest, dialects.MessageAnswer, streams=dialects.MessageEvent),
+    Operation(Kind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
+              dialects.CountTokensRequest, dialects.CountedTokens),
     Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
               response=adapter_models.ModelList),
     Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
@@ -195,7 +211,11 @@ _SCHEMES = {
 
 def document(root_path: str = "") -> dict[str, Any]:
     """The whole document; `root_path` is the path of the server behind a reverse proxy."""
-    used: set[type[BaseModel]] = {models.ErrorResponse, models.OpenAIErrorResponse}
+    used: set[type[BaseModel]] = {
+        models.ErrorResponse,
+        models.OpenAIErrorResponse,
+        dialects.AnthropicErrorResponse,
+    }
     for operation in OPERATIONS:
         used |= {model for model in (operation.request, operation.response, operation.streams) if model is not None}
     ordered = sorted(used, key=lambda model: model.__name__)
@@ -250,7 +270,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.streams is not None:
         content |= _content(EVENTS, _ref(operation.streams))
     responses: dict[str, Any] = {}
-    if operation.kind is not Kind.UNSUPPORTED:
+    if operation.kind not in (Kind.UNSUPPORTED, Kind.MISSING):
         success = "204" if operation.kind is Kind.STREAM and operation.method == "delete" else "200"
         responses[success] = {"description": "Success", **({"content": content} if content else {})}
     for status, media, schema in sorted(_failures(operation), key=lambda failure: failure[:2]):
@@ -269,6 +289,8 @@ def _failures(operation: Operation) -> Iterator[tuple[int, str, dict[str, Any]]]
             row = ANSWERS[leaf]
             if style is ErrorStyle.OPENAI:
                 yield row.openai_status, JSON, _ref(models.OpenAIErrorResponse)
+            elif style is ErrorStyle.ANTHROPIC:
+                yield row.openai_status, JSON, _ref(dialects.AnthropicErrorResponse)
             elif issubclass(leaf, BodyRejected):
                 yield row.status, TEXT, {"type": "string"}
             else:

@@ -36,14 +36,13 @@ from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.chat.messages import Conversation
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
+from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.constraints import Constraints
 from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
 from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.streams.streams import Streams
 from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
-from lorikeet.router.text.chat_template import Rendered
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
@@ -209,10 +208,6 @@ class Service:
             raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")
         text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field, caller)
         return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
-
-    async def render(self, conversation: Conversation, adapter: Adapter | None, caller: Caller) -> Rendered:
-        """The prompt of a conversation without tools. Raises RouterError."""
-        return (await self.prepare(conversation, NO_TOOLS, None, adapter, caller)).prompt
 
     async def prepare(
         self,

@@ -22,6 +22,11 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """The same with its `type` as the name of the event."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
 class EventStream(Response):
     """Sends what `events` yields; the generator is closed when the client disconnects.
 

@@ -7,6 +7,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, read_tools
 from lorikeet.router.schemas.fields import Fields, are_token_ids
 
 MAX_DETOKENIZED = 1 << 17
@@ -23,6 +24,7 @@ class TokenizeRequest:
     """The request's field with the text."""
     text: str
     conversation: Conversation | None
+    tools: ToolFields
     add_special_tokens: bool
     wants_names: bool
     """vLLM's `return_token_strs`: the tokens' names in the vocabulary."""
@@ -50,14 +52,15 @@ def read_tokenize(body: dict[str, Any], config: RouterConfig) -> TokenizeRequest
     adapter, wants_names = AdapterFields(), False
     if name == "prompt":
         adapter, wants_names = _adapter(fields), fields.flag("return_token_strs")
-    return TokenizeRequest(adapter, name, text, None, special is not False, wants_names, fields.ignored())
+    return TokenizeRequest(adapter, name, text, None, NO_TOOLS, special is not False, wants_names, fields.ignored())
 
 
 def read_chat_tokenize(fields: Fields, config: RouterConfig) -> TokenizeRequest:
     """The body of a chat, as far as it is rendered. Raises WrongJsonType or ValidationError."""
     adapter, wants_names = _adapter(fields), fields.flag("return_token_strs")
-    conversation, special = read_conversation(fields, config), fields.flag("add_special_tokens")
-    return TokenizeRequest(adapter, "messages", "", conversation, special, wants_names, fields.ignored())
+    conversation, tools = read_conversation(fields, config), read_tools(fields)
+    special = fields.flag("add_special_tokens")
+    return TokenizeRequest(adapter, "messages", "", conversation, tools, special, wants_names, fields.ignored())
 
 
 def read_detokenize(body: dict[str, Any], config: RouterConfig) -> DetokenizeRequest:

@@ -1,8 +1,15 @@
 """All faults that are planted on purpose."""
 
-from tests.mutants import devices, experts, grammars, recovery, sampling, scheduling, speculation, tools
+from tests.mutants import devices, dialects, experts, grammars, recovery, sampling, scheduling, speculation, tools
 
-FAULTS = [*sampling.MUTANTS, *scheduling.MUTANTS, *speculation.MUTANTS, *grammars.MUTANTS, *tools.MUTANTS]
+FAULTS = [
+    *sampling.MUTANTS,
+    *scheduling.MUTANTS,
+    *speculation.MUTANTS,
+    *grammars.MUTANTS,
+    *tools.MUTANTS,
+    *dialects.MUTANTS,
+]
 
 OF_RECOVERY = recovery.MUTANTS
 """Of what outlives an end, which are measured apart."""

@@ -25,12 +25,12 @@ from lorikeet.router.schemas.openai import ChatRequest, check_texts, read_chat
 class ChatRoute(OpenAIRoute[ChatRequest]):
     """One prompt per request, rendered from its messages."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def _read(self, body: dict[str, Any]) -> ChatRequest:
-        return read_chat(body, self._service.config)
+    def _read(self, body: dict[str, Any], caller: Caller) -> ChatRequest:
+        return read_chat(self._service.openai_defaults(caller, body), self._service.config)
 
     async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
         service = self._service

@@ -20,11 +20,11 @@ Logprobs = dict[str, list[Any] | None]
 class CompletionsRoute(OpenAIRoute[CompletionRequest]):
     """Prompts as text or token ids, which may be echoed with their log probabilities."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
-    def _read(self, body: dict[str, Any]) -> CompletionRequest:
-        return read_completion(body, self._service.config)
+    def _read(self, body: dict[str, Any], caller: Caller) -> CompletionRequest:
+        return read_completion(self._service.openai_defaults(caller, body), self._service.config)
 
     async def _prompts(self, wanted: CompletionRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
         prompts = [await self._prompt(given, wanted, caller) for given in wanted.prompts]

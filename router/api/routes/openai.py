@@ -20,7 +20,7 @@ from lorikeet.router.api.sse import DONE, EventStream, event
 from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ToolError, ValidationError
-from lorikeet.router.output.events import Event
+from lorikeet.router.output.events import Event, ReasoningDelta
 from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.receipts.receipt import check_receipt
@@ -68,8 +68,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         self._service = service
 
     @abstractmethod
-    def _read(self, body: dict[str, Any]) -> Wanted:
-        """Raises WrongJsonType or ValidationError."""
+    def _read(self, body: dict[str, Any], caller: Caller) -> Wanted:
+        """With the defaults of the alias that the caller names. Raises WrongJsonType or ValidationError."""
 
     @abstractmethod
     async def _prompts(self, wanted: Wanted, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
@@ -101,7 +101,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """Answer one request. Raises RouterError."""
         service = self._service
         timing = Timing(now())
-        wanted = self._read(service.openai_defaults(service.caller(request), await service.body(request)))
+        wanted = self._read(await service.body(request), service.caller(request))
         stream = wanted.common.stream
         service.check_room(service.caller(request))
         async with ClientWatch(request.receive):
@@ -140,14 +140,32 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
         request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
-        frame = self._envelope(self.object_name, wanted.common)
-        counts = usage(wanted, num_prompt, generations)
-        whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
-        whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
-        whole |= metrics(generations) | repeated(wanted)
+        whole = await self._whole(wanted, prompts, sequences, generations, receipts)
         sums = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], sums) | ignored
         return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+
+    async def _whole(
+        self,
+        wanted: Wanted,
+        prompts: list[Prompt],
+        sequences: list[Completed],
+        generations: list[Generation],
+        receipts: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The body of an answer."""
+        num_reasoning = await self._num_reasoning([sequence.message.reasoning for sequence in sequences])
+        counts = usage(wanted, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
+        frame = self._envelope(self.object_name, wanted.common)
+        whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
+        whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
+        return whole | metrics(generations) | repeated(wanted)
+
+    async def _num_reasoning(self, texts: list[str]) -> int:
+        """Tokens of reasoning, counted apart from the rest of the output."""
+        given = [text for text in texts if text]
+        ids = await self._service.tokenizer.encode_each(given) if given else []
+        return sum(map(len, ids))
 
     def _named(self, request: Request, common: CommonFields) -> Caller:
         """The caller, with the body's `request_id` where the header has none."""
@@ -284,7 +302,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         if info is not None:
             fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
         model = common.adapter.name or self._service.config.model_name
-        identity = f"{self.id_prefix}-{common.request_id or secrets.token_hex(16)}"
+        identity = f"{self.id_prefix}{common.request_id or secrets.token_hex(16)}"
         return Envelope(identity, kind, int(time.time()), model, fingerprint)
 
     def _choices(self, wanted: Wanted, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
@@ -313,7 +331,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         if wanted.common.report.token_ids:
             for index, each in enumerate(visible):
                 each.prompt_ids = prompts[index // wanted.best_of].ids
-        report, num_generated = wanted.common.report, 0
+        report, num_generated, reasoning = wanted.common.report, 0, [""] * len(generations)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
 
         def shared() -> dict[str, Any]:
@@ -337,6 +355,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 events: list[Event] = []
                 if readers:
                     events = await readers[index].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
+                    reasoning[index] += "".join(each.text for each in events if isinstance(each, ReasoningDelta))
                 for choice in self._chunk_choices(wanted, index, chunk, visible[index], events):
                     yield event(frame.around([choice]) | shared())
             receipts = await self._receipt(generations)
@@ -345,7 +364,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             yield event(openai_body(error))
             return
         if report.usage:
-            last = usage(wanted, num_prompt, generations)
+            last = usage(wanted, num_prompt, generations, await self._num_reasoning(reasoning))
             yield event(frame.around([], last) | receipts | metrics(generations) | repeated(wanted))
         elif receipts:
             yield event(frame.around([]) | receipts)

@@ -73,9 +73,9 @@ class TokenRoutes:
         caller = service.caller(request)
         if wanted.conversation is not None:
             adapter = await service.adapter(caller, wanted.adapter)
-            rendered = await service.render(wanted.conversation, adapter, caller)
-            wanted.ignored.extend(wanted.conversation.ignored(rendered.unread))
-            text = rendered.text
+            prepared = await service.prepare(wanted.conversation, wanted.tools, None, adapter, caller)
+            wanted.ignored.extend(wanted.conversation.ignored(prepared.prompt.unread))
+            text = prepared.prompt.text
         limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * service.tokenizer.length.max_bytes)
         if len(text) > limit or len(text.encode()) > limit:
             raise ValidationError(f"`{wanted.field}` must have at most {limit} bytes", wanted.field)

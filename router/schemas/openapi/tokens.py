@@ -27,6 +27,7 @@ class TokenizeChat(BaseModel):
     continue_final_message: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TokenizeBody(RootModel[models.TokenizeRequest | TokenizePrompt | TokenizeChat]):

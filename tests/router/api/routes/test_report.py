@@ -106,7 +106,7 @@ async def test_routes_that_do_not_exist_name_an_alternative(server: Serving) -> 
     for prefix, alternative in ALTERNATIVES.items():
         for path in (prefix, f"{prefix}/more/of/it"):
             error = (response := await server.client.post(path, json={})).json()["error"]
-            assert (response.status_code, error["code"]) == (501, "not_implemented")
+            assert response.status_code == 501
             assert error["message"] == f"`{prefix}` is not supported by this server: {alternative}"
     assert (await server.client.get("/v1/files")).status_code == 501
     assert (await server.client.get("/v1/filesystem")).status_code == 404

@@ -33,6 +33,14 @@ async def test_messages_as_in_vllm(server: Serving) -> None:
     assert (await post(server, "/tokenize", body))[1]["tokens"] == server.ids("[user]Hi there[assistant]Yes")
 
 
+async def test_tools_are_part_of_the_prompt(server: Serving) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "The weather"}}
+    status, answer = await post(server, "/tokenize", {"messages": MESSAGES, "tools": [tool]})
+    assert status == 200
+    text = server.backend.decode(answer["tokens"], skip_special_tokens=False)
+    assert "weather" in text and "Hi there" in text
+
+
 async def test_its_errors_have_openai_s_shape_where_the_body_is_vllm_s(server: Serving) -> None:
     status, answer = await post(server, "/tokenize", {"prompt": 3})
     assert (status, answer["error"]["param"]) == (400, "prompt")

@@ -1,0 +1,170 @@
+"""What routes for conversations of other APIs share: a body becomes that of a chat, its events become the API's own."""
+
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.router.api.collect import Completed, interleave
+from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.routes.chat import ChatRoute
+from lorikeet.router.api.routes.openai import Prompt
+from lorikeet.router.api.service import log_fields
+from lorikeet.router.api.sse import named_event
+from lorikeet.router.api.usage import metrics, usage
+from lorikeet.router.errors import RouterError
+from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
+from lorikeet.router.output.reader import Reader
+from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.visible_tokens import VisibleTokens
+from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
+from lorikeet.router.schemas.openai import ChatRequest, read_chat
+
+Logprobs = list[dict[str, Any]]
+"""Of the tokens of one chunk, as chat completions show them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialectRequest(ChatRequest):
+    """A chat, and what its answer repeats of the body as it was."""
+
+    shown: dict[str, Any]
+
+
+class Writer(Protocol):
+    """Builds the answer of one output from its events, and the events of its stream."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """What a stream starts with."""
+
+    def add(self, events: Iterable[Event], logprobs: Logprobs) -> list[dict[str, Any]]:
+        """The events of the stream for more output."""
+
+    def end(self, usage: dict[str, Any], more: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last events. `usage` is that of chat completions, `more` are further fields of the answer."""
+
+    def fail(self, error: RouterError) -> list[dict[str, Any]]:
+        """The same for an output that failed."""
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The whole answer, after `end`."""
+
+
+class DialectRoute(ChatRoute):
+    """One route; the chat that a body becomes is served like any other."""
+
+    names: ClassVar[Mapping[str, str]]
+    """Fields of chat completions, and what they are called here."""
+
+    @abstractmethod
+    def _translate(self, body: dict[str, Any], *, generates: bool = True) -> Translated:
+        """Raises WrongJsonType or ValidationError."""
+
+    @abstractmethod
+    def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
+        """The writer of one output."""
+
+    async def count(self, request: Request) -> Response:
+        """The number of tokens of the prompt that the body would have."""
+        service = self._service
+        body, caller = await service.body(request), service.caller(request)
+        wanted = self._read_translated(self._translate(body, generates=False), caller)
+        service.check_room(caller)
+        async with ClientWatch(request.receive):
+            prompts, _ = await self._prompts(wanted, caller)
+        counted = {**self._counted(), "input_tokens": len(prompts[0].ids)}
+        return Response(orjson.dumps(counted), media_type="application/json")
+
+    def _counted(self) -> dict[str, Any]:
+        """What the answer of `count` has besides the number."""
+        return {}
+
+    def _read(self, body: dict[str, Any], caller: Caller) -> DialectRequest:
+        return self._read_translated(self._translate(body), caller)
+
+    def _read_translated(self, translated: Translated, caller: Caller) -> DialectRequest:
+        with in_words_of(self.names):
+            chat = read_chat(self._service.openai_defaults(caller, translated.chat), self._service.config)
+        given = {field.name: getattr(chat, field.name) for field in fields(chat)}
+        given["ignored"] = [*translated.ignored, *chat.ignored]
+        return DialectRequest(**given, shown=translated.shown)
+
+    async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
+        with in_words_of(self.names):
+            return await super()._prompts(wanted, caller)
+
+    async def _requests(
+        self, wanted: ChatRequest, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
+    ) -> list[GenerationRequest]:
+        with in_words_of(self.names):
+            return await super()._requests(wanted, prompts, caller, adapter)
+
+    async def _whole(
+        self,
+        wanted: ChatRequest,
+        prompts: list[Prompt],
+        sequences: list[Completed],
+        generations: list[Generation],
+        receipts: dict[str, Any],
+    ) -> dict[str, Any]:
+        assert isinstance(wanted, DialectRequest)
+        writer, whole = self._writer(wanted, generations[0]), sequences[0]
+        logprobs = self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens())
+        writer.begin()
+        writer.add(_events_of(whole), logprobs["content"] if logprobs is not None else [])
+        num_reasoning = await self._num_reasoning([whole.message.reasoning])
+        counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
+        writer.end(counts, receipts | metrics(generations))
+        return writer.answer
+
+    async def _events(
+        self,
+        request: Request,
+        wanted: ChatRequest,
+        prompts: list[Prompt],
+        generations: list[Generation],
+        readers: list[Reader],
+    ) -> AsyncGenerator[bytes, None]:
+        assert isinstance(wanted, DialectRequest)
+        writer, visible = self._writer(wanted, generations[0]), VisibleTokens()
+        num_generated, reasoning = 0, list[str]()
+        if first := writer.begin():
+            yield b"".join(map(named_event, first))
+        try:
+            async for _, chunk in interleave(generations):
+                num_generated += len(chunk.tokens)
+                if chunk.finish_reason is not None:
+                    sent = generations[0].request
+                    request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
+                events = await readers[0].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
+                reasoning += [event.text for event in events if isinstance(event, ReasoningDelta)]
+                logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
+                if lines := writer.add(events, logprobs["content"] if logprobs is not None else []):
+                    yield b"".join(map(named_event, lines))
+            receipts = await self._receipt(generations)
+            num_reasoning = await self._num_reasoning(["".join(reasoning)])
+            counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
+            last = writer.end(counts, receipts | metrics(generations))
+        except RouterError as error:
+            request.state.failure = error
+            last = writer.fail(error)
+        yield b"".join(map(named_event, last))
+
+
+def _events_of(whole: Completed) -> list[Event]:
+    """The events of a complete output: reasoning, text, calls."""
+    message = whole.message
+    events: list[Event] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    events += [ContentDelta(message.content)] if message.content else []
+    for index, call in enumerate(message.tool_calls):
+        _, *rest = whole_call(index, call.name, call.arguments)
+        events += [ToolCallBegin(index, call.id, call.name), *rest]
+    return [*events, message.finish]

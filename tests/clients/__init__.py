@@ -1,0 +1,1 @@
+"""Published clients, each in a virtual environment of its own, against a server of the demo model."""

@@ -1,0 +1,44 @@
+"""Faults of the routes for conversations of other APIs."""
+
+from tests.mutants.mutant import Mutant
+
+RESPONSES = "tests/router/api/routes/test_responses.py"
+MESSAGES = "tests/router/api/routes/test_messages.py"
+
+MUTANTS = [
+    Mutant(
+        "a response that is stored elsewhere is taken as none",
+        "router/schemas/dialects/responses.py",
+        "        if fields.take(name) is not None:\n            raise UnsupportedField(name, _NO_STORAGE)",
+        "        fields.take(name)",
+        f"{RESPONSES}::test_what_needs_storage_is_rejected_by_name",
+    ),
+    Mutant(
+        "the events of an item's end are left out where another one begins",
+        "router/api/routes/responses.py",
+        "            events += self._close()\n            part",
+        "            self._is_open = False\n            part",
+        f"{RESPONSES}::test_the_events_of_a_stream",
+    ),
+    Mutant(
+        "an error names the field of a chat",
+        "router/schemas/dialects/translated.py",
+        "given, error.param = error.param, own",
+        "given = error.param",
+        f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields6-400-max_output_tokens]",
+    ),
+    Mutant(
+        "results of tools come after the text of their message",
+        "router/schemas/dialects/anthropic.py",
+        "            _flush(messages, texts)\n",
+        "",
+        f"{MESSAGES}::test_a_text_before_a_result_stays_before_it",
+    ),
+    Mutant(
+        "a stop sequence counts as the model's own end",
+        "router/api/routes/messages.py",
+        "if finish.kind is FinishKind.STOP and isinstance(finish.stop_reason, str):",
+        "if finish.kind is FinishKind.LENGTH and isinstance(finish.stop_reason, str):",
+        f"{MESSAGES}::test_why_an_answer_ends",
+    ),
+]
