@@ -124,6 +124,7 @@ def _add_results(group: Any) -> None:
     group.add_argument("--result", type=Path, metavar="FILE", help="write the result as JSON")
     group.add_argument("--csv", type=Path, metavar="FILE", help="write one line per request")
     group.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots")
+    group.add_argument("--svg", type=Path, metavar="FOLDER", help="write each plot as a file")
     group.add_argument("--label", default="", help="for the report")
     group.add_argument("--save-texts", action="store_true", help="include generated texts in --result")
     group.add_argument("--no-progress", action="store_true")
@@ -249,6 +250,10 @@ async def _first_model(connections: Connections) -> str:
 def _write(given: argparse.Namespace, measured: result.Result, block: str) -> None:
     if given.html is not None:
         given.html.write_text(report.html(measured, block), encoding="utf-8")
+    if given.svg is not None:
+        given.svg.mkdir(parents=True, exist_ok=True)
+        for title, svg in report.figures_of(measured).items():
+            (given.svg / f"{title.lower().replace(' ', '-')}.svg").write_text(svg + "\n", encoding="utf-8")
     if given.csv is not None:
         given.csv.write_text(report.table(measured), encoding="utf-8")
     if given.result is not None:

@@ -7,6 +7,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
+_STYLE = "text{font:11px system-ui,sans-serif;fill:#777}"
 COLOURS = ("#2563a8", "#c2410c", "#3f7d20", "#7e3794", "#8a6d00", "#0f766e")
 
 Points = Sequence[tuple[float, float]]
@@ -21,11 +22,20 @@ class Axes:
     up: str
 
 
-def lines(axes: Axes, series: dict[str, Points]) -> str:
+@dataclass(frozen=True)
+class Plot:
+    """One figure."""
+
+    title: str
+    svg: str = ""
+    """Empty where there is nothing to show."""
+
+
+def lines(axes: Axes, series: dict[str, Points]) -> Plot:
     """One line for each name."""
     points = [point for each in series.values() for point in each]
     if not points:
-        return ""
+        return Plot(axes.title)
     right, top = _nice(max(x for x, _ in points)), _nice(max(y for _, y in points))
     drawn = [_frame(axes, right, top)]
     for index, (name, each) in enumerate(series.items()):
@@ -36,10 +46,10 @@ def lines(axes: Axes, series: dict[str, Points]) -> str:
     return _figure(axes, drawn)
 
 
-def bars(axes: Axes, values: Sequence[tuple[str, float]]) -> str:
+def bars(axes: Axes, values: Sequence[tuple[str, float]]) -> Plot:
     """One bar for each pair of name and value, in this order."""
     if not values:
-        return ""
+        return Plot(axes.title)
     top = _nice(max(value for _, value in values))
     step = (WIDTH - LEFT - RIGHT) / len(values)
     drawn = [_frame(axes, None, top)]
@@ -52,10 +62,10 @@ def bars(axes: Axes, values: Sequence[tuple[str, float]]) -> str:
     return _figure(axes, drawn)
 
 
-def _figure(axes: Axes, drawn: Sequence[str]) -> str:
+def _figure(axes: Axes, drawn: Sequence[str]) -> Plot:
     title = escape(axes.title)
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}"'
-    return f"<figure><figcaption>{title}</figcaption><svg {size}>{''.join(drawn)}</svg></figure>"
+    head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}"'
+    return Plot(axes.title, f"<svg {head}><style>{_STYLE}</style>{''.join(drawn)}</svg>")
 
 
 def _frame(axes: Axes, right: float | None, top: float) -> str:

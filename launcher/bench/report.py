@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from lorikeet.launcher.bench.plots import Axes, Points, bars, lines
+from lorikeet.launcher.bench.plots import Axes, Plot, Points, bars, lines
 from lorikeet.launcher.bench.result import Result
 
 _MOST_POINTS = 400
@@ -18,7 +18,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem aut
 h1 { font-size: 1.4rem } pre { border: 1px solid var(--line); padding: 1rem; overflow-x: auto; font-size: 13px }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 1rem }
 figure { margin: 0; border: 1px solid var(--line); padding: .75rem } figcaption { font-weight: 600 }
-svg { width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: currentColor }
+svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 1rem }
 td, th { border-bottom: 1px solid var(--line); padding: .2rem .8rem; text-align: right }
 td:first-child, th:first-child { text-align: left }
@@ -28,7 +28,9 @@ td:first-child, th:first-child { text-align: left }
 def html(result: Result, block: str) -> str:
     """The whole file; `block` is what was printed."""
     title = escape(f"{result['model_id']} · {result['date']}" + (f" · {result['label']}" if result["label"] else ""))
-    figures = "".join(_figures(result))
+    figures = "".join(
+        f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in figures_of(result).items()
+    )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style><h1>{title}</h1>'
@@ -36,16 +38,20 @@ def html(result: Result, block: str) -> str:
     )
 
 
-def _figures(result: Result) -> Iterator[str]:
+def figures_of(result: Result) -> dict[str, str]:
+    """Plots as SVG, by their titles."""
+    return {plot.title: plot.svg for plot in _figures(result) if plot.svg}
+
+
+def _figures(result: Result) -> Iterator[Plot]:
     good = [index for index, error in enumerate(result["errors"]) if not error]
     ttfts = [1000 * result["ttfts"][index] for index in good]
     tiers = result["lorikeet"]["request_tiers"]
     by_tier = {"all requests": ttfts}
     for tier in sorted({tiers[index] for index in good} - {""}):
         by_tier[tier] = [1000 * result["ttfts"][index] for index in good if tiers[index] == tier]
-    yield lines(
-        Axes("Time to first token", "ms", "share of requests"), {name: shares(each) for name, each in by_tier.items()}
-    )
+    distributions = {name: shares(each) for name, each in by_tier.items()}
+    yield lines(Axes("Time to first token", "ms", "share of requests"), distributions)
     gaps = [1000 * gap for index in good for gap in result["itls"][index]]
     yield lines(Axes("Inter-token latency", "ms", "share of gaps"), {"": shares(gaps)})
     yield lines(Axes("Output over time", "seconds", "events with tokens per second"), {"": _over_time(result, good)})

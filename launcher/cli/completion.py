@@ -25,7 +25,7 @@ PARSERS = {
 }
 """By command, the module whose `parser()` is its command line; imported when it is needed."""
 _FILES = ("config", "result", "csv", "html", "dataset", "file", "keys")
-_FOLDERS = ("tokenizer", "out")
+_FOLDERS = ("tokenizer", "out", "svg")
 _EXAMPLES = """examples:
   lorikeet-completion bash > ~/.local/share/bash-completion/completions/lorikeet-launcher
   source <(lorikeet-completion bash)      in ~/.bashrc: all commands
