@@ -46,6 +46,8 @@ class Entry:
     """The largest of its modules, 0 if it changes none."""
     num_heads: int = 0
     """Medusa heads in it."""
+    invocation_ids: tuple[int, ...] = ()
+    """Of an activated LoRA: the tokens that activate it."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
@@ -58,7 +60,11 @@ class Entry:
         # older versions wrote no number of heads and ignored them: such an adapter is read again
         if not isinstance(digest, str) or not all(isinstance(number, int) for number in numbers):
             raise ValueError("not an entry of the store")
-        return cls(digest, *(number for number in numbers if isinstance(number, int)))
+        ids = values.get("invocation_ids", ())
+        if not isinstance(ids, list | tuple) or not all(isinstance(each, int) for each in ids):
+            raise ValueError("not an entry of the store")
+        num_bytes, rank, num_heads = (number for number in numbers if isinstance(number, int))
+        return cls(digest, num_bytes, rank, num_heads, tuple(ids))
 
 
 class Store:
@@ -145,7 +151,8 @@ class Store:
         try:
             metadata, size = _metadata(path)
             num_heads = json.loads(metadata["heads"])["count"] if "heads" in metadata else 0
-            return Entry(digest, size, int(metadata["rank"]), int(num_heads))
+            ids = tuple(map(int, json.loads(metadata.get("invocation_ids", "[]"))))
+            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids)
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 

@@ -98,6 +98,7 @@ class AdapterValidator:
             return Validation(max(ranks), None, 0, is_complete=False)
         changes = self._reader.read(values, weights.header_only(heads))
         served = [each for each in changes if _is_served(each, settings)]
+        configuration.check_activated((each.kind for each in served), configuration.invocation_ids(values))
         return Validation(max((each.rank for each in served), default=0), len(served), 0, is_complete=True)
 
 

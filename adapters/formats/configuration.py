@@ -6,7 +6,7 @@ PEFT interprets the fields for a base (`peft_reading`). Imports no torch.
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _UNSERVED = {
     "layer_replication": "replicated layers",
     "trainable_token_indices": "single trained tokens",
-    "alora_invocation_tokens": "activation by invocation tokens (aLoRA)",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow routing",
@@ -37,6 +36,17 @@ _UNSERVED = {
     "megatron_config": "Megatron layers",
 }
 """Fields that make PEFT compute something other than LoRA or DoRA."""
+INVOCATION = "alora_invocation_tokens"
+"""The token ids from whose last occurrence in the prompt on an activated LoRA (aLoRA) applies: Greenewald et al. 2025
+(arXiv 2504.12397), in PEFT's format.
+"""
+_MOST_INVOCATION = 256
+_NOT_ACTIVATED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules (`modules_to_save`)",
+    "target_parameters": "adapters on parameters (`target_parameters`)",
+}
+"""What PEFT cannot activate from a token on."""
 _FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying")
 _ONLY_TRAINING = frozenset(
     {
@@ -127,7 +137,9 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
     for field, meaning in _UNSERVED.items():
         if values.get(field):
             raise NotServed(f"{meaning} (`{field}`) is not served")
-    if unknown := {field for field, value in values.items() if value} - {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING}:
+    invocation_ids(values)
+    known = {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING, INVOCATION}
+    if unknown := {field for field, value in values.items() if value} - known:
         raise NotServed(f"`{min(unknown)[:60]}` of {CONFIG} is not a known setting, so the adapter cannot be served")
     _check_start(values.get("init_lora_weights"))
     chosen = {field: values[field] for field in _FIELDS if values.get(field) is not None}
@@ -136,6 +148,28 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
         if not check(value):
             raise AdapterInvalid(f"`{field}` of {CONFIG} is {_short(value)}; it must be {meaning}")
     return chosen
+
+
+def invocation_ids(values: dict[str, Any]) -> tuple[int, ...]:
+    """The invocation tokens of an activated LoRA; empty for any other adapter. Raises NotServed or AdapterInvalid."""
+    ids = values.get(INVOCATION)
+    if not ids:
+        return ()
+    if not _are(_is_index, ids) or len(ids) > _MOST_INVOCATION:
+        raise AdapterInvalid(f"`{INVOCATION}` of {CONFIG} must be a list of at most {_MOST_INVOCATION} token ids")
+    for field, meaning in _NOT_ACTIVATED.items():
+        if values.get(field):
+            raise NotServed(f"{meaning} together with `{INVOCATION}` (aLoRA) is not served")
+    if values.get("bias") not in (None, "none"):
+        raise NotServed(f"`bias` together with `{INVOCATION}` (aLoRA) is not served")
+    return tuple(ids)
+
+
+def check_activated(kinds: Iterable[str], ids: Sequence[int]) -> None:
+    """Raises NotServed where an activated LoRA changes anything but linear layers."""
+    other = next((kind for kind in kinds if kind != "linear"), None)
+    if ids and other is not None:
+        raise NotServed(f"an adapter of the kind `{other}` together with `{INVOCATION}` (aLoRA) is not served")
 
 
 def has_patterns(values: dict[str, Any]) -> bool:

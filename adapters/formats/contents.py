@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,15 @@ class Contents:
         layout = Layout({}, {})
         if self.values is not None and self.changes is not None:
             layout = lay_out(reader.read(self.values, self.changes), base)
+            ids = configuration.invocation_ids(self.values)
+            configuration.check_activated((module["kind"] for module in layout.modules.values()), ids)
+            layout = replace(layout, invocation_ids=ids)
         if found is None:
             return layout, ()
         assert reader.skeleton.output_shape is not None
         tensors = heads.lay_out(found, reader.skeleton.output_shape[0], base.dtype)
-        return Layout({**layout.tensors, **tensors}, layout.modules, heads.metadata(found.shape)), found.warnings
+        layout = replace(layout, tensors={**layout.tensors, **tensors}, heads=heads.metadata(found.shape))
+        return layout, found.warnings
 
     def check_unchanged(self) -> None:
         """Raises AdapterInvalid if a file has changed since it was read."""

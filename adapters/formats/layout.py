@@ -4,8 +4,8 @@ For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scalin
 [out] float32 (added to the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
 named by their parameter. `m.weight` replaces the base's. The file's metadata give the kind and rank of each module.
 Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` if they have several blocks);
-those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks, and
-a checksum (`proto/checksum.py`).
+those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks, the
+invocation tokens of an activated LoRA, and a checksum (`proto/checksum.py`).
 """
 
 import json
@@ -47,6 +47,8 @@ class Layout:
     """Module → kind and rank."""
     heads: dict[str, int] | None = None
     """Of Medusa heads: count, version, layers (residual blocks)."""
+    invocation_ids: tuple[int, ...] = ()
+    """Of an activated LoRA: the tokens that activate it."""
 
     @property
     def rank(self) -> int:
@@ -134,6 +136,8 @@ def served_file(layout: Layout, digest: str, base: Base) -> ServedFile:
     }
     if layout.heads is not None:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
+    if layout.invocation_ids:
+        metadata["invocation_ids"] = json.dumps(layout.invocation_ids, separators=(",", ":"))
     described = {name: (_TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in layout.tensors.items()}
     head, order = header.compose(described, metadata)
     values = [layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in order]

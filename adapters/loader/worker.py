@@ -17,7 +17,7 @@ import structlog
 
 from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
-from lorikeet.adapters.formats import contents, tokenizer
+from lorikeet.adapters.formats import configuration, contents, tokenizer
 from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.layout import Base, Layout, lay_out, served_file, without_unchanged
 from lorikeet.adapters.formats.peft_plans import PlannedReader
@@ -119,6 +119,8 @@ class WorkerJobs:
                 opened = held.enter_context(contents.opened(folder, self._max_bytes))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
+                if configuration.invocation_ids(opened.values):
+                    raise NotServed("merging activated LoRA (aLoRA) is not served: it applies from one token on")
                 digests.append(opened.digest)
                 self._limit_cpu(opened.num_bytes, opened.has_patterns)
                 self._context.tokenizers.check(folder)
@@ -158,7 +160,7 @@ class WorkerJobs:
         if file.num_bytes > most:
             raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {most}")
         num_bytes = self._store.add(digest, file.num_bytes, file.write)
-        return Entry(digest, num_bytes, layout.rank, layout.num_heads)
+        return Entry(digest, num_bytes, layout.rank, layout.num_heads, layout.invocation_ids)
 
 
 def _within(seconds: float) -> None:

@@ -58,6 +58,8 @@ class Admission:
                 return
             adapters.set_loaded(known)
         generation.admit()
+        if adapters.is_activated is False and generation.request.adapter is not None:
+            self._metrics.missed_invocation(generation.request.adapter, adapters.digest)
         for pin in (adapters.adapter_pin, adapters.heads_pin):
             if pin is not None and adapters.affinity_key:
                 self.prefetch(pin[1], pin[0], adapters.affinity_key)

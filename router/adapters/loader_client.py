@@ -172,6 +172,7 @@ def loaded(answer: dict[str, Any]) -> Loaded:
     """Parse an answer to `fetch` or `merge`. Raises LoaderFailed."""
     try:
         digest, tier, num_heads = str(answer["digest"]), str(answer["tier"]), int(answer.get("num_heads", 0))
-        return Loaded(digest, int(answer["num_bytes"]), int(answer["rank"]), tier, num_heads)
+        ids = tuple(map(int, answer.get("invocation_ids", ())))
+        return Loaded(digest, int(answer["num_bytes"]), int(answer["rank"]), tier, num_heads, ids)
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

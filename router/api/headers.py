@@ -47,6 +47,9 @@ def _common_headers(service: Service, characters: int, generation: Generation | 
     adapter = None if generation is None else generation.request.adapter
     if generation is None or adapter is None:
         return headers
+    is_activated = generation.adapters.is_activated
+    if is_activated is not None:
+        headers["x-lorikeet-adapter-activated"] = str(is_activated).lower()
     return headers | {
         "x-adapter-id": safe(adapter.name),
         "x-adapter-source": adapter.source,

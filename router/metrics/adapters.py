@@ -48,6 +48,9 @@ class AdapterMetrics:
         self.prompt_tokens = Counter(f"{prefix}prompt_tokens_total", "Prompt tokens, by adapter", "adapter")
         self.generated_tokens = Counter(f"{prefix}generated_tokens_total", "Output tokens, by adapter", "adapter")
         self.errors = Counter(f"{prefix}errors_total", "Requests that failed because of their adapter", "adapter")
+        self.not_activated = Counter(
+            f"{prefix}not_activated_total", "Requests without the invocation tokens of their adapter", "adapter"
+        )
         self.hits = Counter(f"{prefix}hits_total", "Requests sent, by where their adapter was: slot, elsewhere", "tier")
         self.loads = Counter(f"{prefix}loads_total", "Adapters that the loader has loaded", "tier")
         self.evictions = Counter(f"{prefix}evictions_total", "Adapters that were evicted from a tier", "tier")
@@ -63,6 +66,10 @@ class AdapterMetrics:
         self.requests.add(1, label)
         self.prompt_tokens.add(num_prompt, label)
         self.hits.add(1, "slot" if was_resident else "elsewhere")
+
+    def missed_invocation(self, adapter: Adapter, digest: str) -> None:
+        """The base model answers a request, because its prompt does not activate the adapter."""
+        self.not_activated.add(1, self.label(adapter, digest))
 
     def received(self, adapter: Adapter, digest: str, num_tokens: int) -> None:
         self.generated_tokens.add(num_tokens, self.label(adapter, digest))

@@ -2,7 +2,13 @@
 
 An adapter that has only heads does not change the base model's output: the shard runs such a request on the base model
 with these heads, so that it shares the base model's pages.
+
+An activated LoRA (aLoRA) applies from the last occurrence of its invocation tokens in the prompt on, as in PEFT. The
+position is found in the original prompt only, so a request that continues on another shard has the same one. Without
+an occurrence the base model answers.
 """
+
+from collections.abc import Sequence
 
 from lorikeet.router.errors import NoHeads, ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
@@ -16,6 +22,18 @@ class ResolvedAdapters:
         self._request = request
         self._adapter: Loaded | None = None
         self._heads: Loaded | None = None
+        self.start = 0
+        """Position of the first token that the adapter applies to; -1 where its invocation tokens are missing."""
+
+    @property
+    def is_activated(self) -> bool | None:
+        """Whether an activated LoRA applies; None for any other adapter, and for none."""
+        return None if self._adapter is None or not self._adapter.invocation_ids else self.start >= 0
+
+    @property
+    def prefix_content(self) -> str:
+        """The content under whose digest the beginning of the prompt is cached."""
+        return "" if self.start else self.digest
 
     @property
     def next_unresolved(self) -> Adapter | None:
@@ -36,8 +54,10 @@ class ResolvedAdapters:
         """Set the content of `next_unresolved`."""
         if self.awaits_heads:
             self._heads = content
-        else:
-            self._adapter = content
+            return
+        self._adapter = content
+        if content.invocation_ids:
+            self.start = last_occurrence(self._request.prompt_ids, content.invocation_ids)
 
     def check(self) -> None:
         """Check that the requested heads exist. Raises ValidationError."""
@@ -80,13 +100,14 @@ class ResolvedAdapters:
     @property
     def affinity_key(self) -> str:
         """The digest by which a shard is chosen; "" for any shard."""
-        return self.digest or ("" if self._heads is None else self._heads.digest)
+        digest = self.digest if self.start >= 0 else ""
+        return digest or ("" if self._heads is None else self._heads.digest)
 
     @property
     def adapter_pin(self) -> tuple[Adapter, str] | None:
         """The adapter that the shard applies to the base model, and its digest."""
         adapter = self._request.adapter
-        if adapter is None or self._adapter is None or self._adapter.is_heads_only:
+        if adapter is None or self._adapter is None or self._adapter.is_heads_only or self.start < 0:
             return None
         return adapter, self._adapter.digest
 
@@ -101,3 +122,12 @@ class ResolvedAdapters:
         if adapter is None or self._adapter is None or not self._adapter.is_heads_only:
             return None
         return adapter, self._adapter.digest
+
+
+def last_occurrence(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where `wanted` begins for the last time in `token_ids`; -1 where it does not occur."""
+    size = len(wanted)
+    for first in range(len(token_ids) - size, -1, -1):
+        if token_ids[first] == wanted[0] and tuple(token_ids[first : first + size]) == tuple(wanted):
+            return first
+    return -1

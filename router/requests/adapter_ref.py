@@ -87,6 +87,8 @@ class Loaded:
     """Where it was loaded from: `source` or `disk`."""
     num_heads: int = 0
     """Number of Medusa heads."""
+    invocation_ids: tuple[int, ...] = ()
+    """Of an activated LoRA (aLoRA): the tokens from whose last occurrence in the prompt on it applies."""
 
     @property
     def is_heads_only(self) -> bool:

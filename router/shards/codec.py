@@ -74,6 +74,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         adapter=None if adapter is None else adapter_pin(*adapter),
+        adapter_start=0 if adapter is None else adapters.start,
         heads=None if heads is None else adapter_pin(*heads),
         speculation=_speculation(speculation) if adapters.can_speculate else None,
         prediction_ids=speculation.prediction_ids,

@@ -104,7 +104,7 @@ class Placement:
         routing = generation.routing
         if routing.prefix_keys is None:
             request = generation.request
-            routing.prefix_keys = keys_of(request.prompt_ids, generation.adapters.digest, request.cache_salt)
+            routing.prefix_keys = keys_of(request.prompt_ids, generation.adapters.prefix_content, request.cache_salt)
         return routing.prefix_keys
 
     def _ranked(self, digest: str) -> tuple[ShardLink, ...]:

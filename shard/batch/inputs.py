@@ -4,7 +4,7 @@
 before each forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -29,6 +29,8 @@ class Segment:
     """KV pages in the order of positions; cover at least `start + num_tokens` tokens."""
     slot: int = -1
     """The adapter's slot, -1 for the bare base."""
+    slot_start: int = 0
+    """Position of the first token that the adapter applies to."""
     second_text: int = 0
     """Position of the first token of the second text of a pair, 0 for a single text."""
 
@@ -76,6 +78,17 @@ class AdapterRows:
 
 
 NO_ADAPTERS = AdapterRows()
+
+
+def slot_runs(segment: Segment) -> Iterator[tuple[int, int]]:
+    """The slots of a segment's tokens, each with its number of them: the adapter may apply to the last ones only."""
+    num_before = min(max(segment.slot_start - segment.start, 0), segment.num_tokens)
+    if segment.slot < 0 or num_before == 0:
+        yield segment.slot, segment.num_tokens
+        return
+    yield -1, num_before
+    if num_before < segment.num_tokens:
+        yield segment.slot, segment.num_tokens - num_before
 
 
 def rows_of(slots: Sequence[int]) -> AdapterRows:
@@ -214,11 +227,12 @@ class StepInputs:
 
     def _fill_adapters(self) -> None:
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
-        slots, bounds = [segment.slot for segment in self.segments], self.bounds
+        runs, bounds = [run for segment in self.segments for run in slot_runs(segment)], self.bounds
+        slots, counts = [slot for slot, _ in runs], [count for _, count in runs]
         if max(slots, default=-1) < 0 and not (bounds is not None and bounds.has_adapters):
             return
-        self.adapter_rows = AdapterRows(slots, self.counts.tolist())
-        row_slots = np.repeat(np.asarray(slots, np.int32), self.counts)
+        self.adapter_rows = AdapterRows(slots, counts)
+        row_slots = np.repeat(np.asarray(slots, np.int32), counts)
         wanted = row_slots[np.asarray(self.host_rows, np.int64)]
         # [S] -1 for rows that are padding
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)

@@ -236,7 +236,7 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
 def _segment(item: ScheduledRequest) -> Segment:
     request = item.request
     second_text = 0 if request.pooling is None else request.pooling.second_text
-    return Segment(item.start, item.num_tokens, request.page_ids, request.slot, second_text)
+    return Segment(item.start, item.num_tokens, request.page_ids, request.slot, request.adapter_start, second_text)
 
 
 def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:

@@ -102,6 +102,7 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         logprobs=LogprobParams(**pick(logprobs, LOGPROBS), raw=logprobs.mode == pb.Logprobs.RAW),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
+        adapter_start=submit.adapter_start,
         heads_digest=submit.heads.digest,
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
@@ -147,6 +148,10 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
         return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
     if submit.HasField("adapter") and (fault := find_digest_fault(submit.adapter.digest, bounds)):
         return fault
+    if submit.adapter_start and not (
+        submit.HasField("adapter") and submit.adapter_start < len(prompt_ids) - submit.num_emitted
+    ):
+        return "adapter_start must be a position of the prompt, and needs an adapter"
     if fault := find_speculation_fault(submit, bounds):
         return fault
     logprobs = submit.logprobs

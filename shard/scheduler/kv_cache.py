@@ -7,7 +7,8 @@ A page is in exactly one of three states:
     cached   [0 owners, hash]      in `_cached`; found again by hash, or evicted when free pages run out
 
 Only full pages of computed and committed tokens get a hash. It chains: parent's hash, the page's tokens; the root names
-the adapter and the salt.
+the adapter and the salt. Where an adapter applies from a later token on (aLoRA), the pages that end before that token
+are the base model's, and the first page behind it names the adapter and the position.
 """
 
 from array import array
@@ -135,7 +136,7 @@ class KvCache:
             if page_hash not in self._page_by_hash:
                 self._page_by_hash[page_hash] = page
                 self._hash_by_page[page] = page_hash
-                if request.adapter_digest:
+                if request.adapter_digest and (index + 1) * self.page_size > request.adapter_start:
                     self._adapter_by_page[page] = request.adapter_digest
         request.num_published = num_full
 
@@ -206,9 +207,19 @@ class KvCache:
         hashes = request.page_hashes
         while len(hashes) < num_pages:
             first = len(hashes) * self.page_size
-            parent = hashes[-1] if hashes else root_hash(request)
+            parent = self._parent(request, first)
             tokens = array("I", request.token_ids[first : first + self.page_size])
             hashes.append(blake2b(parent + tokens.tobytes(), digest_size=32).digest())
+
+    def _parent(self, request: Request, first: int) -> bytes:
+        """What the hash of the page that begins at position `first` continues."""
+        start = request.adapter_start
+        if not request.adapter_digest or start == 0:
+            return request.page_hashes[-1] if first else root_hash(request.adapter_digest, request.cache_salt)
+        parent = request.page_hashes[-1] if first else root_hash("", request.cache_salt)
+        if first <= start < first + self.page_size:
+            return blake2b(parent + root_hash(request.adapter_digest, str(start)), digest_size=32).digest()
+        return parent
 
     def _forget_page(self, page: int) -> None:
         del self._page_by_hash[self._hash_by_page.pop(page)]
@@ -227,7 +238,7 @@ class KvCache:
         return page
 
 
-def root_hash(request: Request) -> bytes:
+def root_hash(adapter_digest: str, salt: str) -> bytes:
     """The root of all page hashes of an adapter and a salt."""
-    names = (request.adapter_digest.encode(), request.cache_salt.encode())
+    names = (adapter_digest.encode(), salt.encode())
     return blake2b(b"".join(len(name).to_bytes(8, "little") + name for name in names), digest_size=32).digest()

@@ -113,6 +113,8 @@ class Request:
     constraint: Unconstrained = UNCONSTRAINED
     """The same for tokens."""
     adapter_digest: str = ""
+    adapter_start: int = 0
+    """Position of the first token that the adapter applies to: those before it are the base model's (aLoRA)."""
     heads_digest: str = ""
     """Content whose Medusa heads draft for the request, "" for those of its adapter."""
     cache_salt: str = ""

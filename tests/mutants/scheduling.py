@@ -12,6 +12,20 @@ CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard
 
 MUTANTS = [
     Mutant(
+        "the page of an activation is the base model's",
+        "shard/scheduler/kv_cache.py",
+        "if first <= start < first + self.page_size:",
+        "if first < start - self.page_size < first + self.page_size:",
+        "tests/shard/engine/test_activated_lora.py::test_the_base_model_s_pages_are_shared_up_to_the_activation",
+    ),
+    Mutant(
+        "an activated adapter applies to the whole chunk",
+        "shard/batch/inputs.py",
+        "if segment.slot < 0 or num_before == 0:",
+        "if segment.slot < 0 or num_before < segment.num_tokens:",
+        "tests/shard/engine/test_activated_lora.py::test_every_request_gets_what_peft_gives_it_alone[chunks of 7]",
+    ),
+    Mutant(
         "requests with drafts split into halves that take turns",
         "shard/engine/engine.py",
         "if self.scheduler.awaits_commit:",
