@@ -11,6 +11,20 @@ FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds
 
 MUTANTS = [
     Mutant(
+        "bfloat16 is kept on devices without it",
+        "shard/model/loader.py",
+        "        return torch.float16\n",
+        "        return dtype\n",
+        "tests/shard/model/test_loader.py::test_devices_without_bfloat16_serve_float16",
+    ),
+    Mutant(
+        "adapters take a tenth of the device, whatever they need",
+        "shard/model/kv_memory.py",
+        "min(ADAPTER_SHARE * total, max(",
+        "max(ADAPTER_SHARE * total, max(",
+        "tests/shard/model/test_kv_memory.py::test_slots_for_adapters_leave_memory_to_kv",
+    ),
+    Mutant(
         "results of columns are not added up",
         "shard/model/tensor_parallel/partitioning.py",
         "        if part.is_row_parallel:\n            module.register",

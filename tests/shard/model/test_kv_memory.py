@@ -5,7 +5,7 @@ import torch
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
-from lorikeet.shard.model.kv_memory import available_bytes, choose_num_pages, largest_step
+from lorikeet.shard.model.kv_memory import available_bytes, choose_num_pages, default_slot_bytes, largest_step, room
 from lorikeet.shard.model.model import Model
 from tests import tiny
 
@@ -55,3 +55,16 @@ def test_the_largest_step_has_no_position_that_no_request_has(step_tokens: int, 
 
 def test_available_memory_is_measured() -> None:
     assert 0 < available_bytes() < 1 << 50
+
+
+def test_slots_for_adapters_leave_memory_to_kv() -> None:
+    """Eight adapters of rank 16, or a part of what the weights leave, but never more than a tenth of the device."""
+    assert default_slot_bytes(24 << 30, 8 << 30, rank_bytes=5 << 20) == 128 * 5 << 20
+    assert default_slot_bytes(80 << 30, 64 << 30, rank_bytes=5 << 20) == int(0.04 * (64 << 30))
+    assert default_slot_bytes(1 << 30, 1 << 29, rank_bytes=5 << 20) == (1 << 30) // 10
+
+
+def test_what_is_left_of_a_device_is_shared_within_its_limits() -> None:
+    config = ShardConfig("tiny", "unused", "unix:unused", cuda_memory_fraction=0.8, memory_wiggle_room=0.5)
+    assert room(config, 1000, used=300, step=100) == 200
+    assert room(config, 1000, used=800, step=100) == 0

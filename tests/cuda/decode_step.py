@@ -1,0 +1,131 @@
+"""What a decode step launches, counted without a device: a model with fused modules on `meta`, operators by a dispatch
+mode, Triton kernels where they would be launched. No operator of ours counts as one: its launches do.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.cuda.setup import LlamaShape
+from lorikeet.shard.attention import paged
+from lorikeet.shard.attention.paged import PagedAttention
+from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.model import Model, layers
+from lorikeet.shard.model.attention_binding import NAME
+from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.fusion import layer, parts, verify
+from lorikeet.shard.sampling import Sampler, plan
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from tests.cuda.launches import recorded
+
+META = torch.device("meta")
+PAGE, CONTEXT, MOST_TOKENS, NUM_SLOTS = 64, 1024, 4096, 64
+PROCESSORS = 132
+"""Multiprocessors of an H100."""
+FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "view", "expand")
+"""Operators that launch nothing, in addition to views."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Launches, and bytes that they read and write."""
+
+    launches: int
+    bytes: int
+
+
+class Counter(TorchDispatchMode):
+    """Counts what PyTorch's operators launch and move: their whole arguments and results. A row selection reads as much
+    as it writes.
+    """
+
+    launches = bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name.startswith(FREE):
+            return result
+        self.launches += 1
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if name in ("embedding", "index_select", "gather", "index"):
+            found *= 2
+        else:
+            found += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.bytes += sum(leaf.numel() * leaf.element_size() for leaf in found)
+        return result
+
+
+@contextmanager
+def counting() -> Iterator[list[Count]]:
+    """Appends what was launched inside to the list. Bytes of Triton's launches are not counted."""
+    counts: list[Count] = []
+    with recorded() as found, Counter() as mode:
+        yield counts
+    counts.append(Count(mode.launches + len(found.launches), mode.bytes))
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Modules are fused without being compared: on this device there are no values, nor addresses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "difference", lambda *_: 0.0)
+        patch.setattr(verify, "close", lambda *_: True)
+        patch.setattr(parts, "_is_tanh", lambda _: False)
+        patch.setattr(layer, "_agrees", lambda *_: True)
+        patch.setattr(paged, "num_processors", lambda _: PROCESSORS)
+        patch.setattr(layers, "_shared_weights", lambda _: set())
+        patch.setitem(plan._CHUNK_ELEMENTS, "meta", plan._CHUNK_ELEMENTS["cuda"])  # type: ignore[index]
+        yield
+
+
+def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
+    """The model with attention by the paged kernel."""
+    config = LlamaConfig(**shape.config(), head_dim=128)
+    with META:
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).eval()
+    with recorded():
+        inputs = StepInputs(PAGE, META)
+        model = assemble(network, config, PagedAttention(PAGE), torch.bfloat16, inputs, MOST_TOKENS)
+        model.allocate_kv(32)
+        if has_adapters:
+            model.allocate_adapters(NUM_SLOTS)
+            model.enable_device_kernels(NUM_SLOTS, 512, 512)
+    return model
+
+
+@torch.inference_mode()
+def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
+    """Of the captured part of a decode step."""
+    inputs = model.inputs
+    inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
+    segments = [Segment(CONTEXT - 1, 1, range(CONTEXT // PAGE), 0 if has_adapters else -1) for _ in range(batch)]
+    ids = torch.empty(batch, dtype=torch.long, device=META)
+    inputs.fill(segments, ids, ids, range(batch))
+    assert inputs.bounds is not None and inputs.bounds.num_rows == batch
+    model.backend.prepare(inputs)
+    with counting() as counts:
+        model.compute()
+    return counts[0]
+
+
+@torch.inference_mode()
+def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
+    """Of sampling one token for each request."""
+    sampler = Sampler(vocab_size, len(params), META)
+    for row, each in enumerate(params):
+        sampler.add(row, each, LogprobParams(), [1, 2], 2)
+    rows = list(range(len(params)))
+    logits = torch.empty(len(params), vocab_size, device=META)
+    sampler.sample(logits, rows, [2] * len(rows))  # the plan is made once for the same rows
+    with counting() as counts:
+        sampler.sample(logits, rows, [3] * len(rows))
+    return counts[0]

@@ -1,0 +1,79 @@
+"""Every kernel that a step may launch was launched at start, and so compiled: none is compiled while requests wait."""
+
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from benchmarks.cuda.setup import LLAMA_8B
+from lorikeet.shard.attention.layerwise import trial_steps
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.model import Model
+
+if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+    from tests.cuda.decode_step import META, PAGE, model_of, without_values
+    from tests.cuda.launches import Launch, recorded
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+SHAPE = replace(LLAMA_8B, layers=1, vocabulary=32_000)
+
+
+def start(model: Model) -> "set[Launch]":
+    """What is launched before the first request, without graphs."""
+    spec = model.bindings[0].spec
+    assert spec is not None
+    with recorded() as found, torch.inference_mode():
+        kv = model.backend.allocate(spec, 16, torch.bfloat16, META)
+        for segments in trial_steps(PAGE):
+            inputs = StepInputs(PAGE, META)
+            num_rows = sum(segment.num_tokens for segment in segments)
+            ids = torch.empty(num_rows, dtype=torch.long, device=META)
+            inputs.fill(segments, ids, ids[:1])
+            model.backend.prepare(inputs)
+            heads = ((spec.num_heads, spec.key_dim), *[(spec.num_kv_heads, spec.key_dim)] * 2)
+            rows = (torch.empty(num_rows, *head, dtype=torch.bfloat16, device=META) for head in heads)
+            model.backend.attend(spec, kv, *rows)
+        step(model, [Segment(0, 64, range(1))])  # the memory of the largest step is measured
+        model.warm_up_adapters()
+    return set(found.launches)
+
+
+def step(model: Model, segments: list[Segment], heads: list[HeadsRow] | None = None) -> None:
+    num_rows = sum(segment.num_tokens for segment in segments)
+    ids = torch.empty(num_rows, dtype=torch.long, device=META)
+    wanted = range(len(segments))
+    model.inputs.fill(segments, ids, ids[: len(segments)], wanted, heads or [])
+    model.backend.prepare(model.inputs)
+    model.compute()
+
+
+STEPS: dict[str, tuple[list[Segment], list[HeadsRow]]] = {
+    "one token": ([Segment(3, 1, range(1))], []),
+    "a long context": ([Segment(1500, 1, range(24)), Segment(7, 3, range(1))], []),
+    "a prompt": ([Segment(0, 777, range(13))], []),
+    "adapters": ([Segment(9, 1, range(1), 2), Segment(0, 33, range(1), -1), Segment(4, 5, range(1), 1)], []),
+    "heads": ([Segment(9, 1, range(1), 2), Segment(5, 1, range(1))], [HeadsRow(0, 2, 3), HeadsRow(1, 4, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_step_launches_a_kernel_that_start_did_not(name: str) -> None:
+    segments, heads = STEPS[name]
+    with without_values():
+        model = model_of(SHAPE, has_adapters=True)
+        compiled = start(model)
+        with recorded() as found, torch.inference_mode():
+            step(model, segments, heads)
+    missing = set(found.launches) - compiled
+    assert ("fold" in {launch.kernel for launch in found.launches}) is (name == "a long context")
+    assert not missing, sorted(map(str, missing))
+    assert {launch.kernel for launch in found.launches} >= {"attend", "store", "norm_rows", "gate_rows"}
+
+
+def test_what_start_launches() -> None:
+    with without_values():
+        names = {launch.kernel for launch in start(model_of(SHAPE, has_adapters=True))}
+    adapters, heads = {"shrink", "expand"}, {"head_block", "head_logits"}
+    assert names == {"attend", "fold", "store", "norm_rows", "rotate_heads", "gate_rows", *adapters, *heads}

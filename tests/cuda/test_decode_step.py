@@ -1,0 +1,63 @@
+"""A ratchet on what a decode step of Llama 3.1 8B launches and moves. Lower a number when it falls; never raise one."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.cuda.setup import LLAMA_8B
+from lorikeet.shard.model import Model
+from lorikeet.shard.scheduler.request import SamplingParams
+
+if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+    from tests.cuda.decode_step import count_pass, count_sampling, model_of, without_values
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+FEW = 2
+"""Layers of the smaller of two models, whose difference is a layer."""
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(do_sample=True, temperature=0.8)
+NUCLEUS = replace(SAMPLED, top_p=0.9)
+PASS = {False: 358, True: 617}
+"""Launches of a captured pass at any batch, without and with adapters. The aim is 300, sampling included, and 128 more
+with adapters.
+"""
+PASS_MB = {1: 15_015, 8: 15_048, 64: 15_314, 256: 16_227}
+"""Megabytes that PyTorch's operators move in it, by batch: weights and activations, without KV."""
+SAMPLING = {
+    "greedy": (GREEDY, {1: (10, 1), 8: (10, 5), 64: (10, 33), 256: (10, 132)}),
+    "temperature": (SAMPLED, {1: (53, 20), 8: (53, 149), 64: (53, 1184), 256: (194, 4733)}),
+    "top-p": (NUCLEUS, {1: (63, 28), 8: (63, 211), 64: (63, 1676), 256: (234, 6703)}),
+}
+"""Launches and megabytes of sampling, by batch."""
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[bool, list[Model]]]:
+    """Of two and of three layers, by whether they have adapters."""
+    with without_values():
+        shapes = [replace(LLAMA_8B, layers=FEW + more) for more in (0, 1)]
+        yield {has: [model_of(shape, has) for shape in shapes] for has in (False, True)}
+
+
+@pytest.mark.parametrize("batch", PASS_MB)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_pass_launches_no_more_than_before(models: dict[bool, list[Model]], has_adapters: bool, batch: int) -> None:
+    small, large = (count_pass(model, batch, has_adapters) for model in models[has_adapters])
+    further = LLAMA_8B.layers - FEW
+    assert small.launches + further * (large.launches - small.launches) <= PASS[has_adapters]
+    assert small.bytes + further * (large.bytes - small.bytes) <= PASS_MB[batch] * 10**6
+
+
+@pytest.mark.parametrize("batch", PASS_MB)
+@pytest.mark.parametrize(("params", "most"), SAMPLING.values(), ids=SAMPLING.keys())
+def test_sampling_launches_no_more_than_before(
+    params: SamplingParams, most: dict[int, tuple[int, int]], batch: int
+) -> None:
+    with without_values():
+        found = count_sampling(LLAMA_8B.vocabulary, [replace(params, seed=seed) for seed in range(batch)])
+    launches, megabytes = most[batch]
+    assert found.launches <= launches
+    assert found.bytes <= megabytes * 10**6
