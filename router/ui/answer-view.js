@@ -24,7 +24,7 @@ export class AnswerView {
     const how = settings.method === "off" ? "no speculation" : settings.method === "auto" ? "" : settings.method;
     const title = [settings.adapter || "Base model", how].filter(Boolean).join(" · ");
     this.element = el("article", { class: "answer panel", "aria-label": `Answer ${label}`.trim() },
-      el("header", { class: "answer-head" }, label ? el("span", { class: "side-mark" }, label) : null, el("h3", {}, title),
+      el("header", { class: "answer-head" }, label ? el("span", { class: "side-mark" }, label) : null, el("h2", {}, title),
         el("span", { class: "grow" }), this.stop),
       el("div", { class: "answer-body" }, this.tokenView.element, this.text, this.tokenView.detail), this.note, this.legend, this.stats,
       el("footer", { class: "answer-foot" }, this.mode, this.again, this.code));
