@@ -52,11 +52,12 @@ export class Picker {
     this.found = this.all.filter((model) => words.every((word) => model.id.toLowerCase().includes(word)))
       .sort((a, b) => (rank[a.tier] ?? 3) - (rank[b.tier] ?? 3) || (a.id < b.id ? -1 : 1));
     const typed = this.search.value.trim();
-    this.rows = [{ id: "", name: `Base model (${this.base})` }, ...this.found];
+    const base = { id: "", name: `Base model (${this.base})` };
+    const isBaseFound = words.every((word) => base.name.toLowerCase().includes(word));
+    this.rows = isBaseFound ? [base, ...this.found] : this.found.slice();
     if (typed && !this.all.some((model) => model.id === typed)) {
       this.rows.push({ id: typed, name: `Use “${typed}”, which the server has not listed` });
     }
-    if (words.length) this.rows = [...this.rows.slice(1), this.rows[0]];
     this.active = Math.max(0, words.length ? 0 : this.rows.findIndex((row) => row.id === (this.current || "")));
     this.count.textContent = `${number(this.found.length)} of ${number(this.all.length)} adapters`;
     this.space.style.height = `${this.rows.length * ROW}px`;
