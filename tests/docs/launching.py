@@ -3,6 +3,7 @@ when it is ready. The port is the page's, and models of the hub are the demo fam
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.docs.snippets import standin
+from tests.e2e.launched import alive
 
 ENDING = ("--help", "-h", "--version", "--print-config", "--download-only")
 """Flags with which the launcher does not serve."""
@@ -24,13 +26,13 @@ def main(arguments: Sequence[str]) -> int:
         return subprocess.run(command, check=False).returncode
     small = ["--hostname", "127.0.0.1", "--port", os.environ["SNIPPET_PORT"], "--cpu-memory", "256MiB"]
     small += [] if "--num-shard" in words else ["--threads", "1"]
+    end_earlier()
     log = Path(os.environ["SNIPPET_LOG"])
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, *small], stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
-    with Path(os.environ["SNIPPET_PIDS"]).open("a") as pids:
-        print(server.pid, file=pids)
+    Path(os.environ["SNIPPET_PIDS"]).write_text(f"{server.pid}\n")
     end = time.monotonic() + START_S
     while "is ready at" not in log.read_text():
         if server.poll() is not None or time.monotonic() > end:
@@ -38,6 +40,18 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         time.sleep(0.1)
     return 0
+
+
+def end_earlier() -> None:
+    """The page's earlier server: a page shows alternatives, each on the same port."""
+    pids = Path(os.environ["SNIPPET_PIDS"])
+    for line in pids.read_text().split() if pids.exists() else ():
+        try:
+            os.killpg(int(line), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        while alive(int(line)):
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.e2e.launched import ROOT
 
 DOCS = ROOT / "docs"
 OF_OTHERS = """gpus shm-size build-arg build user set head address again list smoke commit suite upgrade fail silent
-compile switch verify replicas"""
+compile retry switch verify replicas"""
 """Flags of other programs, and of an example, that pages name."""
 
 
