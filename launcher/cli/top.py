@@ -1,4 +1,4 @@
-"""`lorikeet-top`: what a server does now, in a terminal. Reads its metrics, which hold no text of any request."""
+"""`lorikeet-top`: what a server does now, in a terminal. Metrics and the live view hold no text of any request."""
 
 import argparse
 import http.client
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lorikeet.launcher.cli.client import URL_HELP
+from lorikeet.launcher.cli.live_stream import LiveStream, Snapshot
 from lorikeet.launcher.cli.metrics_page import Interval, Page
 from lorikeet.proto import server_url
 
@@ -76,15 +78,18 @@ class Source:
             connection.close()
 
 
-def screen(interval: Interval, title: str) -> RenderableType:
-    """Everything, for one interval."""
+def screen(interval: Interval, title: str, live: Snapshot | None = None) -> RenderableType:
+    """Everything, for one interval; `live` adds the shards and their steps."""
     page = interval.last
     columns = Table.grid(expand=True, padding=(0, 1))
     columns.add_column(ratio=1)
     columns.add_column(ratio=1)
     columns.add_row(Panel(_traffic(interval), title="traffic"), Panel(_memory(interval), title="memory and shards"))
+    shards = _shards(live or {})
     speculation = _speculation(interval)
     parts: list[RenderableType] = [Text(title, style="bold"), columns, Panel(_adapters(interval), title="adapters")]
+    if shards.row_count:
+        parts.insert(2, Panel(shards, title="shards: P prefill, · decode, + draft tokens of each request of a step"))
     if speculation.row_count:
         parts.append(Panel(speculation, title="speculation"))
     failures = interval.rates("lorax_request_failure", "err")
@@ -166,6 +171,31 @@ def _adapters(interval: Interval) -> Table:
     return table
 
 
+def _shards(live: Snapshot) -> Table:
+    """One row for each shard, with its last step as a picture."""
+    table = Table(box=None, expand=True, header_style="dim")
+    for name in ("shard", "state", "running", "waiting", "KV pages", "step ms"):
+        table.add_column(name, justify="left" if name in ("shard", "state", "KV pages") else "right")
+    table.add_column("step", ratio=1, no_wrap=True)
+    for shard in live.get("shards", ()):
+        state = "ready" if shard["ready"] else "connected" if shard["connected"] else "lost"
+        row: list[str | Text] = [
+            str(shard["index"]),
+            Text(state, style="" if shard["ready"] else "bold red"),
+            str(shard["running"]),
+        ]
+        pages = _bar(shard["used_pages"], shard["pages"]) if "pages" in shard else "–"
+        step = " ".join(_part(part) for part in shard.get("step", ()))
+        table.add_row(*row, str(shard.get("waiting", "–")), pages, str(shard.get("step_ms", "–")), step)
+    return table
+
+
+def _part(part: dict[str, Any]) -> str:
+    """What a step computed of one request."""
+    computed = f"P{part['tokens']}" if part["prefill"] else "·"
+    return computed + (f"+{part['drafts']}" if part["drafts"] else "")
+
+
 def _speculation(interval: Interval) -> Table:
     table = Table(box=None, expand=True, header_style="dim")
     table.add_column("drafts from", ratio=1)
@@ -216,10 +246,11 @@ def parser() -> argparse.ArgumentParser:
 def watch(source: Source, seconds: float, *, once: bool) -> None:
     """Draw every interval until Ctrl-C; later a server that is away is waited for. Raises Unreachable."""
     page = source.read()
+    stream = LiveStream(source.url, source.token)
     title = f"{source.model() or 'server'} at {source.url}"
     if once:
         time.sleep(seconds)
-        Console().print(screen(Interval(page, source.read()), title))
+        Console().print(screen(Interval(page, source.read()), title, stream.latest))
         return
     with Live(Text(f"{title} …"), auto_refresh=False, screen=True) as live:
         while True:
@@ -227,9 +258,10 @@ def watch(source: Source, seconds: float, *, once: bool) -> None:
             try:
                 later = source.read()
             except Unreachable as error:
+                stream = LiveStream(source.url, source.token)  # the old one ends with its connection
                 live.update(Text(f"{title}\n{error}", style="red"), refresh=True)
                 continue
-            live.update(screen(Interval(page, later), title), refresh=True)
+            live.update(screen(Interval(page, later), title, stream.latest), refresh=True)
             page = later
 
 

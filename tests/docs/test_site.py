@@ -46,12 +46,11 @@ def navigation(node: object) -> Iterator[str]:
         yield from navigation(list(node.values()))
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_the_navigation_lists_pages_once() -> None:
+    """Other pages are reached by links from the index, which another test follows."""
     listed = list(navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert len(listed) == len(set(listed))
-    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    pages = {path for path in pages if not path.startswith(("decisions/", "log/2"))}
-    assert set(listed) == pages, "list the page in mkdocs.yml"
+    assert set(listed) <= {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
 
 def test_every_page_is_reached_from_the_index() -> None:

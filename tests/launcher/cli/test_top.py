@@ -4,6 +4,7 @@ import asyncio
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,9 +44,15 @@ lorikeet_speculation_steps_total{method="lookup",adapter="fox"} 20
 """
 
 
-def drawn(before: str, after: str) -> str:
+STEP = [{"tokens": 12, "drafts": 0, "prefill": True}, {"tokens": 1, "drafts": 3, "prefill": False}]
+READY = {"index": 0, "connected": True, "ready": True, "running": 2, "waiting": 1}
+MEMORY = {"pages": 8, "used_pages": 4, "step_ms": 7, "step": STEP}
+LIVE = {"shards": [READY | MEMORY, {"index": 1, "connected": False, "ready": False, "running": 0}]}
+
+
+def drawn(before: str, after: str, live: dict[str, Any] | None = None) -> str:
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(screen(Interval(Page.read(before, 5.0), Page.read(after, 7.0)), "title"))
+    console.print(screen(Interval(Page.read(before, 5.0), Page.read(after, 7.0)), "title", live))
     return console.export_text()
 
 
@@ -58,6 +65,12 @@ def test_rates_shares_and_tables() -> None:
     assert "lookup 20 15 75% 2.50" in rows
     assert "fox 0 0 0.0 40 0" in rows
     assert "no shard accepts requests" in text
+
+
+def test_shards_and_their_steps() -> None:
+    rows = [" ".join(line.replace("│", " ").split()) for line in drawn(BEFORE, AFTER, LIVE).splitlines()]
+    assert any(row.startswith("0 ready 2 1") and row.endswith("50% 7 P12 ·+3") for row in rows)
+    assert any(row.startswith("1 lost 0 –") for row in rows)
 
 
 def test_a_counter_that_has_fallen_was_reset() -> None:
@@ -92,6 +105,7 @@ async def test_it_shows_a_running_server(tmp_path: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     shown = text[text.index("test/model at") :]
     assert "output tokens/s" in shown and "secret" not in shown
+    assert "0      ready" in shown
 
 
 @pytest.mark.parametrize(
