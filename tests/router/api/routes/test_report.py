@@ -110,3 +110,8 @@ async def test_routes_that_do_not_exist_name_an_alternative(server: Serving) -> 
             assert error["message"] == f"`{prefix}` is not supported by this server: {alternative}"
     assert (await server.client.get("/v1/files")).status_code == 501
     assert (await server.client.get("/v1/filesystem")).status_code == 404
+
+
+def test_the_documentation_lists_what_is_not_supported() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "routes.md").read_text()
+    assert [prefix for prefix in ALTERNATIVES if f"`{prefix}`" not in page] == []
