@@ -2,11 +2,12 @@
 
 from benchmarks.adapters import figures as adapters
 from benchmarks.evidence.figure import Suite
+from benchmarks.grammar import figures as grammar
 from benchmarks.recovery import figures as recovery
 from benchmarks.router import figures as router
 from benchmarks.serving import figures as serving
 from benchmarks.speculation import figures as speculation
 
 SUITES: tuple[Suite, ...] = (
-    *serving.SUITES, *router.SUITES, *adapters.SUITES, *speculation.SUITES, *recovery.SUITES,
+    *serving.SUITES, *router.SUITES, *adapters.SUITES, *speculation.SUITES, *recovery.SUITES, *grammar.SUITES,
 )  # fmt: skip
