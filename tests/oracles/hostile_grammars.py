@@ -148,7 +148,7 @@ class HostileSource:
     def _deep(self) -> Hostile:
         drawn = self._random
         value: Any = {"type": "string", "maxLength": 3}
-        for _ in range(drawn.choice((5, 20, 40, 200, 900))):
+        for _ in range(drawn.choice((5, 20, 40, 200, 400))):
             value = drawn.choice((
                 {"type": "object", "properties": {"a": value}, "required": ["a"]},
                 {"type": "array", "items": value, "maxItems": 3},
