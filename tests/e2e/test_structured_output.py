@@ -4,6 +4,7 @@ shard changes one.
 
 import datetime
 import json
+import math
 import os
 import signal
 import threading
@@ -149,3 +150,87 @@ def test_the_openai_client_parses_answers(replicas: Replicas) -> None:
     ) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == whole.choices[0].message.parsed
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object", "schema": {**LIST, "minItems": 2, "maxItems": 2}}},
+    {"guided_regex": "[a-z]{3,12} [0-9]{4}"},
+    {"guided_choice": ["red", "green", "blue and yellow"]},
+    {"guided_grammar": 'start: "(" start ")" | WORD\nWORD: /[a-z]{2,8}/'},
+    {},
+]
+ADAPTERS: list[dict[str, Any]] = [{"adapter_id": name} for name in ("json", "sql", "cite")] + [{}]
+
+
+def test_a_batch_of_sixteen_changes_no_text(replicas: Replicas) -> None:
+    """With other grammars, adapters, draft sources and samplings in the same batch."""
+    client = Client(replicas.launched.url)
+    samplings, methods = list(SAMPLING.values()), list(METHODS.values())
+    asked = [
+        {**GRAMMARS[number % 5], **ADAPTERS[number % 4], **samplings[number // 8], "max_new_tokens": 60}
+        for number in range(16)
+    ]
+    drafted = [{**each, **methods[1 + number % 3]} for number, each in enumerate(asked)]
+    with ThreadPoolExecutor(16) as pool:
+        found = [answer.text for answer in pool.map(lambda each: client.generate(PROMPT, **each), drafted)]
+    assert found == [client.generate(PROMPT, **each, **METHODS["off"]).text for each in asked]
+
+
+POINT: dict[str, Any] = {
+    "response_format": {
+        "type": "json_object",
+        "schema": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "score": {"type": "integer", "maximum": 999}},
+            "required": ["name", "score"],
+            "additionalProperties": False,
+        },
+    },
+    "max_new_tokens": 80,
+    "adapter_id": "json",
+}
+OPTIONS: list[dict[str, Any]] = [
+    {"ignore_eos_token": True},
+    {"do_sample": True, "seed": 3, "watermark": True},
+    {"do_sample": True, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95},
+    {"do_sample": True, "seed": 3, "best_of": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["ignore_eos", "watermark", "penalties", "filters", "best_of"])
+def test_options_of_sampling_keep_the_grammar(replicas: Replicas, options: dict[str, Any]) -> None:
+    client = Client(replicas.launched.url)
+    answers = [client.generate(PROMPT, **POINT, **options, **METHODS[name]) for name in ("off", "lookup")]
+    assert answers[0].text == answers[1].text
+    assert answers[0].details["finish_reason"] == "eos_token"
+    jsonschema.validate(json.loads(answers[0].text), POINT["response_format"]["schema"])
+
+
+def test_a_stop_string_ends_an_output_early(replicas: Replicas) -> None:
+    client = Client(replicas.launched.url)
+    whole = client.generate(PROMPT, **POINT)
+    ended = client.generate(PROMPT, **POINT, stop=["score"])
+    assert ended.details["finish_reason"] == "stop_sequence"
+    assert whole.text.startswith(ended.text) and len(ended.text) < len(whole.text)
+
+
+def test_several_choices_each_follow_the_grammar(replicas: Replicas) -> None:
+    asked: Any = {"model": "json", "prompt": PROMPT, "n": 4, "temperature": 1.2, "seed": 5, "max_tokens": 80}
+    openai_client = openai.OpenAI(base_url=f"{replicas.launched.url}/v1", api_key="secret sharing")
+    found = openai_client.completions.create(**asked, extra_body={"response_format": POINT["response_format"]})
+    assert [choice.finish_reason for choice in found.choices] == ["stop"] * 4
+    for choice in found.choices:
+        jsonschema.validate(json.loads(choice.text), POINT["response_format"]["schema"])
+
+
+def test_log_probabilities_are_those_of_the_constrained_distribution(replicas: Replicas) -> None:
+    """A token without an alternative has probability one, also where the model would prefer another."""
+    client = Client(replicas.launched.url)
+    (only,) = [client.generate(PROMPT, guided_choice=["zebra crossing"], max_new_tokens=40, details=True)]
+    assert only.text == "zebra crossing"
+    assert all(abs(token["logprob"]) < 1e-4 for token in only.details["tokens"])
+    two = client.generate(PROMPT, guided_choice=["A", "B"], max_new_tokens=4, details=True, top_n_tokens=3)
+    likeliest = two.details["top_tokens"][0]
+    assert {each["text"] for each in likeliest if each["logprob"] > -1e4} == {"A", "B"}
+    assert abs(sum(math.exp(each["logprob"]) for each in likeliest) - 1) < 1e-4

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.router.errors import Overloaded, ValidationError
-from lorikeet.router.text import grammar_process
+from lorikeet.router.text import grammar_checker, grammar_process
 from lorikeet.router.text import grammars as grammars_module
 from lorikeet.router.text.grammars import Grammars
 
@@ -87,18 +87,40 @@ async def test_every_choice_can_be_chosen(texts: list[str]) -> None:
 
 async def test_a_check_that_takes_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile others are checked, and no more than some of one caller go on."""
-    monkeypatch.setattr(grammars_module, "FAST_S", 0.1)
+    monkeypatch.setattr(grammars_module, "FAST_S", 3.0)
     monkeypatch.setattr(grammars_module, "SLOW_S", 1.0)
     async with serializing() as grammars:
         slow = [
-            asyncio.create_task(grammars.serialize("json_schema", ENDLESS, "guided_json", "slow")) for _ in range(6)
+            asyncio.create_task(grammars.serialize("json_schema", ENDLESS, "guided_json", "slow")) for _ in range(3)
         ]
-        for number in range(5):
+        for number in range(3):
             assert await grammars.serialize("regex", f"a{{{number}}}", "guided_regex", "other")
         failures = await asyncio.gather(*slow, return_exceptions=True)
         assert all(isinstance(failure, Overloaded | ValidationError) for failure in failures)
         assert len(grammars._idle) <= grammars_module.NUM_FAST and not grammars._slow
         assert grammars._num_fast == 0
+
+
+async def test_slow_checks_of_one_caller_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "FAST_S", 0.1)
+    monkeypatch.setattr(grammar_checker.Checker, "answer", lambda _: asyncio.Event().wait())
+    async with serializing() as grammars:
+        texts = [f"a{{{number}}}" for number in range(9)]
+        callers = [*"aaabbbccc"]
+        checks = [
+            asyncio.create_task(grammars.serialize("regex", text, "guided_regex", caller))
+            for text, caller in zip(texts, callers, strict=True)
+        ]
+        for check in asyncio.as_completed(checks):
+            with pytest.raises(Overloaded):
+                await check
+            if grammars._slow.total() == grammars_module.MAX_SLOW:
+                break
+        await until(lambda: sum(check.done() for check in checks) == 3)
+        assert [grammars._slow[caller] for caller in "abc"] == [2, 2, 2]
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
 
 
 async def test_processor_time_is_limited() -> None:

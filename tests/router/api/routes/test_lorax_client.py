@@ -85,6 +85,15 @@ async def test_generate_stream(server: Serving) -> None:
     assert events[-1]["details"]["generated_tokens"] == 2
 
 
+async def test_response_format(server: Serving) -> None:
+    server.says('{"a": 1}', ends=True)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked = {"prompt": "Hi", "max_new_tokens": 8, "response_format": {"type": "json_object", "schema": schema}}
+    answer, events = await calls(server, {"call": "generate", **asked}, {"call": "generate_stream", **asked})
+    assert answer["generated_text"] == events[-1]["generated_text"] == '{"a": 1}'
+    assert all('"integer"' in submit.grammar.text for submit in server.shard.submits) and server.shard.submits
+
+
 async def test_errors(server: Serving) -> None:
     server.says("ab", error="broken")
     long = "a" * 3000
