@@ -95,7 +95,22 @@ class GrammarCompiler(NoGrammars):
             return Compiled(None, error=f"the grammar cannot be compiled: {type(failure).__name__}")
         if error := reason(matcher):
             return Compiled(None, error=f"the grammar cannot be compiled: {error}")
-        return Compiled(matcher, tokenizer.eos_token)
+        return Compiled(matcher, tokenizer.eos_token, style=self._style(grammar, tokenizer))
+
+    @staticmethod
+    def _style(grammar: str, tokenizer: LLTokenizer) -> LLMatcher | None:
+        """The same JSON with white space as `json.dumps` writes it: where it forces tokens, they are likely."""
+        try:
+            parsed = json.loads(grammar)
+            (schema,) = [each["json_schema"] for each in parsed["grammars"]]
+            if "whitespace_pattern" not in (options := schema["x-guidance"]):
+                return None
+        except (ValueError, KeyError, TypeError):  # no JSON schema
+            return None
+        del options["whitespace_pattern"]
+        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        matcher = LLMatcher(tokenizer, json.dumps(parsed), log_level=0, limits=GRAMMAR_LIMITS)
+        return None if matcher.get_error() else matcher
 
     def _read(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         try:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 MAX_FORCED = 32
 """Most forced tokens that one step verifies."""
+MAX_MISSED = 3
+"""Proposed tokens that an output may differ from before the stricter grammar proposes no more for it."""
 MAX_FORCED_S = 0.01
 """Processor time to compute forced tokens, above which a grammar proposes none: it would delay every request."""
 
@@ -37,6 +39,8 @@ class Compiled:
     """Why the grammar cannot be used."""
     is_slow: bool = False
     """Whether forced tokens took too long to compute once."""
+    style: LLMatcher | None = None
+    """At the start of a stricter grammar, whose forced tokens are likely in this one."""
 
 
 class GrammarMatcher(Unconstrained):
@@ -62,7 +66,9 @@ class GrammarMatcher(Unconstrained):
         self._starting: Future[None] | None = None
         self._matcher: LLMatcher | None = None
         self._forced: list[int] = []
-        """Tokens that must follow the committed ones, as far as they are known."""
+        """Tokens that must or are likely to follow the committed ones, as far as they are known."""
+        self._style: LLMatcher | None = None
+        self._num_missed = 0
 
     @property
     def is_ready(self) -> bool:  # type: ignore[override]
@@ -102,7 +108,16 @@ class GrammarMatcher(Unconstrained):
         if self._output_ids and not matcher.consume_tokens(list(self._output_ids)):
             self.error = f"the output so far does not match the grammar: {reason(matcher)}"
         self.is_complete = bool(matcher.is_stopped())
+        style = self._compiling.result().style if self.proposes else None
+        if style is not None:
+            self._style = style.deep_copy()
+            self._follow(self._output_ids)
         self._matcher = matcher
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        """Take tokens into the stricter grammar, which is dropped where the output leaves it."""
+        if self._style is not None and token_ids and not self._style.consume_tokens(list(token_ids)):
+            self._style = None
 
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
         return self.checked(lambda: int(self.matcher.validate_tokens(list(draft_ids))), 0)
@@ -111,11 +126,14 @@ class GrammarMatcher(Unconstrained):
         compiled = self._compiling.result()
         if not self._forced and self.proposes and not compiled.is_slow:
             started = time.thread_time()
-            self._forced = self.checked(lambda: list(self.matcher.compute_ff_tokens()), [])
+            self._forced = self.checked(lambda: list((self._style or self.matcher).compute_ff_tokens()), [])
             compiled.is_slow = time.thread_time() - started > MAX_FORCED_S
         return self._forced[:MAX_FORCED]
 
     def commit(self, token_id: int) -> bool:
+        if self._forced and self._forced[0] != token_id:
+            self._num_missed += 1
+            self._style = self._style if self._num_missed < MAX_MISSED else None
         self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
         return self.checked(partial(self._consume, token_id), False)
 
@@ -123,6 +141,7 @@ class GrammarMatcher(Unconstrained):
         if not self.matcher.consume_token(token_id):
             self.error = f"the grammar cannot be continued: {reason(self.matcher)}"
             return False
+        self._follow([token_id])
         self.is_complete = bool(self.matcher.is_stopped())
         return self.is_complete
 

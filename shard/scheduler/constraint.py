@@ -39,7 +39,7 @@ class Unconstrained:
         return len(draft_ids)
 
     def forced_ids(self) -> list[int]:
-        """The only tokens that may follow the committed ones."""
+        """The only tokens that may follow the committed ones, or those that probably do."""
         return []
 
     def commit(self, token_id: int) -> bool:

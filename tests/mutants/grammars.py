@@ -3,7 +3,6 @@
 from tests.mutants.mutant import Mutant
 
 ENGINE = "tests/shard/grammar/test_engine.py"
-CHECKS = "tests/router/text/test_grammars.py"
 THREADS = "tests/shard/grammar/test_threads.py"
 BATCHES = f"{ENGINE}::test_no_draft_source_and_no_batch_changes_an_output"
 
@@ -44,31 +43,10 @@ MUTANTS = [
         f"{ENGINE}::test_requests_of_one_grammar_do_not_fill_the_lexer_of_others",
     ),
     Mutant(
-        "a slow compilation keeps its thread",
-        "shard/grammar/threads.py",
-        "                self._start(self._work)",
-        "                pass",
-        f"{THREADS}::test_a_job_fails_when_its_time_is_up",
-    ),
-    Mutant(
         "a compilation that took too long is never tried again",
         "shard/grammar/compiler.py",
         "if done.result() is TOO_SLOW:",
         "if done.result() is None:",
         f"{THREADS}::test_a_grammar_that_took_too_long_is_compiled_again",
-    ),
-    Mutant(
-        "the first mask is not checked",
-        "router/text/grammar_process.py",
-        "            matcher.compute_bitmask()",
-        "            pass",
-        f"{CHECKS}::test_what_the_library_refuses_is_named",
-    ),
-    Mutant(
-        "slow checks of one caller are not limited",
-        "router/text/grammars.py",
-        "or self._slow[caller] >= MAX_SLOW_OF_CALLER",
-        "",
-        f"{CHECKS}::test_slow_checks_of_one_caller_are_limited",
     ),
 ]
