@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.served import Store
-from benchmarks.cuda.setup import Setup
+from benchmarks.cuda.setup import Setup, step_bytes
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn
 from benchmarks.models.adapter_files import ALL, ATTENTION
@@ -103,3 +103,14 @@ def _run(setup: Setup, way: str, bare: EngineHarness, served: Served) -> Raw:
 def share(way: str, of: str, raw: Raw) -> float:
     """Tokens per second of one way over those of another, in the same round."""
     return float(raw[way]["tokens_per_second"] / raw[of]["tokens_per_second"])
+
+
+def share_by_bytes(setup: Setup, way: str, raw: Raw) -> float:
+    """The same over no adapters, times what a step reads with the adapters over what it reads without: 1 if both read
+    at the same speed.
+    """
+    shape, ranks = setup.large, setup.ranks if way == MIXED else (setup.rank,)
+    num_ranks = sum(ranks[number % len(ranks)] for number in range(setup.requests))
+    adapters = 2 * shape.layers * num_ranks * sum(num_out + num_in for num_out, num_in in shape.linears)
+    base = step_bytes(shape, setup.requests * (setup.prompt + setup.text / 2))
+    return share(way, BARE, raw) * (base + adapters) / base

@@ -78,6 +78,8 @@ class Setup:
     """Requests that run meanwhile."""
     contexts: tuple[int, ...] = (1024, 8192, 32_768)
     prefill: int = 2048
+    full_loads: tuple[int, ...] = (128, 256)
+    """Requests that decode at once at the shortest context, in addition."""
     loads: tuple[int, ...] = (1, 8, 32)
     """Requests at once under which speculation is measured."""
     width: int = 4
@@ -106,7 +108,7 @@ class Setup:
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
     text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    loads=(1, 2), width=2, is_smoke=True,
+    full_loads=(3,), loads=(1, 2), width=2, is_smoke=True,
 )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ class Step:
 def steps(setup: Setup) -> list[Step]:
     """Decode alone, under a small load and in a full batch; verification; one long chunk of a prompt."""
     loads = sorted({1, min(8, setup.requests), setup.requests})
-    found = []
+    found = [Step(load, 1, setup.contexts[0]) for load in setup.full_loads]
     for context in setup.contexts:
         found += [Step(load, 1, context) for load in loads]
         found += [Step(min(8, setup.requests), setup.width + 1, context)]

@@ -78,10 +78,15 @@ def _adapters(setup: Setup) -> list[Suite]:
     def share(way: str, of: str = "bare") -> Callable[[Raw], float]:
         return _of("mixes.share", way, of)
 
+    def by_bytes(way: str) -> Callable[[Raw], float]:
+        return _of("mixes.share_by_bytes", setup, way)
+
     many = setup.requests
     return [_suite("adapters", setup, setup.long_rounds, "mixes.measure", figures=[
-        Figure(f"{many} requests with {many} adapters over none", share("distinct"), 0.92),
-        Figure(f"{many} requests with adapters of mixed ranks over none", share("mixed ranks"), 0.88),
+        Figure(f"{many} requests with {many} adapters over none, by bytes", by_bytes("distinct"), 0.85),
+        Figure(f"{many} requests with adapters of mixed ranks over none, by bytes", by_bytes("mixed ranks"), 0.85),
+        Figure(f"{many} requests with {many} adapters over none", share("distinct")),
+        Figure(f"{many} requests with adapters of mixed ranks over none", share("mixed ranks")),
         Figure(f"{setup.adapters} adapters in rotation over {many} resident", share("rotation", "resident"), 0.90),
         Figure("requests without an adapter, over an engine without adapters", share("idle"), 0.99),
     ])]  # fmt: skip

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.cuda.setup import LLAMA_1B, LLAMA_8B, Speeds, floors, step_bytes
+from benchmarks.cuda.mixes import share_by_bytes
+from benchmarks.cuda.setup import LLAMA_1B, LLAMA_8B, Setup, Speeds, floors, step_bytes
 
 CARD = Speeds(copy=4e12, read=4.4e12, flops=7.5e14, upload=5e10)
 
@@ -25,3 +26,11 @@ def test_few_rows_wait_for_memory_and_many_for_products() -> None:
     assert by_bandwidth == pytest.approx(3.76e-3, rel=0.01) and by_products < by_bandwidth / 100
     by_bandwidth, by_products = floors(LLAMA_8B, 1024, 0, CARD)
     assert by_products > by_bandwidth
+
+
+def test_adapters_are_judged_by_the_bytes_that_a_step_must_read() -> None:
+    setup = Setup()
+    raw = {"bare": {"tokens_per_second": 100.0}, "distinct": {"tokens_per_second": 76.0}}
+    more = 64 * 16 * LLAMA_8B.layers * 2 * sum(sum(each) for each in LLAMA_8B.linears)
+    assert more / 1e9 == pytest.approx(5.4, abs=0.1)
+    assert share_by_bytes(setup, "distinct", raw) == pytest.approx(0.76 * (1 + more / step_bytes(LLAMA_8B, 64 * 224)))

@@ -45,6 +45,6 @@ def test_every_file_of_tests_for_devices_is_run() -> None:
 
 def test_shapes_of_attention_cover_every_kind_and_context() -> None:
     names = [step.name for step in shapes.steps(Setup())]
-    assert len(set(names)) == len(names) == 15
+    assert len(set(names)) == len(names) == 17
     assert {name.split()[0] for name in names} == {"decode", "verification", "prefill"}
     assert all(f"decode {load} x 1 in {context}" in names for load in (1, 8, 64) for context in (1024, 8192, 32_768))
