@@ -8,6 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import eight_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
@@ -166,6 +167,9 @@ def _variants() -> Iterator[Variant]:
     yield Variant("weights in int8 float16", lambda: eight_bits(FP16, torch.int8), TURING, TURING)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
+    yield Variant(
+        "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
+    )
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

@@ -1,5 +1,6 @@
 """Kernels fit every architecture: the committed results of compiling them are complete and within limits."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,14 @@ def test_every_variant_was_compiled_for_every_architecture() -> None:
                     names = {launch.kernel for launch in launches(variant)[0]}
                     wanted |= {(variant.name, name, architecture) for name in names}
     assert wanted == {(row.variant, row.kernel, row.architecture) for row in COMMITTED}
+
+
+def test_every_kernel_of_the_shard_has_a_variant() -> None:
+    """A kernel is what the host launches: `kernel[grid](…)`."""
+    sources = [path.read_text() for path in (ROOT / "shard").rglob("*.py")]
+    defined = {name for text in sources for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", text)}
+    launched = {name for text in sources for name in re.findall(r"^ +(\w+)\[.*\]\(", text, re.MULTILINE)}
+    assert defined & launched == {row.kernel for row in COMMITTED}
 
 
 def test_the_documentation_shows_them() -> None:
