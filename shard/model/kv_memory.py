@@ -4,7 +4,6 @@ from pathlib import Path
 
 import structlog
 import torch
-from torch import nn
 
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
@@ -82,7 +81,7 @@ def adapter_bytes(config: ShardConfig, model: Model) -> int:
         if fraction is not None:
             return int(total * fraction)
         num_columns = sum(target.num_in + target.num_out for target in model.lora_targets.values())
-        free_of_weights = total * config.cuda_memory_fraction - weight_bytes(model.network)
+        free_of_weights = total * config.cuda_memory_fraction - torch.cuda.memory_allocated(device)
         return default_slot_bytes(total, free_of_weights, num_columns * model.info.dtype.itemsize)
     configured = (config.adapter_host_memory or 0) // config.num_ranks
     return configured or int(cpu_budget(config) * (ADAPTER_SHARE if fraction is None else fraction))
@@ -95,20 +94,15 @@ def default_slot_bytes(total: int, free_of_weights: float, rank_bytes: int) -> i
     return int(min(ADAPTER_SHARE * total, max(SLOT_RANKS * rank_bytes, SLOT_SHARE * free_of_weights)))
 
 
-def weight_bytes(network: nn.Module) -> int:
-    """Bytes of the parameters and buffers of a network; memory that several share counts once."""
-    storages = {id(tensor): tensor for tensor in [*network.parameters(), *network.buffers()]}
-    found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in storages.values()}
-    return sum(found.values())
-
-
 def adapter_host_bytes(config: ShardConfig, model: Model, slot_bytes: int) -> int:
     """Bytes of host memory for adapters: pinned memory for a CUDA device. On CPU slots are part of it."""
     device = model.info.device
-    if config.adapter_host_memory is not None and device.type != "cpu":
+    if device.type == "cpu":
+        return slot_bytes
+    if config.adapter_host_memory is not None:
         return config.adapter_host_memory
     if device.type != "cuda":
-        return slot_bytes if device.type == "cpu" else HOST_SLOTS * slot_bytes
+        return HOST_SLOTS * slot_bytes
     total = torch.cuda.get_device_properties(device).total_memory
     # each device that this process sees may have a shard of its own, which pins as much
     share = HOST_SHARE * available_bytes() / max(1, torch.cuda.device_count())
@@ -137,8 +131,8 @@ def measure_cuda_budget(config: ShardConfig, model: Model) -> int:
     logits = model.forward()
     spare = 5 * logits.numel() * logits.element_size()  # sampling: filters sort, noise, distributions
     del logits
-    room = memory.room(config, spare)
-    return room if model.others is None else model.others.least_memory(room, spare)
+    left = memory.room(config, spare)
+    return left if model.others is None else model.others.least_memory(left, spare)
 
 
 class StepMemory:
