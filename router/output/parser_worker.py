@@ -72,7 +72,7 @@ class LocatedParser(ResponseParser):
 class OutputParser:
     """One output: from its text to pieces `["content", text]`, `["reasoning", text]` and `["call", name, arguments]`.
 
-    White space next to a region is dropped; an output without regions is left as it is. A tool call that is not
+    White space next to a region is dropped, except between two texts; an output without regions is left as it is. A tool call that is not
     well-formed, or of a function that the request does not have, is content as it was written.
     """
 
@@ -83,9 +83,12 @@ class OutputParser:
         """White space of content that is shown if content follows."""
         self._before_region = ""
         """White space before the open region."""
+        self._gap = ""
+        """White space that is shown if text follows text after regions."""
         self._has_regions = bool(self._parser.initial_events)
         self._has_started = False
         """Whether the current run of content or reasoning has text."""
+        self._has_content = False
         self._pieces: list[list[str]] = []
 
     @property
@@ -134,6 +137,7 @@ class OutputParser:
     def _begin_region(self) -> None:
         self._has_regions, self._has_started = True, False
         self._before_region, self._pending = self._pending, ""
+        self._gap = self._gap or self._before_region
 
     def _end_region(self, was_malformed: bool) -> None:
         self._has_started = was_malformed
@@ -141,18 +145,23 @@ class OutputParser:
 
     def _restore(self, raw: str) -> None:
         self._pieces.append(["content", self._before_region + raw])
-        self._before_region = ""
+        self._before_region = self._gap = ""
+        self._has_content = True
 
     def _add(self, kind: str, text: str) -> None:
         if self._has_regions and not self._has_started:
             text = text.lstrip()
             if not text:
                 return
+            if kind == "content" and self._has_content:
+                text = (self._gap or "\n") + text
+            self._gap = ""
         whole = self._pending + text
         shown = whole.rstrip()
         self._pending = whole[len(shown) :]
         if shown:
             self._has_started = True
+            self._has_content |= kind == "content"
             self._pieces.append([kind, shown])
 
 

@@ -70,6 +70,8 @@ CASES: list[tuple[str, str, str, list[list[str]]]] = [
     ),
     ("text after a call", HERMES, f"<tool_call>{PARIS}</tool_call>\n Done.\n", [call("weather", city="Paris"),
                                                                                ["content", "Done."]]),
+    ("text around a call", HERMES, f"I look. \n<tool_call>{PARIS}</tool_call>\n\nDone.",
+     [["content", "I look."], call("weather", city="Paris"), ["content", " \nDone."]]),
     ("no JSON", HERMES, "So: <tool_call>\n{x}</tool_call> !", [["content", "So: <tool_call>\n{x}</tool_call> !"]]),
     ("unknown function", HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
      [["content", '<tool_call>{"name": "other", "arguments": {}}</tool_call>']]),
