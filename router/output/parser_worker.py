@@ -72,8 +72,8 @@ class LocatedParser(ResponseParser):
 class OutputParser:
     """One output: from its text to pieces `["content", text]`, `["reasoning", text]` and `["call", name, arguments]`.
 
-    White space next to a region is dropped, except between two texts; an output without regions is left as it is. A tool call that is not
-    well-formed, or of a function that the request does not have, is content as it was written.
+    White space next to a region is dropped, except between two texts. An output without regions is left as it is. A
+    call that is not well-formed, or of a function that the request does not have, is content as it was written.
     """
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     )
     keys.write_text("".join(lines))
     files = ("--api-keys", str(keys), "--api-keys-optional", "--usage-log", str(usage), "--receipts", str(receipts))
-    verification = ("--speculative-verification", "rejection")
+    verification = ("--speculative-verification", "rejection", "--trust-request-chat-template")
     with Collector() as collector:
         traces = ("--otlp-endpoint", collector.url, "--otlp-sample-ratio", "0")
         with Launched(*EXACT, *DRAFTING, *verification, "--replicas", "2", *files, *traces) as launched:

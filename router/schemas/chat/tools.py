@@ -79,10 +79,11 @@ def read_tools(fields: Fields) -> ToolFields:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ToolError(f"`tools` has two functions with the name {twice}", "tools")
     is_required, allowed = _choice(choice, names)
+    is_named = is_required and choice != "required" and len(allowed) == 1  # by OpenAI's rule that is one call
     if not allowed:
         return NO_TOOLS
     tools = tuple(_shown(tool) for tool in value)
-    return ToolFields(tools, functions, is_required, frozenset(allowed), parallel is not False, prompt)
+    return ToolFields(tools, functions, is_required, frozenset(allowed), parallel is not False and not is_named, prompt)
 
 
 def _function(body: Fields, tool: Any, where: str) -> Function:
