@@ -32,7 +32,8 @@ class CallSyntax:
     opening: tuple[Part, ...]
     head: tuple[Part, ...]
     tail: str
-    closing: tuple[Part, ...]
+    closing: tuple[Part, ...] | None
+    """None where the end of the output ends the call."""
     repeats: bool
     is_list: bool = False
     parameter: tuple[Part, ...] | None = None
@@ -66,9 +67,18 @@ def literal_of(field: dict[str, Any], literal: str, pattern: str) -> tuple[Part,
     return parts_of(field[pattern]) if field.get(pattern) is not None else ()
 
 
+def _closing(field: dict[str, Any]) -> tuple[Part, ...] | None:
+    """None where the end of the output ends the call, as where several texts do."""
+    if len([field["close"]] if isinstance(field.get("close"), str) else field.get("close", [])) > 1:
+        return None
+    if "close_pattern" in field and str(_sre.parse(field["close_pattern"], re.DOTALL)[0][0]) == "BRANCH":
+        return None
+    return literal_of(field, "close", "close_pattern") or None
+
+
 def _syntax(field: dict[str, Any]) -> CallSyntax:
     opening = literal_of(field, "open", "open_pattern")
-    closing = literal_of(field, "close", "close_pattern")
+    closing = _closing(field)
     repeats = bool(field.get("repeats"))
     if field.get("content") == "xml-inline":
         parameter = parts_of(field["content_args"]["tag_pattern"])

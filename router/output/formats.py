@@ -97,11 +97,67 @@ def _qwen_coder(source: str) -> Template:
     return _template(source, {"tool_calls": calls}, "")
 
 
-def _llama(source: str) -> Template:
-    """Llama 3.1 to 3.3: the whole output is a JSON object, after `<|python_tag|>` or alone."""
+def _glm(source: str) -> Template:
+    """GLM 4: the function's name between tags, then tags for each parameter."""
     calls = {
-        "open_pattern": r"(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*\"name\"\s*:)",
-        "close_pattern": r"(?:<\|eom_id\|>|<\|eot_id\|>|\Z)",
+        "open_pattern": r"<tool_call>(?P<name>[^<\s]+)",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _gemma(source: str) -> Template:
+    """Gemma 4: an object with keys without quotes, and tokens for the quotes of texts."""
+    calls = {
+        "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+        "close": "<tool_call|>",
+        "repeats": True,
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    reasoning = {"open": "<|channel>thought\n", "close": "<channel|>"}
+    fields = {"reasoning_content": reasoning, "tool_calls": calls}
+    return _template(source, fields, r"<turn\|>|<\|tool_response>|<eos>")
+
+
+def _jamba(source: str) -> Template:
+    """Jamba: a list of JSON objects between tags."""
+    calls = {
+        "open": "<tool_calls>",
+        "close": "</tool_calls>",
+        "content": "json",
+        "transform_each": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    }
+    return _template(source, {"tool_calls": calls}, "")
+
+
+def _command(source: str) -> Template:
+    """Command R7B and A: every part of the output is between tokens."""
+    calls = {
+        "open": "<|START_ACTION|>",
+        "close": "<|END_ACTION|>",
+        "content": "json",
+        "transform_each": True,
+        "transform": {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+    }
+    reasoning = {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>"}
+    final = {"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>", "repeats": True}
+    fields = {"reasoning_content": reasoning, "tool_calls": calls, "final": final, "content": {}}
+    return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+def _llama(source: str) -> Template:
+    """Llama 3.1 to 4: the whole output is a JSON object, after a token or alone."""
+    token = r"<\|python_tag\|>|<\|python_start\|>(?:<\|python_end\|>)?"
+    calls = {
+        "open_pattern": rf"(?:\A\s*|(?:{token})\s*)(?=\{{\s*\"name\"\s*:)",
+        "close": ["<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>"],
         "content": "json",
         "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
     }
@@ -112,7 +168,6 @@ def _mistral(source: str) -> Template:
     """Mistral up to version 3: a list of JSON objects."""
     calls = {
         "open": "[TOOL_CALLS]",
-        "close_pattern": r"(?:</s>|\Z)",
         "content": "json",
         "transform_each": True,
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
@@ -140,7 +195,7 @@ def _harmony(source: str) -> Template:
         "open_pattern": start
         + r"(?:<\|channel\|>(?:commentary|analysis) to=functions\.| to=functions\.)(?P<name>[\w.-]+)"
         + r"(?:<\|channel\|>\w+)?(?:\s*<\|constrain\|>\s*json|\s*json|\s*code)?\s*<\|message\|>",
-        "close_pattern": r"<\|call\|>|<\|end\|>|\Z",
+        "close": ["<|call|>", "<|end|>"],
         "repeats": True,
         "content": "json",
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
@@ -148,7 +203,7 @@ def _harmony(source: str) -> Template:
     reasoning = {"open_pattern": start + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}
     final = {
         "open_pattern": start + r"<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\s*\w+)?<\|message\|>",
-        "close_pattern": r"<\|end\|>|<\|return\|>|\Z",
+        "close": ["<|end|>", "<|return|>"],
         "repeats": True,
     }
     fields = {"reasoning_content": reasoning, "tool_calls": calls, "final": final, "content": {}}
@@ -156,12 +211,23 @@ def _harmony(source: str) -> Template:
 
 
 _FAMILIES: tuple[tuple[Callable[[str], bool], Callable[[str], Template]], ...] = (
-    (lambda source: "<|channel|>" in source and "to=functions." in source, _harmony),
+    (lambda source: "<|channel|>" in source and "<|message|>" in source and "functions" in source, _harmony),
+    (lambda source: "<|tool_call>call:" in source, _gemma),
+    (lambda source: "<|START_ACTION|>" in source, _command),
     (lambda source: "[TOOL_CALLS]" in source and "[ARGS]" in source, _mistral_named),
     (lambda source: "[TOOL_CALLS]" in source, _mistral),
     (lambda source: "<tool_call>" in source and "<function=" in source, _qwen_coder),
+    (lambda source: "<tool_call>" in source and "<arg_key>" in source, _glm),
     (lambda source: "<tool_call>" in source, _hermes),
-    (lambda source: "<|python_tag|>" in source or '{"name": function name, "parameters"' in source, _llama),
+    (lambda source: "<tool_calls>" in source, _jamba),
+    (
+        lambda source: (
+            "<|python_tag|>" in source
+            or "<|python_start|>" in source
+            or '{"name": function name, "parameters"' in source
+        ),
+        _llama,
+    ),
     (lambda source: "<think>" in source, lambda source: _template(source, {}, "")),
 )
 """A test of the chat template, and the format of the family."""

@@ -140,13 +140,13 @@ class ToolGrammar:
             self._rules.append(f"item: {' | '.join(items)}")
             opening, _ = self._literal(syntax.opening[1:] if after_trigger else syntax.opening, "")
             more = '(", " item)*' if self._tools.parallel else ""
-            closing, _ = self._literal(syntax.closing, "")
+            closing, _ = self._closing()
             return f'{opening} {_SPACE} "[" item {more} "]" {closing}'
         calls = []
         ends = False
         for index, function in enumerate(functions):
             parts = syntax.opening[1:] if after_trigger else syntax.opening
-            closing, ends = self._literal(syntax.closing, "")
+            closing, ends = self._closing()
             call = f"{self._literal(parts, function.name)[0]} {_SPACE} {self._item(index, function)} {_SPACE} {closing}"
             self._rules.append(f"call_{index}: {call}")
             calls.append(f"call_{index}")
@@ -164,6 +164,10 @@ class ToolGrammar:
         return (
             f"{self._literal(syntax.head, function.name)[0]} arguments_{index} {self._tokens.written(syntax.tail)[0]}"
         )
+
+    def _closing(self) -> tuple[str, bool]:
+        """What follows the arguments, and whether that ends the output."""
+        return ("", True) if self._syntax.closing is None else self._literal(self._syntax.closing, "")
 
     def _literal(self, parts: tuple[Part, ...], name: str) -> tuple[str, bool]:
         """Parts without values, in Lark, and whether they end the output."""

@@ -27,7 +27,7 @@ CODER = "<tool_call> <function=x>"
 MISTRAL = "[TOOL_CALLS]"
 MISTRAL_NAMED = "[TOOL_CALLS] [ARGS]"
 LLAMA = "<|python_tag|>"
-HARMONY = "<|channel|> to=functions."
+HARMONY = "<|channel|> <|message|> to=functions."
 
 
 def format_named(source: str) -> OutputFormat:
