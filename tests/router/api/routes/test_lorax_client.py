@@ -105,3 +105,15 @@ async def test_errors(server: Serving) -> None:
     assert names == ["ValidationError"] * 4 + ["GenerationError"] * 2 + ["ValidationError"]
     assert answers[1]["message"].startswith("Input validation error: `inputs` tokens + `max_new_tokens` must be <=")
     assert answers[4]["message"] == "Request failed during generation: broken"
+
+
+async def test_a_response_format(server: Serving) -> None:
+    """The client's own model of it, with a schema as text or as an object."""
+    server.says('{"a": 1}', ends=True)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    [answer] = await calls(
+        server,
+        {"call": "generate", "prompt": "Hi", "response_format": {"type": "json_object", "schema": schema}},
+    )
+    assert answer["generated_text"] == '{"a": 1}'
+    assert "integer" in server.shard.submits[-1].grammar.text
