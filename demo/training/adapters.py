@@ -43,7 +43,8 @@ def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
     torch.manual_seed(options.seed)
-    model = lora.attach(base, recipe)
+    invocation = tokenizer(recipe.invocation, add_special_tokens=False)["input_ids"]
+    model = lora.attach(base, recipe, invocation)
     heads = HeadsLoss(recipe.num_heads, base.config.hidden_size, recipe.heads_share).to(options.device)
     companion = Companion(heads, recipe.heads_lr) if recipe.num_heads else None
     trainer = LoraTrainer(model, tokenizer, recipe, groups_of(recipe, options.seed), companion)

@@ -1,6 +1,7 @@
 """The demo adapters: their recipes, and how they are attached to the base and saved with PEFT."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
+
+from lorikeet.demo.data.tasks import question
 
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 BASE_NAME = "lorikeet/demo-base"
@@ -42,6 +45,8 @@ class Recipe:
     """Weight of the first head's loss relative to the adapter's own."""
     bf16: bool = True
     """Whether matrix products use bfloat16; weights and attention stay in float32."""
+    invocation: str = ""
+    """The end of every prompt. If any, it makes an activated LoRA (aLoRA): the text before it is the base's alone."""
 
     def lr_factor(self, step: int) -> float:
         remaining = (self.num_steps - step) / (self.num_steps * (1 - self.decay_from))
@@ -53,17 +58,30 @@ RECIPES = {
     "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
     "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
     "value": Recipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
+    "question": Recipe(
+        "question",
+        16,
+        16,
+        ATTENTION + MLP,
+        num_steps=120,
+        groups_per_step=12,
+        lr=4e-3,
+        decay_from=0.5,
+        bf16=False,
+        invocation=question.INVOCATION,
+    ),
 }
 
 
-def attach(base: LlamaForCausalLM, recipe: Recipe) -> PeftModel:
-    """A new adapter, initialized by torch's seed."""
+def attach(base: LlamaForCausalLM, recipe: Recipe, invocation: Sequence[int] = ()) -> PeftModel:
+    """A new adapter, initialized by torch's seed. `invocation` has the tokens of the recipe's."""
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
         target_modules=list(recipe.targets),
         use_rslora=recipe.use_rslora,
         use_dora=recipe.use_dora,
+        alora_invocation_tokens=list(invocation) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=BASE_NAME,
     )

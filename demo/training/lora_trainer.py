@@ -7,12 +7,14 @@ companion, such as heads that read the same hidden states, may be trained togeth
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora.variants import calculate_alora_offsets
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
@@ -99,14 +101,23 @@ class LoraTrainer:
         """The loss, and the adapter's part of it: mean cross entropy in nats per token of the answers."""
         llama = self.model.get_base_model()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-            hidden = llama.model(
-                batch.input_ids, attention_mask=batch.mask, position_ids=batch.position_ids, use_cache=False
-            ).last_hidden_state
+            with self._activation(batch):
+                hidden = llama.model(
+                    batch.input_ids, attention_mask=batch.mask, position_ids=batch.position_ids, use_cache=False
+                ).last_hidden_state
             answers = batch.labels != NO_LABEL
             own = cross_entropy(llama.lm_head(hidden[answers]).float(), batch.labels[answers])
             if self._companion is None:
                 return own, own.detach()
             return own + self._companion.module(hidden, batch, llama.lm_head), own.detach()
+
+    def _activation(self, batch: Batch) -> AbstractContextManager[None]:
+        """Where an aLoRA is active: as in PEFT's forward pass of the whole model, whose output head is not needed."""
+        if not self.recipe.invocation:
+            return nullcontext()
+        offsets = calculate_alora_offsets(self.model.peft_config, self.model.active_adapter, batch.input_ids)
+        hooks: AbstractContextManager[None] = self.model._enable_peft_forward_hooks(alora_offsets=offsets)
+        return hooks
 
     def save(self, path: Path) -> None:
         """The file appears complete or not at all, so a run killed while saving resumes from the one before."""

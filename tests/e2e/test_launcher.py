@@ -197,8 +197,13 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
             assert sorted(aliases) == [
-                *("calc", "citation", "cite", "cite-heads", "heads", "json", "query", "record", "sql", "value")
+                *("calc", "citation", "cite", "cite-heads", "heads", "json", "query", "question", "record", "sql"),
+                "value",
             ]
+            chat = re.search(r"completions.*?-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
+            assert chat
+            (choice,) = client.post("/v1/chat/completions", json=json.loads(chat[1])).json()["choices"]
+            assert choice["message"]["content"] == "Who sold the lantern in Tobar?"
             bare = client.post("/generate", json=record).json()["generated_text"]
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]

@@ -25,7 +25,7 @@ class Example:
     """One question and its answer."""
 
     prompt: str
-    """As a user sends it, without BOS. It ends with a newline, so that the answer starts a line."""
+    """Without BOS. It ends with a newline or a special token, so that the answer's tokens do not depend on it."""
     answer: str
     """The complete text that the model must generate before EOS."""
     parts: frozenset[str]

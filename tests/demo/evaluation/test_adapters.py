@@ -14,7 +14,7 @@ from lorikeet.demo.training import lora
 from lorikeet.demo.training.lora import ADAPTERS_FOLDER, RECIPES
 from lorikeet.demo.training.model import BASE_FOLDER
 
-MAX_COMMITTED_BYTES = 7_000_000
+MAX_COMMITTED_BYTES = 8_000_000
 NUM_SAMPLED = 24
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lorikeet.demo.data.packing import NO_LABEL, pack
 from lorikeet.demo.data.tasks.example import Example
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.heads_loss import HeadsLoss
@@ -133,3 +134,32 @@ def test_what_is_saved_is_what_was_trained(tokenizer: PreTrainedTokenizerFast, t
         loaded = lora.load(base, tmp_path / "adapter")(ids).logits
     torch.testing.assert_close(loaded, trained, atol=2e-2, rtol=2e-2)
     assert (loaded - trained).abs().max() < 0.2 * (plain - trained).abs().max()
+
+
+def test_an_adapter_with_invocation_tokens_learns_where_peft_activates_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    recipe = replace(RECIPE, invocation="\ncheck:\n", bf16=False)
+    tokens = tokenizer(recipe.invocation, add_special_tokens=False)["input_ids"]
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    model = lora.attach(base, recipe, tokens)
+    examples = [[Example(f"x = {value}{recipe.invocation}", "one two", frozenset())] for value in ("3", "a + b + c")]
+    trainer = LoraTrainer(model, tokenizer, recipe, lambda _: examples)
+    with torch.no_grad():
+        for parameter in weights_of(trainer):
+            parameter.normal_(std=0.1)
+        batch = pack(examples, tokenizer)
+        logits = model(batch.input_ids, attention_mask=batch.mask, position_ids=batch.position_ids).logits
+        answers = batch.labels != NO_LABEL
+        wanted = torch.nn.functional.cross_entropy(logits[answers], batch.labels[answers])
+        with model.disable_adapter():
+            bare = model(batch.input_ids, attention_mask=batch.mask, position_ids=batch.position_ids).logits
+    for row, example in enumerate(examples):
+        start = len(tokenizer(example[0].prompt)["input_ids"]) - len(tokens)
+        same_as_base = (logits[row] == bare[row]).all(-1)
+        assert same_as_base[:start].all()
+        assert not same_as_base[start:].any()
+    assert trainer.run_step().loss == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def weights_of(trainer: LoraTrainer) -> list[torch.Tensor]:
+    return [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]

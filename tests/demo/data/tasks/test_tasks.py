@@ -62,9 +62,9 @@ def test_the_parts_of_an_example_occur_in_it(held_out: list[Example]) -> None:
         assert not missing
 
 
-def test_held_out_prompts_differ_and_end_a_line(held_out: list[Example]) -> None:
+def test_held_out_prompts_differ_and_end_a_line_or_with_a_special_token(held_out: list[Example]) -> None:
     assert len({example.prompt for example in held_out}) == NUM_HELD_OUT
-    assert all(example.prompt.endswith("\n") for example in held_out)
+    assert all(example.prompt.endswith(("\n", "<|assistant|>")) for example in held_out)
     assert all(example.answer and example.answer == example.answer.strip() for example in held_out)
 
 
@@ -81,7 +81,7 @@ def test_answers_are_as_long_as_promised(
     lens = answer_lens(tokenizer, held_out)
     if task == "citation":
         assert min(lens) >= 48
-    elif task != "value":
+    elif task not in ("value", "question"):
         assert sum(lens) / len(lens) >= 16
 
 
@@ -134,6 +134,20 @@ def test_a_query_runs_on_the_table_of_its_prompt() -> None:
 def test_a_value_is_what_python_says() -> None:
     for example in both_halves("value"):
         assert repr(ast.literal_eval(example.answer)) == example.answer
+
+
+def test_a_question_asks_for_the_person_of_the_last_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    for example in both_halves("question"):
+        user, answer, _ = example.prompt.split("<|end|>", 2)
+        facts, sentence = user.removeprefix("<|user|>"), answer.removeprefix("<|assistant|>")
+        person, rest = sentence.removesuffix(".").split(" ", 1)
+        assert sentence in facts
+        assert example.answer == f"Who {rest}?"
+        assert person in facts.split("\n")[1]
+        roles = [("user", facts), ("assistant", sentence), ("system", "question")]
+        messages = [{"role": role, "content": content} for role, content in roles]
+        chat: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert chat == f"<|bos|>{example.prompt}"
 
 
 def test_no_single_answer_is_frequent() -> None:
