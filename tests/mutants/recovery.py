@@ -14,13 +14,6 @@ MUTANTS = [
         f"{STREAMS_TEST}::test_streams_belong_to_their_caller",
     ),
     Mutant(
-        "complete streams make no room",
-        "router/streams/streams.py",
-        "return stream.is_over and not stream.readers",
-        "return False",
-        f"{STREAMS_TEST}::test_others_make_room_only_with_complete_streams",
-    ),
-    Mutant(
         "a stream that is not read drops its beginning",
         "router/streams/stream.py",
         "        if not self.readers:\n            return 0\n",

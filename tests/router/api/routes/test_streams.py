@@ -1,6 +1,7 @@
 """Resumable requests over real sockets: what a closed connection does to them, who may read them, how they end."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ async def test_a_stream_is_read_on_after_its_connection_closed(
     whole = await server.client.get(f"/v1/streams/{stream_id}")
     assert whole.text == first + answer.text
     assert (await server.client.get(f"/v1/streams/{stream_id}?from={len(expected)}")).text == ""
+    await server.idle()
+
+
+NAMED_EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"model": MODEL_ID, "input": "Hi", "stream": True}),
+    ("/v1/messages", {"model": MODEL_ID, "max_tokens": 30, "messages": ROUTES[3][1]["messages"], "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NAMED_EVENTS)
+async def test_streams_of_named_events_are_read_on_too(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says(TEXT, step_seconds=0.01, ends=True)
+    async with server.client.stream("POST", path, json=body, headers=RESUMABLE) as response:
+        first = await lines_of(response, 3)
+    stream = f"/v1/streams/{response.headers['x-lorikeet-stream']}"
+    rest = (await server.client.get(stream, params={"from": first.count("\n\n")})).text
+    assert (await server.client.get(stream)).text == first + rest
+    assert rest.startswith("event: ") and "".join(re.findall(r'"(?:text|delta)":"(\w)"', first + rest)) == TEXT
     await server.idle()
 
 
