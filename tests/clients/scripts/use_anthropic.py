@@ -35,13 +35,14 @@ with client.messages.stream(
 ) as stream:
     assert stream.get_final_message().content[-1].input["city"] in ("Rome", "Paris")
 assert client.messages.count_tokens(model=model, messages=messages).input_tokens > 3
-for error, fields in (
-    (anthropic.NotFoundError, {"model": "none"}),
-    (anthropic.BadRequestError, {"max_tokens": 0}),
-    (anthropic.AuthenticationError, {"extra_headers": {"x-api-key": "wrong"}}),
+for error, key, fields in (
+    (anthropic.NotFoundError, os.environ["KEY"], {"model": "none"}),
+    (anthropic.BadRequestError, os.environ["KEY"], {"max_tokens": 0}),
+    (anthropic.AuthenticationError, "wrong", {}),
 ):
+    given = {"model": model, "messages": messages, "max_tokens": 8, **fields}
     try:
-        client.messages.create(**{"model": model, "messages": messages, "max_tokens": 8, **fields})
+        client.with_options(api_key=key).messages.create(**given)
     except error as raised:
         assert raised.request_id
     else:
