@@ -11,6 +11,8 @@ class VisibleTokens:
         """The part of the prompt that is not shown yet."""
         self.prompt_ids: list[int] | None = None
         """The prompt's token ids, where asked for and not shown yet."""
+        self._is_echoed = bool(echo)
+        """Then special tokens are listed too, as the prompt's are: lm-eval expects one entry per output token."""
         self._offset = len(echo)
         """Characters of the text before the next token."""
         self._text_length = len(echo)
@@ -21,6 +23,8 @@ class VisibleTokens:
         shown = []
         for token in tokens:
             if token.hidden:
+                if self._is_echoed:
+                    shown.append((token, self._offset))
                 continue
             if finish is FinishReason.STOP_SEQUENCE and self._offset >= self._text_length:
                 break

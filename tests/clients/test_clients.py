@@ -33,7 +33,16 @@ WITH_OURS = frozenset(("lm_eval",))
 
 @pytest.fixture(scope="module")
 def variables() -> Iterator[dict[str, str]]:
-    arguments = ["--cpu-memory", "256MiB", "--served-model-name", "demo", "--speculative-tokens", "3"]
+    arguments = [
+        "--cpu-memory",
+        "256MiB",
+        "--served-model-name",
+        "demo",
+        "--speculative-tokens",
+        "3",
+        "--dtype",
+        "float32",
+    ]
     with Launched(*arguments, API_KEY=KEY.replace(" ", "-")) as server:
         server.wait_for("is ready at")
         yield {"URL": server.url, "KEY": KEY.replace(" ", "-"), "MODEL": "demo", "BASE": str(BASE)}

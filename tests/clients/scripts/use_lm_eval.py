@@ -9,6 +9,7 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 os.environ["OPENAI_API_KEY"] = os.environ["KEY"]
 url, base = os.environ["URL"], os.environ["BASE"]
 given = {"model": os.environ["MODEL"], "max_retries": 1, "num_concurrent": 2, "max_length": 512}
+texts = {**given, "add_bos_token": False}
 pairs = [("def add(a, b):", " return a + b"), ("import", " os"), ("The answer is", " 42"), ("x" * 40, " y = 1\n")]
 
 
@@ -16,14 +17,14 @@ def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
     return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
 
 
-local = HFLM(pretrained=base, device="cpu", dtype="float32", batch_size=1)
+local = HFLM(pretrained=base, device="cpu", dtype="float32", batch_size=1, add_bos_token=False)
 expected = local.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
 for tokenizer in ("huggingface", "remote"):
     remote = LocalCompletionsAPI(
         base_url=f"{url}/v1/completions",
         tokenizer_backend=tokenizer,
         tokenizer=base if tokenizer == "huggingface" else None,
-        **given,
+        **texts,
     )
     found = remote.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
     for (wanted, is_greedy), (value, same) in zip(expected, found, strict=True):

@@ -50,6 +50,21 @@ async def test_completions(server: Serving) -> None:
     assert text == " there!"
 
 
+async def test_an_echo_lists_the_end_of_text(server: Serving) -> None:
+    """lm-eval takes all entries but the last one as those of its text."""
+    server.says("!", "", ends=True)
+    async with package(server) as client:
+        for num_tokens, last in ((2, ["!", "</s>"]), (1, ["</s>"])):
+            answer = await client.completions.create(
+                model=MODEL_ID, prompt="Hi", logprobs=1, echo=True, max_tokens=num_tokens
+            )
+            logprobs = answer.choices[0].logprobs
+            assert logprobs.tokens == ["H", "i", *last]
+            assert len(logprobs.token_logprobs) == len(logprobs.text_offset) == 2 + num_tokens
+        plain = await client.completions.create(model=MODEL_ID, prompt="Hi", logprobs=1, max_tokens=1)
+    assert plain.choices[0].logprobs.tokens == []
+
+
 async def test_models(server: Serving) -> None:
     async with package(server) as client:
         listed = [model.id async for model in client.models.list()]
