@@ -1,6 +1,17 @@
 """All faults that are planted on purpose."""
 
-from tests.mutants import devices, dialects, experts, grammars, recovery, sampling, scheduling, speculation, tools
+from tests.mutants import (
+    devices,
+    dialects,
+    experts,
+    grammars,
+    recovery,
+    sampling,
+    scheduling,
+    speculation,
+    tool_calls,
+    tools,
+)
 
 FAULTS = [
     *sampling.MUTANTS,
@@ -9,6 +20,7 @@ FAULTS = [
     *grammars.MUTANTS,
     *tools.MUTANTS,
     *dialects.MUTANTS,
+    *tool_calls.MUTANTS,
 ]
 
 OF_RECOVERY = recovery.MUTANTS

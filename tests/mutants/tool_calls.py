@@ -1,0 +1,31 @@
+"""Faults of tool calls."""
+
+from tests.mutants.mutant import Mutant
+
+WORKER = "tests/router/output/test_parser_worker.py"
+PROCESS = "tests/router/output/test_parser_process.py"
+GRAMMAR = "tests/router/output/test_tool_grammar.py"
+
+MUTANTS = [
+    Mutant(
+        "a call of a function that the request does not have is a call",
+        "router/output/parser_worker.py",
+        "if not isinstance(name, str) or name not in names or arguments is None:",
+        "if not isinstance(name, str) or arguments is None:",
+        f"{WORKER}::test_an_output_is_parsed_alike_in_any_parts",
+    ),
+    Mutant(
+        "outputs that are parsed again are delivered again",
+        "router/output/parser_process.py",
+        'answer["pieces"][parse.num_pieces :]',
+        'answer["pieces"]',
+        f"{PROCESS}::test_a_process_that_is_killed_loses_nothing",
+    ),
+    Mutant(
+        "a schema may weaken its own enforcement",
+        "router/output/tool_grammar.py",
+        '{**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}}',
+        '{"x-guidance": {**OVERRIDES, "lenient": not is_strict}, **schema}',
+        f"{GRAMMAR}::test_a_schema_cannot_weaken_its_enforcement",
+    ),
+]
