@@ -194,7 +194,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"do_sample": True, "seed": 3, "watermark": True},
     {"do_sample": True, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
     {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95},
-    {"do_sample": True, "seed": 3, "best_of": 3},
+    {"do_sample": True, "best_of": 3},
 ]
 
 
@@ -202,9 +202,10 @@ OPTIONS: list[dict[str, Any]] = [
 def test_options_of_sampling_keep_the_grammar(replicas: Replicas, options: dict[str, Any]) -> None:
     client = Client(replicas.launched.url)
     answers = [client.generate(PROMPT, **POINT, **options, **METHODS[name]) for name in ("off", "lookup")]
-    assert answers[0].text == answers[1].text
-    assert answers[0].details["finish_reason"] == "eos_token"
-    jsonschema.validate(json.loads(answers[0].text), POINT["response_format"]["schema"])
+    assert answers[0].text == answers[1].text or "best_of" in options  # which takes no seed
+    for answer in answers:
+        assert answer.details["finish_reason"] == "eos_token"
+        jsonschema.validate(json.loads(answer.text), POINT["response_format"]["schema"])
 
 
 def test_a_stop_string_ends_an_output_early(replicas: Replicas) -> None:
@@ -231,6 +232,6 @@ def test_log_probabilities_are_those_of_the_constrained_distribution(replicas: R
     assert only.text == "zebra crossing"
     assert all(abs(token["logprob"]) < 1e-4 for token in only.details["tokens"])
     two = client.generate(PROMPT, guided_choice=["A", "B"], max_new_tokens=4, details=True, top_n_tokens=3)
-    likeliest = two.details["top_tokens"][0]
-    assert {each["text"] for each in likeliest if each["logprob"] > -1e4} == {"A", "B"}
+    likeliest = [each for each in two.details["top_tokens"][0] if each["logprob"] is not None]
+    assert {each["text"] for each in likeliest} == {"A", "B"}
     assert abs(sum(math.exp(each["logprob"]) for each in likeliest) - 1) < 1e-4
