@@ -194,7 +194,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"do_sample": True, "seed": 3, "watermark": True},
     {"do_sample": True, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
     {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.95},
-    {"do_sample": True, "best_of": 3},
+    {"do_sample": True, "best_of": 2},
 ]
 
 
