@@ -68,7 +68,7 @@ def ask(port: int, number: int, wanted: Hostile) -> tuple[int, str]:
         return status, ""
     if status in REFUSALS:
         return status, "" if "`" in text else f"names no field: {text}"
-    is_busy, is_limit = status == 429, status == 500 and FAILURE in text
+    is_busy, is_limit = status == 429, status == 424 and FAILURE in text
     return status, "" if is_busy or is_limit else f"{status} {text[:300]}"
 
 
