@@ -97,7 +97,8 @@ class AdapterValidator:
             ranks = [settings.get("r", 8), *settings.get("rank_pattern", {}).values()]
             return Validation(max(ranks), None, 0, is_complete=False)
         changes = self._reader.read(values, weights.header_only(heads))
-        served = [each for each in changes if _is_served(each, settings)]
+        trunk = self._reader.skeleton.trunk
+        served = [each for each in changes if _is_served(each, settings, trunk)]
         configuration.check_activated((each.kind for each in served), configuration.invocation_ids(values))
         return Validation(max((each.rank for each in served), default=0), len(served), 0, is_complete=True)
 
@@ -128,8 +129,10 @@ def _needed(name: str, head: FileHead) -> int:
         return 0  # the error is raised when the header is parsed
 
 
-def _is_served(change: "ModuleChange", settings: Mapping[str, Any]) -> bool:
+def _is_served(change: "ModuleChange", settings: Mapping[str, Any], trunk: str = "") -> bool:
     """Raises NotServed for kinds that no shard supports; False for values that may be equal to the base's."""
+    if trunk and not change.module.startswith(trunk):
+        return True
     if change.a is not None and change.kind not in configuration.SERVED_KINDS:
         raise NotServed(f"an adapter of the kind `{change.kind}` ({change.module}) is not served")
     if change.weight is not None and settings.get("modules_to_save"):

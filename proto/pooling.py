@@ -54,7 +54,7 @@ class PooledModel:
     @property
     def is_whole(self) -> bool:
         """Whether a prompt has to be computed in one step, and no part of it can come from the prefix cache."""
-        return self.is_encoder or self.pooling != "last"
+        return self.is_encoder or self.pooling != "last" or self.task == TOKEN_CLASSIFY
 
 
 NORMALIZE = "normalize"

@@ -12,6 +12,7 @@ from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
+from lorikeet.proto import pooling
 
 MOST_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")
@@ -47,6 +48,15 @@ _NOT_ACTIVATED = {
     "target_parameters": "adapters on parameters (`target_parameters`)",
 }
 """What PEFT cannot activate from a token on."""
+CAUSAL_LM = "CAUSAL_LM"
+_TASKS_OF: dict[str | None, tuple[str, ...]] = {
+    None: (CAUSAL_LM,),
+    pooling.EMBED: ("FEATURE_EXTRACTION", CAUSAL_LM),
+    pooling.CLASSIFY: ("SEQ_CLS",),
+    pooling.TOKEN_CLASSIFY: ("TOKEN_CLS",),
+}
+"""PEFT's task types by the base's task."""
+TASKS = tuple(dict.fromkeys(name for names in _TASKS_OF.values() for name in names))
 _FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying")
 _ONLY_TRAINING = frozenset(
     {
@@ -190,8 +200,18 @@ def _check_kind(values: dict[str, Any]) -> None:
     if kind.upper() != "LORA":
         raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served, only LoRA and DoRA (LORA)")
     task = values.get("task_type")
-    if task is not None and task != "CAUSAL_LM":
-        raise NotServed(f"an adapter for the task {_short(task)} is not served, only CAUSAL_LM")
+    if task is not None and task not in TASKS:
+        raise NotServed(f"an adapter for the task {_short(task)} is not served, only {', '.join(TASKS)}")
+
+
+def check_task(values: dict[str, Any], task: str | None) -> None:
+    """Raise NotServed for an adapter that was made for another task than the base's (None: the base generates text)."""
+    if task is not None and values.get(INVOCATION):
+        raise NotServed(f"activation by invocation tokens (`{INVOCATION}`) is not served with this base")
+    given, served_tasks = values.get("task_type"), _TASKS_OF[task]
+    if given is not None and given not in served_tasks:
+        known = " and ".join(served_tasks)
+        raise NotServed(f"an adapter for the task {_short(given)} is not served with this base, only {known}")
 
 
 def _check_start(start: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
-from lorikeet.adapters.formats import header
+from lorikeet.adapters.formats import configuration, header
 from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
 from lorikeet.proto import checksum
@@ -36,6 +36,12 @@ class Base:
     kinds: frozenset[str]
     """Kinds of changes that the shards support."""
     values: BaseValues
+    trunk: str = ""
+    """How names begin of the modules that are not part of a classifier's head; empty without a head."""
+
+    def is_head(self, module: str) -> bool:
+        """Whether the module is part of a classifier's head, which adapters replace."""
+        return bool(self.trunk) and not module.startswith(self.trunk)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ def lay_out(found: Iterable[ModuleChange], base: Base) -> Layout:
     """Raises AdapterInvalid for numbers that are not finite, and NotServed for kinds that no shard supports."""
     layout = Layout({}, {})
     for each in without_unchanged(found, base):
+        if each.kind == "replace" and base.is_head(each.module) and each.weight is not None:
+            each = _as_factors(each, base)
         if not (added := _module(each, base)):
             continue
         kind = "replace" if "weight" in added and each.kind != "other" else each.kind
@@ -73,6 +81,23 @@ def lay_out(found: Iterable[ModuleChange], base: Base) -> Layout:
     if not layout.modules:
         raise AdapterInvalid("it does not change the base")
     return layout
+
+
+def _as_factors(found: ModuleChange, base: Base) -> ModuleChange:
+    """A new weight of a classifier's head as an adapter on the base's: the difference of the two is the product of
+    itself and the identity. Raises NotServed for a weight of too high a rank.
+    """
+    assert found.weight is not None
+    difference = found.weight.float() - base.values[f"{found.module}.weight"].float()
+    num_out, num_in = difference.shape
+    rank = min(num_out, num_in)
+    if rank > configuration.MOST_RANK:
+        raise NotServed(
+            f"replacing {found.module}, which has {num_out} outputs and {num_in} inputs, is not served: one of them "
+            f"must be at most {configuration.MOST_RANK}"
+        )
+    a, b = (difference, torch.eye(rank)) if num_out <= num_in else (torch.eye(rank), difference)
+    return replace(found, kind="linear", rank=rank, a=a, b=b, weight=None)
 
 
 def without_unchanged(found: Iterable[ModuleChange], base: Base) -> Iterator[ModuleChange]:

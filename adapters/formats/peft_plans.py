@@ -17,6 +17,7 @@ from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange, Tensors, read
 from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.formats.weights import Weights
+from lorikeet.proto.pooling import EMBED
 
 _MOST_PLANS = 256
 
@@ -51,6 +52,9 @@ class PlannedReader:
     def read(self, values: dict[str, Any], weights: Weights) -> list[ModuleChange]:
         """The adapter's changes per module. `values` is its configuration from `configuration.parse`."""
         settings = configuration.served(values)
+        configuration.check_task(values, self.skeleton.task)
+        if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
+            weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
         form = _form(settings, weights.tensors)
         if (plan := self._plans.get(form)) is not None:
             self._plans.move_to_end(form)
@@ -61,6 +65,15 @@ class PlannedReader:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         return found
+
+
+def _without_head(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    """Named as in the base without its output head. An adapter on that head has no meaning, and is found unexpected."""
+    start = "base_model.model."
+    return {
+        f"{start}{key.removeprefix(start).removeprefix(prefix)}" if key.startswith(start) else key: tensor
+        for key, tensor in tensors.items()
+    }
 
 
 def _filled(step: _PlannedChange, tensors: Tensors) -> ModuleChange:

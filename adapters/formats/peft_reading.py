@@ -137,7 +137,7 @@ def _layers(wrapped: PeftModel, names: dict[int, str]) -> Iterator[ModuleChange]
             if NAME in module.scaling:
                 yield _layer(module, names)
         elif isinstance(module, ModulesToSaveWrapper):
-            yield _saved(module, names)
+            yield from _saved(module, names)
 
 
 def _layer(layer: Any, names: dict[int, str]) -> ModuleChange:
@@ -176,13 +176,17 @@ def _parameter(layer: Any, base: nn.Module, found: ModuleChange) -> ModuleChange
     return replace(_with_factors(layer, found), module=name, kind="experts", num_experts=layer.num_experts)
 
 
-def _saved(wrapper: Any, names: dict[int, str]) -> ModuleChange:
-    name = names[id(wrapper.original_module)]
-    module = wrapper.modules_to_save[NAME]
-    if set(dict(module.named_parameters())) - {"weight", "bias"}:
-        raise NotServed(f"`modules_to_save` with {name}, a {type(module).__name__}, is not served")
-    kind = "replace" if isinstance(module, nn.Linear | nn.Embedding) else "other"
-    return ModuleChange(name, kind, weight=getattr(module, "weight", None), new_bias=getattr(module, "bias", None))
+def _saved(wrapper: Any, names: dict[int, str]) -> Iterator[ModuleChange]:
+    """The wrapper's module and those inside it that have parameters, such as the layers of a classifier's head."""
+    outer, saved = names[id(wrapper.original_module)], wrapper.modules_to_save[NAME]
+    for inner, module in saved.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        name = f"{outer}.{inner}" if inner else outer
+        if set(own) - {"weight", "bias"}:
+            raise NotServed(f"`modules_to_save` with {name}, a {type(module).__name__}, is not served")
+        if own:
+            kind = "replace" if isinstance(module, nn.Linear | nn.Embedding) else "other"
+            yield ModuleChange(name, kind, weight=own.get("weight"), new_bias=own.get("bias"))
 
 
 def _replaced(network: Any, names: dict[int, str], own: set[int], wrapped: PeftModel) -> Iterator[ModuleChange]:

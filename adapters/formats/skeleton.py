@@ -83,6 +83,22 @@ class Skeleton:
         num_rows, num_columns = output.weight.shape
         return int(num_rows), int(num_columns)
 
+    @property
+    def task(self) -> str | None:
+        """What the base computes in place of text; None for one that generates."""
+        return None if self.pooled is None else self.pooled.task
+
+    @property
+    def trunk(self) -> str:
+        """The name under which the base's modules are without its head, with a dot; empty if all are."""
+        is_bare = self.pooled is None or self.pooled.task == pooling.EMBED
+        return "" if is_bare else f"{self._network.base_model_prefix}."
+
+    @property
+    def model_prefix(self) -> str:
+        """The same in a model of its architecture that has a head."""
+        return f"{self._network.base_model_prefix}."
+
     def parameter_ids(self) -> set[int]:
         """Identities of the base's own parameters: all others in the network come from an adapter."""
         own = (parameter for _, parameters in self._parameters for parameter in parameters.values())

@@ -54,6 +54,7 @@ class WorkerContext:
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
             kinds=frozenset(config.kinds),
             values=BaseValues(skeleton),
+            trunk=skeleton.trunk,
         )
         self.reader = PlannedReader(skeleton)
         self.reader.warm()

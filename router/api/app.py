@@ -20,6 +20,7 @@ from lorikeet.router.api.pooled import check_generates
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.capabilities import CapabilityRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
+from lorikeet.router.api.routes.classification import ClassificationRoutes
 from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.embeddings import EmbeddingRoutes
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
@@ -27,10 +28,11 @@ from lorikeet.router.api.routes.live import LiveRoutes
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
 from lorikeet.router.api.routes.responses import ResponsesRoute
+from lorikeet.router.api.routes.pairs import PairRoutes
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
-from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, not_served, out_of_scope
+from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, out_of_scope
 from lorikeet.router.api.service import Service, make_service
 from lorikeet.router.api.ui import page, page_routes, wants_page
 from lorikeet.router.config import RouterConfig
@@ -75,10 +77,15 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/responses": ResponsesRoute(service).handle,
         "/v1/messages": MessagesRoute(service).handle,
     }
-    embedding = EmbeddingRoutes(service)
+    embedding, labels, pairs = EmbeddingRoutes(service), ClassificationRoutes(service), PairRoutes(service)
     return {path: _generates(service, handle) for path, handle in generating.items()} | {
         "/v1/embeddings": embedding.embeddings,
         "/embed": embedding.embed,
+        "/pooling": labels.pooling,
+        "/classify": labels.classify,
+        "/classify_batch": labels.classify_batch,
+        **dict.fromkeys(("/score", "/v1/score"), pairs.score),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pairs.rerank),
     }
 
 
@@ -133,7 +140,6 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/responses/input_tokens": responses.count,
         "/v1/responses/{response_id}/cancel": responses.missing,
         "/v1/messages/count_tokens": messages.count,
-        **dict.fromkeys(("/classify", "/classify_batch"), not_served),
     }
     streams = StreamRoutes(service)
     read |= {_STREAM: streams.read, "/v1/live": LiveRoutes(service).watch}

@@ -43,6 +43,7 @@ from lorikeet.router.errors import (
 from lorikeet.router.schemas.openapi import adapters as adapter_models
 from lorikeet.router.schemas.openapi import dialects
 from lorikeet.router.schemas.openapi import models as models
+from lorikeet.router.schemas.openapi import pooled as pooled_models
 from lorikeet.router.schemas.openapi import tokens as token_models
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
@@ -142,6 +143,21 @@ OPERATIONS = (
               dialects.MessagesRequest, dialects.MessageAnswer, streams=dialects.MessageEvent),
     Operation(Kind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
               dialects.CountTokensRequest, dialects.CountedTokens),
+    Operation(Kind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
+              pooled_models.EmbeddingsRequest, pooled_models.EmbeddingsResponse),
+    Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
+              pooled_models.EmbedRequest, pooled_models.EmbedResponse),
+    Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
+              pooled_models.ClassifyRequest, media=(JSON,)),
+    Operation(Kind.GENERATE, "post", "/classify_batch", "LoRAX's entities or labels of several texts",
+              pooled_models.ClassifyBatchRequest, media=(JSON,)),
+    Operation(Kind.GENERATE, "post", "/pooling", "vLLM's: what the model computes",
+              pooled_models.PoolingRequest, pooled_models.PoolingResponse),
+    *(Operation(Kind.GENERATE, "post", path, "Scores of pairs of texts",
+                pooled_models.ScoreRequest, pooled_models.ScoreResponse) for path in ("/score", "/v1/score")),
+    *(Operation(Kind.GENERATE, "post", path, "Documents by relevance to a query",
+                pooled_models.RerankRequest, pooled_models.RerankResponse)
+      for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
               response=adapter_models.ModelList),
     Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
@@ -188,8 +204,6 @@ OPERATIONS = (
     Operation(Kind.READ, "get", "/openapi.json", "This document", media=(JSON,)),
     Operation(Kind.READ, "get", "/api-doc/openapi.json", "This document, where LoRAX has it", media=(JSON,)),
     Operation(Kind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
-    *(Operation(Kind.UNSUPPORTED, "post", path, "Not supported: 501")
-      for path in ("/classify", "/classify_batch")),
     *(Operation(Kind.UNSUPPORTED, method.lower(), path, f"Not supported (501): {alternative}")
       for prefix, alternative in ALTERNATIVES.items()
       for path in (prefix, f"{prefix}/{{rest}}")

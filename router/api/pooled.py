@@ -88,6 +88,8 @@ async def compute(
     service.check_room(caller)
     async with ClientWatch(request.receive):
         adapter = await service.adapter(caller, common.adapter)
+        if model.task == pooling.TOKEN_CLASSIFY:
+            common = replace(common, cut=replace(common.cut, wants_offsets=True))
         encoded = await _encode(service, texts, common, caller.identity, field)
         shared = GenerationRequest(
             prompt_ids=[],
@@ -116,7 +118,7 @@ async def compute(
     counts = Counts(num_chars, sum(len(each.ids) for each in encoded), 0, 0)
     request.state.log_fields = log_fields(shared, 0, FinishReason.LENGTH) | {"prompt_tokens": counts.prompt_tokens}
     headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(common.ignored)
-    values = [_values(each, model.size) for each in generations]
+    values = [_values(each) for each in generations]
     return Computed(values, encoded, generations, headers)
 
 
@@ -143,9 +145,12 @@ async def _run(
         cancel_all(generations)
 
 
-def _values(generation: Generation, size: int) -> Values:
-    """[rows, size]"""
-    return np.frombuffer(generation.pooled, "<f4").reshape(-1, size)
+def _values(generation: Generation) -> Values:
+    """[rows, size]: a row per token, or one."""
+    pooling_of = generation.request.pooling
+    is_per_token = pooling_of is not None and pooling_of.task == pooling.TOKEN_CLASSIFY
+    num_rows = len(generation.request.prompt_ids) if is_per_token else 1
+    return np.frombuffer(generation.pooled, "<f4").reshape(num_rows, -1)
 
 
 async def _encode(
@@ -168,6 +173,17 @@ async def _encode(
             encoded.append(next(tokenized))
         check_num_tokens(encoded[-1].ids, config, field)
     return encoded
+
+
+def activated(logits: Values, activation: str) -> Values:
+    """logits: [..., labels]. Scores in float32."""
+    values = logits.astype(np.float64)
+    if activation == "sigmoid":
+        values = 1.0 / (1.0 + np.exp(-values))
+    elif activation == "softmax":
+        values = np.exp(values - values.max(-1, keepdims=True))
+        values /= values.sum(-1, keepdims=True)
+    return values.astype(np.float32)
 
 
 def shortened(vectors: Values, dimensions: int | None) -> Values:

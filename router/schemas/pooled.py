@@ -43,20 +43,89 @@ class EmbeddingsRequest:
     texts: list[Text]
     encoding_format: str
     dimensions: int | None
+    prompt_name: str | None = None
+    use_activation: bool = True
+    """Whether logits become scores."""
 
 
-def read_embeddings(body: dict[str, Any], config: RouterConfig) -> EmbeddingsRequest:
-    """Type and check. Raises WrongJsonType or ValidationError."""
+@dataclass(frozen=True)
+class PairsRequest:
+    """The body of `/score` and `/rerank`: texts that are compared pair by pair."""
+
+    common: PooledFields
+    first: list[str]
+    second: list[str]
+    use_activation: bool
+    top_n: int | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """One text with each of the others, or both lists side by side."""
+        first = self.first * len(self.second) if len(self.first) == 1 else self.first
+        return list(zip(first, self.second, strict=True))
+
+
+def read_embeddings(body: dict[str, Any], config: RouterConfig, *, needs_model: bool = False) -> EmbeddingsRequest:
+    """Type and check; also the bodies of `/pooling` and of vLLM's `/classify`. Raises WrongJsonType or
+    ValidationError.
+    """
     fields = Fields(body)
     model = fields.text("model")
-    if model is None:
+    if model is None and needs_model:
         raise ValidationError("you must provide a model parameter", "model")
     texts = read_texts(fields, "input", config)
     encoding_format = fields.text("encoding_format") or "float"
     if encoding_format not in FORMATS:
         raise ValidationError(f"`encoding_format` must be {' or '.join(FORMATS)}", "encoding_format")
     dimensions = read_dimensions(fields)
-    return EmbeddingsRequest(_common(fields, config, model), texts, encoding_format, dimensions)
+    prompt_name, activation = fields.text("prompt_name"), _activation(fields)
+    common = _common(fields, config, model or "")
+    return EmbeddingsRequest(common, texts, encoding_format, dimensions, prompt_name, activation)
+
+
+def read_score(body: dict[str, Any], config: RouterConfig) -> PairsRequest:
+    """The body of `/score`, under vLLM's older or newer names. Raises WrongJsonType or ValidationError."""
+    fields = Fields(body)
+    names = next((names for names in _PAIR_NAMES if any(map(fields.has, names))), _PAIR_NAMES[0])
+    first, second = (_pair_texts(fields.take(name), name) for name in names)
+    if len(first) not in (1, len(second)):
+        raise ValidationError(
+            f"`{names[0]}` must be one text, or as many as `{names[1]}`. Given: {len(first)} and {len(second)}",
+            names[0],
+        )
+    activation = _activation(fields)
+    return PairsRequest(_common(fields, config, fields.text("model") or ""), first, second, activation)
+
+
+def read_rerank(body: dict[str, Any], config: RouterConfig) -> PairsRequest:
+    """The body of `/rerank`, as Jina's and Cohere's. Raises WrongJsonType or ValidationError."""
+    fields = Fields(body)
+    query, documents = fields.required_text("query"), _pair_texts(fields.take("documents"), "documents")
+    top_n = fields.integer("top_n", "u32")
+    fields.optional_flag("return_documents")
+    activation = _activation(fields)
+    common = _common(fields, config, fields.text("model") or "")
+    return PairsRequest(common, [_checked(query, "query")], documents, activation, top_n)
+
+
+_PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+
+
+def _pair_texts(value: Any, name: str) -> list[str]:
+    """A text, texts, or objects with a `text`."""
+    items = value if isinstance(value, list) else [value]
+    given = [item.get("text") if isinstance(item, dict) else item for item in items]
+    texts = [_checked(text, name) for text in given if isinstance(text, str)]
+    if not texts or len(texts) < len(given):
+        raise ValidationError(f"`{name}` must be a string or strings", name)
+    check_num_texts(len(texts), name)
+    return texts
+
+
+def _activation(fields: Fields) -> bool:
+    """vLLM's `use_activation` and its older names; true by default."""
+    given = [fields.optional_flag(name) for name in ("use_activation", "activation", "softmax")]
+    return next((flag for flag in given if flag is not None), True)
 
 
 def read_dimensions(fields: Fields) -> int | None:

@@ -3,15 +3,18 @@
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from openai import OpenAI
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, pipeline
 
 from tests import tiny_pooled
+from tests.adapters.making import randomise
 from tests.e2e.launched import Launched
 
 TEXTS = ["the quick brown fox", "a parrot repeats what the adapters say", "word for word", "the lazy dog " * 20]
@@ -70,3 +73,126 @@ def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Pat
         assert status == 200 and len(body["data"][0]["embedding"]) == 16
         with urllib.request.urlopen(f"{launched.url}/startup", timeout=60) as answer:
             assert answer.status == 200
+
+
+def make_adapter(folder: Path, base: Path, task: str, task_type: str, targets: list[str], seed: int) -> Path:
+    """Have PEFT save an adapter with random weights, and a new head where the task has one."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type=task_type)
+    config.init_lora_weights = False
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(tiny_pooled.CLASSES[task].from_pretrained(base, dtype=torch.float32), config)
+    randomise(model, config)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def logits(base: Path, adapter: Path | None, task: str, *texts: str) -> torch.Tensor:
+    """[tokens or 1, size] of a text or a pair of texts, in transformers and PEFT."""
+    model: Any = tiny_pooled.CLASSES[task].from_pretrained(base, dtype=torch.float32)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    encoded = AutoTokenizer.from_pretrained(base)(*texts, return_tensors="pt")
+    output = model.eval()(**encoded)
+    if task == "embed":
+        found: torch.Tensor = output.last_hidden_state[0].mean(0, keepdim=True)
+        return torch.nn.functional.normalize(found, dim=-1)
+    scores: torch.Tensor = output.logits[0]
+    return scores.view(-1, scores.shape[-1])
+
+
+def test_sixteen_requests_under_several_adapters_equal_peft(tmp_path: Path) -> None:
+    base = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"))
+    roots = tmp_path / "roots"
+    for seed, name in enumerate(("a", "b", "c")):
+        make_adapter(roots / name, base, "embed", "FEATURE_EXTRACTION", ["query", "value", "dense"], seed)
+    texts = [" ".join(TEXTS[0].split() * (1 + index % 5)) for index in range(16)]
+    adapters = [("", "a", "b", "c")[index % 4] for index in range(16)]
+    wanted = [
+        logits(base, roots / name if name else None, "embed", text)[0]
+        for text, name in zip(texts, adapters, strict=True)
+    ]
+    with Launched("--model-id", str(base), *EXACT, "--local-adapter-root", str(roots)) as launched:
+        launched.wait_until_ready()
+
+        def ask(index: int) -> torch.Tensor:
+            body = {"model": adapters[index], "adapter_source": "local", "input": texts[index]}
+            status, answer = post(f"{launched.url}/v1/embeddings", body)
+            assert status == 200, answer
+            return torch.tensor(answer["data"][0]["embedding"])
+
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(ask, range(16)))
+        for found, want in zip(together, wanted, strict=True):
+            assert float((found - want).abs().max()) <= 1e-5
+        assert float((wanted[1] - wanted[5]).abs().max()) > 1e-3
+        for index in (0, 1, 7):
+            assert torch.equal(ask(index), together[index])
+
+
+def test_pairs_are_scored_and_ranked_by_a_cross_encoder(tmp_path: Path) -> None:
+    base = tiny_pooled.make("bert", tmp_path / "bert", "classify", num_labels=1)
+    roots = tmp_path / "roots"
+    make_adapter(roots / "seq", base, "classify", "SEQ_CLS", ["query", "value"], seed=1)
+    query, documents = TEXTS[0], TEXTS[1:]
+    scores = [float(logits(base, None, "classify", query, text).sigmoid()) for text in documents]
+    adapted = [float(logits(base, roots / "seq", "classify", query, text).sigmoid()) for text in documents]
+    with Launched("--model-id", str(base), *EXACT, "--local-adapter-root", str(roots)) as launched:
+        launched.wait_until_ready()
+        for path in ("/score", "/v1/score"):
+            status, answer = post(f"{launched.url}{path}", {"model": "", "text_1": query, "text_2": documents})
+            assert status == 200, answer
+            assert [each["score"] for each in answer["data"]] == pytest.approx(scores, abs=1e-5)
+        body = {"model": "seq", "adapter_source": "local", "text_1": query, "text_2": documents}
+        status, answer = post(f"{launched.url}/score", body)
+        assert status == 200, answer
+        assert [each["score"] for each in answer["data"]] == pytest.approx(adapted, abs=1e-5)
+        assert adapted != pytest.approx(scores, abs=1e-3)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            status, answer = post(f"{launched.url}{path}", {"query": query, "documents": documents, "top_n": 2})
+            assert status == 200, answer
+            order = sorted(range(len(documents)), key=lambda index: -scores[index])
+            assert [each["index"] for each in answer["results"]] == order[:2]
+            assert answer["results"][0]["document"] == {"text": documents[order[0]]}
+        status, answer = post(f"{launched.url}/classify", {"model": "", "input": documents})
+        alone = [float(logits(base, None, "classify", text).sigmoid()) for text in documents]
+        assert [each["probs"] for each in answer["data"]] == [pytest.approx([score], abs=1e-5) for score in alone]
+        status, answer = post(f"{launched.url}/pooling", {"model": "", "input": documents[0], "use_activation": False})
+        assert answer["data"][0]["data"] == pytest.approx(
+            logits(base, None, "classify", documents[0])[0].tolist(), abs=1e-5
+        )
+        status, answer = post(f"{launched.url}/v1/embeddings", {"model": "", "input": "hi"})
+        assert status == 400 and answer["error"]["code"] == "wrong_task"
+
+
+def test_entities_are_those_of_transformers(tmp_path: Path) -> None:
+    labels = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC"}
+    base = tiny_pooled.make("distilbert", tmp_path / "base", "token-classify", id2label=labels)
+    roots = tmp_path / "roots"
+    make_adapter(roots / "tok", base, "token-classify", "TOKEN_CLS", ["q_lin", "v_lin"], seed=1)
+    recogniser = pipeline(
+        "token-classification", model=str(base), tokenizer=str(base), aggregation_strategy="simple", device="cpu"
+    )
+    texts = ["Angela Smith says the fox jumps over Berlin", "word for word, Paris"]
+    wanted = [
+        [
+            {"entity_group": each["entity_group"], "start": each["start"], "end": each["end"],
+             "word": text[each["start"] : each["end"]].lower(), "score": pytest.approx(float(each["score"]), abs=1e-5)}
+            for each in recogniser(text)
+        ]
+        for text in texts
+    ]  # fmt: skip
+    assert all(wanted)
+    with Launched("--model-id", str(base), *EXACT, "--local-adapter-root", str(roots)) as launched:
+        launched.wait_until_ready()
+        assert post(f"{launched.url}/classify", {"inputs": texts[0]}) == (200, wanted[0])
+        assert post(f"{launched.url}/classify_batch", {"inputs": texts}) == (200, wanted)
+        status, answer = post(f"{launched.url}/pooling", {"input": texts[0], "use_activation": False})
+        assert status == 200
+        found = torch.tensor(answer["data"][0]["data"])
+        assert float((found - logits(base, None, "token-classify", texts[0])).abs().max()) <= 1e-5
+        body = {"model": "tok", "adapter_source": "local", "input": texts[0], "use_activation": False}
+        status, answer = post(f"{launched.url}/pooling", body)
+        assert status == 200, answer
+        found = torch.tensor(answer["data"][0]["data"])
+        assert float((found - logits(base, roots / "tok", "token-classify", texts[0])).abs().max()) <= 1e-5

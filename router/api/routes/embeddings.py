@@ -1,6 +1,7 @@
 """The routes to vectors: OpenAI's `/v1/embeddings` and LoRAX's `/embed`."""
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from lorikeet.proto.pooling import EMBED
 from lorikeet.router.api.pooled import Values, check_task, compute, shortened
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.pooled import read_embeddings, read_lorax
+from lorikeet.router.schemas.pooled import Text, read_embeddings, read_lorax
+from lorikeet.router.text.pooled_files import PooledFiles
 
 
 class EmbeddingRoutes:
@@ -20,15 +22,18 @@ class EmbeddingRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._files = PooledFiles(service.config)
 
     async def embeddings(self, request: Request) -> Response:
         """OpenAI's `data`, and the same under LoRAX's name `embeddings`."""
         service, timing = self._service, Timing(now())
         body = await service.body(request)
         model = check_task(service, EMBED)
-        wanted = read_embeddings(service.openai_defaults(service.caller(request), body), service.config)
+        body = service.openai_defaults(service.caller(request), body)
+        wanted = read_embeddings(body, service.config, needs_model=True)
         check_dimensions(wanted.dimensions, model.size)
-        computed = await compute(service, request, wanted.texts, wanted.common, timing)
+        texts = prompted(self._files, wanted.texts, wanted.prompt_name)
+        computed = await compute(service, request, texts, wanted.common, timing)
         vectors = shortened(np.concatenate(computed.values), wanted.dimensions)
         data = embedding_objects(vectors, wanted.encoding_format)
         answer = {
@@ -46,9 +51,15 @@ class EmbeddingRoutes:
         body = await service.body(request)
         check_task(service, EMBED)
         wanted = read_lorax(service.native_defaults(service.caller(request), body), service.config)
-        computed = await compute(service, request, wanted.inputs, wanted.common, timing, "inputs")
+        texts = prompted(self._files, wanted.inputs)
+        computed = await compute(service, request, texts, wanted.common, timing, "inputs")
         content = orjson.dumps({"embeddings": computed.values[0][0]}, option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(content, headers=computed.headers, media_type="application/json")
+
+
+def prompted(files: PooledFiles, texts: Sequence[Text], prompt_name: str | None = None) -> list[Text]:
+    """The texts after the model's prompt; token ids stay as they are."""
+    return [files.prompted(text, prompt_name) if isinstance(text, str) else text for text in texts]
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
@@ -57,16 +68,16 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         raise ValidationError(f"`dimensions` must be <= {size}. Given: {dimensions}", "dimensions")
 
 
+def encoded(values: Values, encoding_format: str) -> Any:
+    """Numbers, or the base64 of float32 values, little-endian."""
+    values = np.ascontiguousarray(values, "<f4")
+    return base64.b64encode(values.tobytes()).decode() if encoding_format == "base64" else values
+
+
 def embedding_objects(vectors: Values, encoding_format: str) -> orjson.Fragment:
     """OpenAI's list of embeddings. vectors: [n, size]."""
     objects: list[dict[str, Any]] = [
-        {"object": "embedding", "index": index, "embedding": _shown(vector, encoding_format)}
+        {"object": "embedding", "index": index, "embedding": encoded(vector, encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     return orjson.Fragment(orjson.dumps(objects, option=orjson.OPT_SERIALIZE_NUMPY))
-
-
-def _shown(vector: Values, encoding_format: str) -> Any:
-    """A list of numbers, or the base64 of float32 values, little-endian."""
-    vector = np.ascontiguousarray(vector, "<f4")
-    return base64.b64encode(vector.tobytes()).decode() if encoding_format == "base64" else vector

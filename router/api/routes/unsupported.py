@@ -33,8 +33,3 @@ async def out_of_scope(request: Request) -> Response:
     path = request.url.path
     prefix = max((each for each in ALTERNATIVES if path.startswith(each)), key=len)
     raise NotServed(prefix, ALTERNATIVES[prefix])
-
-
-async def not_served(request: Request) -> Response:
-    """501 for a route of LoRAX."""
-    raise NotServed(request.url.path)

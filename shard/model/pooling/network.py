@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, CausalLMOutputWithPast
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.shard.batch.inputs import StepInputs
@@ -27,9 +27,9 @@ class GivenTrunk(nn.Module):
         # [S, 1, H], or [1, S, H] for scores per token
         self.hidden_states = torch.empty(0)
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
         pooled = None if self.pooler is None else self.pooler(self.hidden_states)
-        return BaseModelOutputWithPooling(last_hidden_state=self.hidden_states, pooler_output=pooled)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden_states, pooler_output=pooled)
 
 
 class Classifier(nn.Module):
@@ -121,9 +121,24 @@ def positions_after_padding(input_ids: torch.Tensor, positions: torch.Tensor, pa
     return (counts - before) * is_token + padding_id
 
 
+class FirstTokenPooler(nn.Module):
+    """Albert's pooling layer, which its trunk computes itself."""
+
+    def __init__(self, linear: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [S, 1, H]. Returns [S, H]."""
+        pooled: torch.Tensor = self.activation(self.linear(hidden_states[:, 0]))
+        return pooled
+
+
 def take_pooler(trunk: Any) -> nn.Module | None:
     """The trunk's own pooling layer, which no longer runs on the flat row; None if it has none."""
     pooler = getattr(trunk, "pooler", None)
-    if pooler is not None:
-        trunk.pooler = None
-    return pooler if isinstance(pooler, nn.Module) else None
+    if not isinstance(pooler, nn.Module):
+        return None
+    trunk.pooler = None
+    activation = getattr(trunk, "pooler_activation", None)
+    return pooler if activation is None else FirstTokenPooler(pooler, activation)

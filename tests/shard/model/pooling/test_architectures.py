@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from tests import tiny_pooled
 from tests.shard.model.pooling.pooled_engine import PooledEngine, expected, prompts_of
-
-CASES = [(name, "embed", pooling) for name in tiny_pooled.VARIANTS for pooling in ("mean", "cls", "last")]
 
 
 def assert_exact(engine: PooledEngine, wanted: list[torch.Tensor], second_texts: list[int] | None = None) -> None:
@@ -29,3 +29,63 @@ def test_vectors_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: Pa
     pooling = "last" if name in tiny_pooled.DECODERS else "mean"
     engine = PooledEngine(folder, pooling=pooling)
     assert_exact(engine, expected(folder, "embed", prompts_of(), pooling))
+
+
+CLASSIFIERS = [name for name in tiny_pooled.VARIANTS if name not in ("xlm-roberta-xl", "eurobert")]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("task", ["classify", "token-classify"])
+def test_scores_equal_transformers_alone_and_in_a_batch(name: str, task: str, tmp_path: Path) -> None:
+    folder = tiny_pooled.make(name, tmp_path / name, task, num_labels=3)
+    assert_exact(PooledEngine(folder), expected(folder, task, prompts_of()))
+
+
+def test_pairs_have_token_types(tmp_path: Path) -> None:
+    folder = tiny_pooled.make("bert", tmp_path / "bert", "classify", num_labels=1)
+    second_texts = [max(1, len(prompt) // 2) for prompt in prompts_of()]
+    wanted = expected(folder, "classify", prompts_of(), second_texts=second_texts)
+    assert_exact(PooledEngine(folder), wanted, second_texts)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_causal_model_is_pooled_in_other_ways(pooling: str, tmp_path: Path) -> None:
+    folder = tiny_pooled.make("qwen3", tmp_path / "qwen3", "generate")
+    assert_exact(PooledEngine(folder, pooling=pooling), expected(folder, "embed", prompts_of(), pooling))
+
+
+def test_last_token_in_chunks_and_from_the_prefix_cache(tmp_path: Path) -> None:
+    folder = tiny_pooled.make("llama", tmp_path / "llama", "generate")
+    wanted = expected(folder, "embed", prompts_of(), "last")
+    engine = PooledEngine(folder, pooling="last", step_tokens=7)
+    first = engine.run(prompts_of())
+    again = engine.run(prompts_of())
+    assert engine.engine.scheduler.cache.num_cached > 0
+    whole = PooledEngine(folder, pooling="last").run(prompts_of())
+    for found, repeated, want, other in zip(first, again, wanted, whole, strict=True):
+        assert float((found - want).abs().max()) <= 1e-5 * max(1.0, float(want.abs().max()))
+        assert torch.equal(found, repeated) and torch.equal(found, other)
+
+
+def test_what_follows_the_pooling_is_that_of_sentence_transformers(tmp_path: Path) -> None:
+    folder = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"), "cls", dense=24)
+    engine = PooledEngine(folder)
+    weights = load_file(folder / "2_Dense" / "model.safetensors")
+    for states, [found] in zip(expected(folder, "embed", prompts_of(), "cls"), engine.run(prompts_of()), strict=True):
+        want = torch.tanh(states[0] @ weights["linear.weight"].t() + weights["linear.bias"])
+        assert torch.allclose(found, torch.nn.functional.normalize(want, dim=0), atol=1e-5)
+
+
+def test_an_architecture_that_is_computed_otherwise_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_pooled.make("bert", tmp_path / "bert")
+    plain = BertSelfAttention.forward
+
+    def leaky(self, hidden_states, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """Sees the mean of the flat row."""
+        return plain(self, hidden_states + hidden_states.mean(1, keepdim=True), *args, **kwargs)
+
+    monkeypatch.setattr(BertSelfAttention, "forward", leaky)
+    with pytest.raises(ValueError, match="cannot serve bert: packed into one row"):
+        PooledEngine(folder)

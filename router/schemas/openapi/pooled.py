@@ -1,0 +1,150 @@
+"""Bodies and answers of the routes to embedding and classification models."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Input = str | list[str] | list[int] | list[list[int]]
+
+
+class PooledFields(BaseModel):
+    """What all bodies have but LoRAX's."""
+
+    model: str | None = Field(None, description="The base model, an adapter or an alias")
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1: as many as a text may have")
+    truncation_side: Literal["left", "right"] | None = None
+    truncate: bool | None = Field(None, description="The same as `truncate_prompt_tokens` -1")
+    priority: int | None = None
+    user: str | None = None
+
+
+class InputFields(PooledFields):
+    """A text, texts, or their token ids."""
+
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    prompt_name: str | None = Field(None, description="One of the prompts of sentence-transformers")
+    use_activation: bool | None = Field(None, description="False gives logits instead of scores")
+
+
+class EmbeddingsRequest(InputFields):
+    """Of `/v1/embeddings`."""
+
+
+class PoolingRequest(InputFields):
+    """Of `/pooling`."""
+
+    task: str | None = None
+
+
+class EmbedRequest(BaseModel):
+    """Of LoRAX's `/embed`."""
+
+    inputs: str
+    parameters: dict[str, object] | None = None
+
+
+class ClassifyRequest(BaseModel):
+    """LoRAX's with `inputs`, vLLM's with `input`."""
+
+    inputs: str | None = None
+    input: Input | None = None
+
+
+class ClassifyBatchRequest(BaseModel):
+    """Of LoRAX's `/classify_batch`."""
+
+    inputs: list[str]
+
+
+class ScoreRequest(PooledFields):
+    """Of `/score`."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class RerankRequest(PooledFields):
+    """Of `/rerank`."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+
+
+class PromptUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsResponse(BaseModel):
+    """OpenAI's `data`, and the same as LoRAX's `embeddings`."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+    embeddings: list[Embedding]
+
+
+class EmbedResponse(BaseModel):
+    embeddings: list[float]
+
+
+class Pooled(BaseModel):
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | str
+
+
+class PoolingResponse(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: PromptUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
+
+
+class Document(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    index: int
+    document: Document
+    relevance_score: float
+
+
+class RerankResponse(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: PromptUsage
+    results: list[Ranked]
