@@ -1,0 +1,1 @@
+"""Embedding models: texts per second next to sentence-transformers and infinity."""
