@@ -24,6 +24,8 @@ class Cut:
     side: str = "right"
     """Where tokens are dropped."""
     add_special_tokens: bool = True
+    has_types: bool = False
+    """Whether the model gets the tokenizer's types of tokens, which tell the texts of a pair apart."""
     wants_offsets: bool = False
     """Whether the characters of each token are wanted."""
 
@@ -70,7 +72,7 @@ def encode_group(backend: tokenizers.Tokenizer, texts: Sequence[Input], cut: Cut
 
 
 def _encoded(encoding: tokenizers.Encoding, cut: Cut) -> Encoded:
-    types = encoding.type_ids
+    types = encoding.type_ids if cut.has_types else ()
     second_text = types.index(1) if 1 in types else 0
     if not cut.wants_offsets:
         return Encoded(encoding.ids, second_text)

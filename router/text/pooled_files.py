@@ -10,6 +10,9 @@ from lorikeet.proto import pooling
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
 
+_TYPED = frozenset({"bert", "electra", "ernie"})
+"""Tokenizers that give types by default."""
+
 
 @dataclass(frozen=True)
 class PooledFiles:
@@ -26,6 +29,16 @@ class PooledFiles:
     def _pooled(self) -> pooling.PooledModel | None:
         config = self.config
         return pooling.read(Path(config.model_path), self._configuration, config.pooling or "", config.embedding_dim)
+
+    @cached_property
+    def has_token_types(self) -> bool:
+        """Whether transformers gives the model the types of tokens: as tokenizer_config.json says, or as BERT's."""
+        path = Path(self.config.model_path, "tokenizer_config.json")
+        settings: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+        if (names := settings.get("model_input_names")) is not None:
+            return "token_type_ids" in names
+        name = settings.get("tokenizer_class") or self._configuration.get("model_type", "")
+        return str(name).lower().removesuffix("fast").removesuffix("tokenizer") in _TYPED
 
     def labels(self, num_labels: int) -> list[str]:
         """Names of the labels of scores: the model's, or numbers where an adapter has another number of them."""

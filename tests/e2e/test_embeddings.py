@@ -132,6 +132,9 @@ def test_sixteen_requests_under_several_adapters_equal_peft(tmp_path: Path) -> N
 
 def test_pairs_are_scored_and_ranked_by_a_cross_encoder(tmp_path: Path) -> None:
     base = tiny_pooled.make("bert", tmp_path / "bert", "classify", num_labels=1)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_input_names": names}))
     roots = tmp_path / "roots"
     make_adapter(roots / "seq", base, "classify", "SEQ_CLS", ["query", "value"], seed=1)
     query, documents = TEXTS[0], TEXTS[1:]

@@ -1,5 +1,7 @@
 """The routes that compare texts: `/score` and `/rerank`, by a cross-encoder, or by the cosines of embeddings."""
 
+from dataclasses import replace
+
 import numpy as np
 import orjson
 from starlette.requests import Request
@@ -55,7 +57,9 @@ class PairRoutes:
         model = check_task(self._service, CLASSIFY, EMBED)
         if model.task == EMBED:
             return await self._cosines(request, wanted, timing, wanted_names[1])
-        computed = await compute(self._service, request, wanted.pairs, wanted.common, timing, wanted_names[1])
+        cut = replace(wanted.common.cut, has_types=self._files.has_token_types)
+        common = replace(wanted.common, cut=cut)
+        computed = await compute(self._service, request, wanted.pairs, common, timing, wanted_names[1])
         logits = np.concatenate(computed.values)
         if logits.shape[1] != 1:
             raise WrongTask(f"scores of pairs need a model with one label, and this one has {logits.shape[1]}")

@@ -52,9 +52,9 @@ def assemble_pooled(
         pooled=pooled,
     )
     steps: list[nn.Module] = []
-    if pooled.task == EMBED:
-        take_pooler(network)
     targets = replace_layers(network, backend, inputs, dtype, fusions=fusions)
+    if pooled.task == EMBED:
+        take_pooler(network)  # adapters may change it, which changes no vector
     trunk: Any = network
     if pooled.task != EMBED:
         trunk = getattr(network, network.base_model_prefix)
