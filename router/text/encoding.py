@@ -96,15 +96,14 @@ def _shortened(backend: tokenizers.Tokenizer, text: Input, cut: Cut) -> tokenize
 
 
 def _sizes(lengths: list[int], most: int) -> list[int]:
-    """What is kept of one or two texts: the longer one loses tokens first, the second one where they are as long."""
-    if len(lengths) == 1:
-        return [min(lengths[0], most)]
-    first, second = lengths
-    if first + second <= most:
+    """What is kept of one or two texts, as by the library's `longest_first`."""
+    if sum(lengths) <= most:
         return lengths
-    shorter = min(first, second, most // 2)
-    if first <= second:
-        first = min(first, max(most - second, most - most // 2))
-        return [first, most - first]
-    second = shorter
-    return [most - second, second]
+    if len(lengths) == 1:
+        return [most]
+    shorter, longer = sorted(lengths)
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter = most // 2
+        longer = most - shorter
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]

@@ -14,8 +14,8 @@ from openai import OpenAI
 from transformers import AutoModel, AutoTokenizer, pipeline
 
 from tests import tiny_pooled
-from tests.adapters.making import randomise
 from tests.e2e.launched import Launched
+from tests.shard.model.pooling.test_adapters import make_adapter
 
 TEXTS = ["the quick brown fox", "a parrot repeats what the adapters say", "word for word", "the lazy dog " * 20]
 EXACT = ("--cpu-memory", "128MiB", "--threads", "1", "--dtype", "float32")
@@ -43,7 +43,7 @@ def vectors(folder: Path, texts: list[str], pooling: str, normalize: bool) -> to
     return torch.nn.functional.normalize(stacked, dim=-1) if normalize else stacked
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.long)])
 def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name, "embed" if name == "bert" else "generate")
     arguments = ["--model-id", str(folder), *EXACT]
@@ -75,17 +75,6 @@ def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Pat
             assert answer.status == 200
 
 
-def make_adapter(folder: Path, base: Path, task: str, task_type: str, targets: list[str], seed: int) -> Path:
-    """Have PEFT save an adapter with random weights, and a new head where the task has one."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type=task_type)
-    config.init_lora_weights = False
-    torch.manual_seed(seed)
-    model = peft.get_peft_model(tiny_pooled.CLASSES[task].from_pretrained(base, dtype=torch.float32), config)
-    randomise(model, config)
-    model.save_pretrained(folder)
-    return folder
-
-
 @torch.inference_mode()
 def logits(base: Path, adapter: Path | None, task: str, *texts: str) -> torch.Tensor:
     """[tokens or 1, size] of a text or a pair of texts, in transformers and PEFT."""
@@ -101,6 +90,7 @@ def logits(base: Path, adapter: Path | None, task: str, *texts: str) -> torch.Te
     return scores.view(-1, scores.shape[-1])
 
 
+@pytest.mark.long
 def test_sixteen_requests_under_several_adapters_equal_peft(tmp_path: Path) -> None:
     base = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"))
     roots = tmp_path / "roots"
@@ -168,6 +158,7 @@ def test_pairs_are_scored_and_ranked_by_a_cross_encoder(tmp_path: Path) -> None:
         assert status == 400 and answer["error"]["code"] == "wrong_task"
 
 
+@pytest.mark.long
 def test_entities_are_those_of_transformers(tmp_path: Path) -> None:
     labels = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC"}
     base = tiny_pooled.make("distilbert", tmp_path / "base", "token-classify", id2label=labels)

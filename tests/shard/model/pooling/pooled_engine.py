@@ -1,6 +1,7 @@
 """An engine with an embedder or a classifier, and what transformers computes of the same prompts."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lorikeet.shard.startup.build import build_engine, pooling_of
 from tests import tiny_pooled
 
 EPOCH = 1
+PARKED_S = 0.001
 
 
 class PooledEngine:
@@ -33,7 +35,9 @@ class PooledEngine:
         inbox.put(StreamOpened(EPOCH))
         self._next_id = 0
 
-    def run(self, prompts: Sequence[Sequence[int]], second_texts: Sequence[int] = ()) -> list[torch.Tensor]:
+    def run(
+        self, prompts: Sequence[Sequence[int]], second_texts: Sequence[int] = (), digests: Sequence[str] = ()
+    ) -> list[torch.Tensor]:
         """[rows, size] of each prompt, all submitted at once."""
         pooling = pooling_of(self.model)
         assert pooling is not None
@@ -42,11 +46,13 @@ class PooledEngine:
             self._next_id += 1
             request = Request((EPOCH, self._next_id), list(prompt), len(prompt), 1)
             request.pooling = pooling._replace(second_text=second_texts[index] if second_texts else 0)
+            request.adapter_digest = digests[index] if digests else ""
             requests.append(request)
         self.inbox.put(Commands(EPOCH, submits=list(requests)))
         found: dict[int, bytes] = {}
         self.engine.step()
         while not self.engine.scheduler.is_idle:
+            time.sleep(0.0 if self.engine.scheduler.running else PARKED_S)  # while adapters are read
             self.engine.step()
         for output in self.outbox.take(EPOCH).outputs:
             assert output.finish_reason is FinishReason.LENGTH, output

@@ -1,6 +1,8 @@
 """Embedders and classifiers of every architecture: as in transformers, and with the same bits alone and in a batch."""
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,16 @@ def assert_exact(engine: PooledEngine, wanted: list[torch.Tensor], second_texts:
         assert torch.equal(alone, together[index])
 
 
-@pytest.mark.parametrize("name", tiny_pooled.VARIANTS)
+SAMPLE = ("bert", "roberta", "modernbert", "qwen3")
+"""What `make test` runs."""
+
+
+def cases(names: Iterable[str], sample: Collection[str] = SAMPLE) -> list[Any]:
+    """The names, those outside of the sample marked as long."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", cases(tiny_pooled.VARIANTS))
 def test_vectors_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name)
     pooling = "last" if name in tiny_pooled.DECODERS else "mean"
@@ -34,8 +45,8 @@ def test_vectors_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: Pa
 CLASSIFIERS = [name for name in tiny_pooled.VARIANTS if name not in ("xlm-roberta-xl", "eurobert")]
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
-@pytest.mark.parametrize("task", ["classify", "token-classify"])
+@pytest.mark.parametrize("name", cases(CLASSIFIERS, ("distilbert", "llama")))
+@pytest.mark.parametrize("task", cases(("classify", "token-classify"), ("classify",)))
 def test_scores_equal_transformers_alone_and_in_a_batch(name: str, task: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name, task, num_labels=3)
     assert_exact(PooledEngine(folder), expected(folder, task, prompts_of()))
@@ -48,7 +59,7 @@ def test_pairs_have_token_types(tmp_path: Path) -> None:
     assert_exact(PooledEngine(folder), wanted, second_texts)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", cases(("mean", "cls"), ("mean",)))
 def test_a_causal_model_is_pooled_in_other_ways(pooling: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make("qwen3", tmp_path / "qwen3", "generate")
     assert_exact(PooledEngine(folder, pooling=pooling), expected(folder, "embed", prompts_of(), pooling))

@@ -1,0 +1,44 @@
+"""The same vectors and scores as sentence-transformers, for models with its configuration files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny_pooled
+from tests.shard.model.pooling.pooled_engine import PooledEngine
+
+pytestmark = pytest.mark.long
+
+TEXTS = ["the quick brown fox", "a parrot", "word for word. " * 12, "the adapters say, repeats what " * 3]
+CASES = {
+    "bert": {"pooling": "mean"},
+    "distilbert": {"pooling": "cls", "dense": 24},
+    "roberta": {"pooling": "mean", "normalize": False},
+    "modernbert": {"pooling": "cls"},
+    "qwen3": {"pooling": "last"},
+    "llama": {"pooling": "mean"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors(name: str, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    folder = tiny_pooled.sentence_transformer(tiny_pooled.make(name, tmp_path / name), **CASES[name])  # type: ignore[arg-type]
+    model = library.SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
+    wanted = torch.from_numpy(model.encode(TEXTS))
+    prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS]
+    found = torch.cat(PooledEngine(folder).run(prompts))
+    assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "qwen2"])
+def test_scores_of_pairs(name: str, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    folder = tiny_pooled.make(name, tmp_path / name, "classify", num_labels=1)
+    model = library.CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
+    pairs = [(TEXTS[0], text) for text in TEXTS[1:]]
+    wanted = torch.from_numpy(model.predict(pairs))
+    prompts = [model.tokenizer(*pair)["input_ids"] for pair in pairs]
+    found = torch.cat(PooledEngine(folder).run(prompts))[:, 0].sigmoid()
+    assert float((found - wanted).abs().max()) <= 1e-5
