@@ -27,8 +27,8 @@ from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoute
 from lorikeet.router.api.routes.live import LiveRoutes
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
-from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.pairs import PairRoutes
+from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes

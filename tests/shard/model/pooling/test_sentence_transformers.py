@@ -10,7 +10,7 @@ from tests.shard.model.pooling.pooled_engine import PooledEngine
 
 pytestmark = pytest.mark.long
 
-TEXTS = ["the quick brown fox", "a parrot", "word for word. " * 12, "the adapters say, repeats what " * 3]
+TEXTS = ["the quick brown fox", "a parrot", "word for word. " * 5, "the adapters say, repeats what "]
 CASES = {
     "bert": {"pooling": "mean"},
     "distilbert": {"pooling": "cls", "dense": 24},
