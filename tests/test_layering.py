@@ -38,8 +38,8 @@ FOLDERS = {
     "adapters": ("", "sources", "medusa", "formats", "loader"),
     "router": (
         "http", "text", "requests", "streams", "schemas/openapi", "schemas/chat", "schemas", "schemas/dialects",
-        "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch", "live", "api/routes",
-        "api", "",
+        "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch", "live", "api/pooled",
+        "api/routes", "api", "",
     ),
     "shard": (
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",

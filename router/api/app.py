@@ -16,18 +16,18 @@ from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.failures import failure_response
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
-from lorikeet.router.api.pooled import check_generates
+from lorikeet.router.api.pooled.classification import ClassificationRoutes
+from lorikeet.router.api.pooled.compute import check_generates
+from lorikeet.router.api.pooled.embeddings import EmbeddingRoutes
+from lorikeet.router.api.pooled.pairs import PairRoutes
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.capabilities import CapabilityRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.routes.classification import ClassificationRoutes
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.embeddings import EmbeddingRoutes
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
 from lorikeet.router.api.routes.live import LiveRoutes
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
-from lorikeet.router.api.routes.pairs import PairRoutes
 from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
 from lorikeet.router.api.routes.streams import StreamRoutes

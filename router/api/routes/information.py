@@ -14,7 +14,7 @@ from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.pooled import pooled_model
+from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.requests.types import GenerationRequest, Pooling

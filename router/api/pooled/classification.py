@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
-from lorikeet.router.api.pooled import Computed, Values, activated, check_task, compute, shortened
-from lorikeet.router.api.routes.embeddings import check_dimensions, encoded, prompted
+from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute, shortened
+from lorikeet.router.api.pooled.embeddings import check_dimensions, encoded, prompted
+from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import UnsupportedField
 from lorikeet.router.schemas.pooled import EmbeddingsRequest, LoraxRequest, read_embeddings, read_lorax
-from lorikeet.router.text.pooled_files import PooledFiles
 
 _NO_ENTITY = "O"
 

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.pooling import EMBED
-from lorikeet.router.api.pooled import Values, check_task, compute, shortened
+from lorikeet.router.api.pooled.compute import Values, check_task, compute, shortened
+from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.pooled import Text, read_embeddings, read_lorax
-from lorikeet.router.text.pooled_files import PooledFiles
 
 
 class EmbeddingRoutes:

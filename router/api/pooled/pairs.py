@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED
-from lorikeet.router.api.pooled import Computed, Values, activated, check_task, compute
-from lorikeet.router.api.routes.classification import envelope
-from lorikeet.router.api.routes.embeddings import prompted
+from lorikeet.router.api.pooled.classification import envelope
+from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute
+from lorikeet.router.api.pooled.embeddings import prompted
+from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import WrongTask
 from lorikeet.router.schemas.pooled import PairsRequest, read_rerank, read_score
-from lorikeet.router.text.pooled_files import PooledFiles
 
 
 class PairRoutes:

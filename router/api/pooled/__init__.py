@@ -1,0 +1,1 @@
+"""Embedding and classification models: the routes to them, and what the routes share."""
