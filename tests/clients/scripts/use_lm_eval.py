@@ -9,7 +9,7 @@ from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompleti
 os.environ["OPENAI_API_KEY"] = os.environ["KEY"]
 url, base = os.environ["URL"], os.environ["BASE"]
 given = {"model": os.environ["MODEL"], "max_retries": 1, "num_concurrent": 2, "max_length": 512}
-texts = {**given, "add_bos_token": False}
+texts = {**given, "add_bos_token": False, "auth_token": os.environ["KEY"]}
 pairs = [("def add(a, b):", " return a + b"), ("import", " os"), ("The answer is", " 42"), ("x" * 40, " y = 1\n")]
 
 
