@@ -6,9 +6,11 @@ What only a device can tell is declared here: what CUDA takes, activations of th
 `make bench-cuda` measures them. The table is part of docs/cuda.md, and a test compares both.
 """
 
+import sys
 from dataclasses import dataclass
 
 from benchmarks.cuda.setup import LLAMA_8B, LlamaShape
+from benchmarks.evidence import arguments
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.kv_memory import default_slot_bytes, room
 
@@ -133,5 +135,11 @@ def table() -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
+def main() -> int:
+    arguments.parser(__doc__).parse_args()
     print("\n".join(table()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,7 +42,8 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PEER = """
 import json, sys, time
 from sentence_transformers import SentenceTransformer
-folder, texts, sizes = sys.argv[1], json.load(open(sys.argv[2])), json.loads(sys.argv[3])
+folder, texts, sizes = json.load(sys.stdin)
+texts = json.load(open(texts))
 model = SentenceTransformer(folder, device="cpu")
 model.encode(texts[:64], batch_size=32)
 found = {}
@@ -109,8 +110,8 @@ def _ask(url: str, model: str, texts: Sequence[str]) -> int:
 
 def in_process(python: str, folder: Path, texts: Path, sizes: Sequence[int]) -> dict[str, float]:
     """Texts per second of sentence-transformers by batch size."""
-    command = [python, "-c", PEER, str(folder), str(texts), json.dumps(list(sizes))]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    asked = json.dumps([str(folder), str(texts), list(sizes)])
+    output = subprocess.run([python, "-c", PEER], input=asked, check=True, capture_output=True, text=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
     return found
 

@@ -175,6 +175,11 @@ ADAPTERS = {
         Panel("Running", {"{{adapter}}": top(total("lorikeet_adapter_running_requests", "adapter"))}),
         Panel("Waiting", {"{{adapter}}": top(total("lorikeet_adapter_waiting_requests", "adapter"))}),
         Panel("Errors of adapters", {"{{adapter}}": top(rate("lorikeet_adapter_errors_total", "adapter"))}, "ops"),
+        Panel(
+            "Prompts that do not activate their adapter",
+            {"{{adapter}}": top(rate("lorikeet_adapter_not_activated_total", "adapter"))},
+            "ops",
+        ),
         Panel("Shards that have it in a slot", {"{{adapter}}": top(total("lorikeet_adapter_resident", "adapter"))}),
         Panel(
             "Prompt tokens, ten busiest", {"{{adapter}}": top(rate("lorikeet_adapter_prompt_tokens_total", "adapter"))}

@@ -15,7 +15,7 @@ def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
         f"- {{name: root, sha256: {sha256('secret b').upper()}, admin: true}}\n"
     )
     keys = read(path)
-    assert keys.find("secret a") == Key("team-a", isolate=True)
+    assert keys.find("secret a") == Key("team-a", isolate=True, is_marked_isolate=True)
     assert keys.find("secret b") == Key("root", admin=True, isolate=True)
     for other in (None, "", "secret", sha256("secret a")):
         assert keys.find(other) is None

@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "the output of an earlier run is not taken into the grammar",
         "shard/grammar/matcher.py",
-        "if output_ids and not matcher.consume_tokens(list(output_ids)):",
-        "if output_ids and not output_ids:",
+        "if self._output_ids and not matcher.consume_tokens(list(self._output_ids)):",
+        "if self._output_ids and not self._output_ids:",
         f"{ENGINE}::test_an_output_is_continued_from_any_token",
     ),
     Mutant(

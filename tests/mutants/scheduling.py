@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "page hashes forget the salt",
         CACHE,
-        "request.cache_salt.encode())",
-        'b"")',
+        "names = (adapter_digest.encode(), salt.encode())",
+        'names = (adapter_digest.encode(), b"")',
         f"{CACHE_TEST}::test_adapter_and_salt_keep_pages_apart",
     ),
     Mutant(

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "requests that are not traced keep timelines",
         "router/api/service.py",
-        "timeline = None if is_untraced else Timeline()",
+        'timeline = None if getattr(request.state, "trace", None) is None else Timeline()',
         "timeline = Timeline()",
         f"{TRACING_TEST}::test_a_request_that_is_not_sampled_costs_less_than_a_hundredth",
     ),

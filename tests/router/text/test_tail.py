@@ -104,7 +104,7 @@ def test_the_end_has_the_same_tokens(name: str, text: str, num_tokens: int, spec
     tokenizer = Tokenizer({**CUTTABLE, **OTHERS}[name]())
     for length in (2, 8, 100):
         ids = tokenizer._tail(text, num_tokens, length, special)
-        assert ids == tokenizer._ids(text, special)[-num_tokens:]
+        assert ids == tokenizer.ids(text, special)[-num_tokens:]
     tokenizer.close()
 
 
@@ -113,14 +113,14 @@ def test_only_the_end_is_tokenized(name: str, monkeypatch: pytest.MonkeyPatch) -
     tokenizer = Tokenizer(CUTTABLE[name]())
     text = "the lazy dog and the quick fox\n" * 20_000
     lengths: list[int] = []
-    whole = tokenizer._ids(text, True)
-    original = tokenizer._ids
+    whole = tokenizer.ids(text, True)
+    original = tokenizer.ids
 
     def counted(given: str, add_special_tokens: bool) -> list[int]:
         lengths.append(len(given))
         return original(given, add_special_tokens)
 
-    monkeypatch.setattr(tokenizer, "_ids", counted)
+    monkeypatch.setattr(tokenizer, "ids", counted)
     assert asyncio.run(tokenizer.encode_tail(text, 100)) == whole[-100:]
     assert sum(lengths) < 10_000
     tokenizer.close()

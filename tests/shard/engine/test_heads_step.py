@@ -74,7 +74,7 @@ def test_right_heads_take_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     request = make_request(1, [1, 2, 3], 25, heads_digest=FIVE, speculation=Speculation(Method.MEDUSA, 0, 5))
     rig = make_rig(Setup())
     output = rig.run(request)[1]
-    assert output.num_drafted == (0, 20, 0, 0) and output.num_accepted == 20
+    assert output.num_drafted == (0, 20, 0, 0, 0) and output.num_accepted == 20
     assert rig.model.num_steps == 1 + 24 // 6
 
 

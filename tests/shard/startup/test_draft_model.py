@@ -103,7 +103,7 @@ def test_right_drafts_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 41, speculation=Speculation(Method.DRAFT, 4))
     rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
     output = rig.run(request)[1]
-    assert output.num_drafted == (0, 0, 32, 0) and output.num_accepted == 32
+    assert output.num_drafted == (0, 0, 32, 0, 0) and output.num_accepted == 32
     assert rig.model.num_steps == 1 + 40 // 5
     assert rig.draft is not None
     assert rig.draft.num_steps == 1 + 4 * 8
@@ -119,7 +119,7 @@ def test_a_text_ends_at_its_stop_inside_a_block() -> None:
     request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
     output = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(request)[1]
     assert output.token_ids == text[:4]
-    assert (output.num_drafted, output.num_accepted) == ((0, 0, 6, 0), 3)
+    assert (output.num_drafted, output.num_accepted) == ((0, 0, 6, 0, 0), 3)
 
 
 def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:

@@ -100,9 +100,9 @@ async def test_documents(server: Serving) -> None:
     assert set(document["components"]["schemas"]["GenerateRequest"]["properties"]) == {"inputs", "parameters"}
 
 
-SPECULATIVE = {f"speculative_{name}" for name in ("tokens", "method", "schedule", "verification", "verify")} | {
-    "heads_id"
-}
+SPECULATIVE = {
+    f"speculative_{name}" for name in ("tokens", "method", "schedule", "verification", "verify", "history")
+} | {"heads_id"}
 
 
 def test_published_parameters_are_those_that_are_read() -> None:
