@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,15 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def until_idle(launched: Launched) -> None:
+    """A shard that was restarted computes until it is warm: it must not be taken for the one with the request."""
+    end, before = time.monotonic() + 120, [-1, -1]
+    while (now := [cpu_ticks(launched.shard(index)) for index in range(2)]) != before:
+        assert time.monotonic() < end, launched.output
+        before = now
+        time.sleep(0.5)
+
+
 def kill_the_busy_shard(launched: Launched, killed: list[int]) -> None:
     """Once tokens come: of the one request, so the other shard is idle."""
     shards = [launched.shard(index) for index in range(2)]
@@ -39,6 +49,7 @@ def is_complete(spans: list[Span]) -> bool:
 
 def test_a_trace_covers_http_to_step_across_a_lost_replica(replicas: Replicas) -> None:
     launched = replicas.launched
+    until_idle(launched)
     trace_id, parent_id = secrets.token_hex(16), secrets.token_hex(8)
     killed: list[int] = []
     killer = threading.Thread(target=kill_the_busy_shard, args=(launched, killed))
