@@ -70,7 +70,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(own: Path) -> Iterator[Client]:
-    flags = {"cpu_memory": "256MiB", "threads": 1, "default_adapter_source": "local"}
+    flags = {"cpu_memory": "256MiB", "threads": 1, "dtype": "float32", "default_adapter_source": "local"}
     with launch(str(DEMO / "base"), local_adapter_root=[str(DEMO), str(own)], **flags) as client:
         yield client
 
@@ -184,6 +184,7 @@ def test_a_repeated_request_takes_drafts_from_its_tenant_s_history(server: Clien
 def test_default_heads_apply_to_requests_without_heads(own: Path) -> None:
     """`--adapter-id` with heads only: also with a LoRA, but not for a request with other heads."""
     flags = {"cpu_memory": "128MiB", "threads": 1, "default_adapter_source": "local", "adapter_source": "local"}
+    flags["dtype"] = "float32"
     roots = [str(DEMO), str(own)]
     with launch(str(DEMO / "base"), adapter_id="five", local_adapter_root=roots, **flags) as client:
         medusa = {"speculative_method": "medusa"}

@@ -59,7 +59,7 @@ class Listener:
 async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, seconds: float) -> None:
     address = f"unix:{tmp_path}/shard.sock"
     # Another process: in this one no step could run while the listener computes.
-    command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "10"]
+    command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "4" if seconds else "10"]
     shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     listener = Listener(seconds)
     listener.client = ShardClient(address, listener)
