@@ -7,9 +7,7 @@ from tests.shard.apart import KernelsApart
 
 class TestAdapters(KernelsApart):
     cases = (Path(__file__).with_name("triton_cases.py"),)
-    sample = (
-        "(specification and 33 and bfloat16) or (any_batch and 5 and bfloat16) or largest_rank or heads_from_a_file"
-    )
+    sample = "(specification and 33 and distinct and bfloat16) or (any_batch and 5 and bfloat16) or heads_from_a_file"
     compiles = "tests.shard.model.lora.compile_triton"
 
     def test_compiles_for_hopper(self) -> None:

@@ -149,20 +149,20 @@ def test_equals_one_product_after_the_other(slot: int) -> None:
 
 @torch.inference_mode()
 @DTYPES
-def test_draft_rows_have_equal_bits_in_any_batch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("slot", [1, 3], ids=["one", "three"])
+def test_draft_rows_have_equal_bits_in_any_batch(slot: int, dtype: torch.dtype) -> None:
     world = World(dtype, 40)
     everyone = range(len(KINDS))
     world.put(*everyone)
     x = world.random(17, 40)
-    for slot in (1, 3):
-        count = KINDS[slot][0]
-        alone = world.run(x[9:11], [HeadsRow(0, slot, count)])[2:]
-        others = [HeadsRow(row, slot, count) for row in range(17)]
-        together = world.run(x, others)[17 + 9 * count :][:count]
-        assert torch.equal(alone, together)
-        mixed = [HeadsRow(9, other, KINDS[other][0]) for other in everyone if other != slot]
-        among = world.run(x, [*mixed, HeadsRow(9, slot, count)])[-count:]
-        assert torch.equal(alone, among)
+    count = KINDS[slot][0]
+    alone = world.run(x[9:11], [HeadsRow(0, slot, count)])[2:]
+    others = [HeadsRow(row, slot, count) for row in range(17)]
+    together = world.run(x, others)[17 + 9 * count :][:count]
+    assert torch.equal(alone, together)
+    mixed = [HeadsRow(9, other, KINDS[other][0]) for other in everyone if other != slot]
+    among = world.run(x, [*mixed, HeadsRow(9, slot, count)])[-count:]
+    assert torch.equal(alone, among)
 
 
 @torch.inference_mode()

@@ -7,8 +7,5 @@ from tests.shard.apart import KernelsApart
 
 class TestExperts(KernelsApart):
     cases = (Path(__file__).with_name("triton_cases.py"),)
-    sample = (
-        "(pairs_are_split and zipf) or (products and 144) or (specification and mixtral and (zipf or none))"
-        " or captured_block"
-    )
+    sample = "(pairs_are_split and zipf) or (products and 144) or (specification and mixtral and (zipf or none))"
     compiles = "tests.shard.model.moe.compile_experts"
