@@ -35,11 +35,14 @@ class Method:
     """Why checkpoints that are quantised by it are not supported, if they are not."""
 
 
+INTEGERS = {"int8": 8, "int4": 4}
+"""Methods of ours, which round plain weights to so many bits."""
 FP8_KV = "fp8-kv"
 """Not a method for weights, though a value of `--quantize`: LoRAX's name for a KV cache in fp8."""
 _BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
 _HQQ = Method(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
 METHODS = {
+    **dict.fromkeys(INTEGERS, Method(refused_in_files="there is no such checkpoint format")),
     "bitsandbytes": _BITSANDBYTES,
     "bitsandbytes-nf4": _BITSANDBYTES,
     "bitsandbytes-fp4": _BITSANDBYTES,
@@ -66,6 +69,30 @@ def reason_against(name: str) -> str:
     if missing:
         return f"it needs the package {' and '.join(missing)}: pip install 'lorikeet-serve[{method.extra}]'"
     return ""
+
+
+def reason_against_device(name: str, device: str) -> str:
+    """Why weights quantised by `name` cannot be served on `device`; empty if they can."""
+    if name in INTEGERS and not device.startswith("cpu"):
+        others = "bitsandbytes or fp8" if INTEGERS[name] == 8 else "bitsandbytes-nf4 or a GPTQ or AWQ checkpoint"
+        return f"{name} is computed on CPU only: use {others} on CUDA"
+    return ""
+
+
+def activations_of(name: str | None, wanted: str | None) -> str:
+    """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. Raises ValueError
+    where the method leaves no choice.
+    """
+    if name in INTEGERS:
+        return wanted or "int8"
+    if wanted is not None:
+        raise ValueError(f"only {' and '.join(INTEGERS)} can choose how activations are rounded")
+    return "none"
+
+
+def describe(name: str | None, activations: str) -> str:
+    """What receipts say: the method, and its activations where they are not as usual."""
+    return f"{name}, activations none" if name in INTEGERS and activations == "none" else name or ""
 
 
 def of_weights(wanted: str | None) -> str | None:

@@ -37,6 +37,8 @@ class ShardConfig(ConfigFile):
     """`float32`, `bfloat16` or `float16`; None is the checkpoint's (float32 for float16 on CPU)."""
     quantize: str | None = None
     """Quantization method, as in `--quantize`; None is the checkpoint's."""
+    quantize_activations: str | None = None
+    """`int8` or `none`: what activations are rounded to with `int8` and `int4`; None is int8."""
     trust_remote_code: bool = False
     pooling: str | None = None
     """`cls`, `mean` or `last`: the model computes vectors; None is what its files say."""

@@ -49,6 +49,10 @@ def check_device(settings: Settings, device: str) -> None:
     if kv_cache_dtype(settings) == "fp8" and device == "cpu" and not settings["shard-address"]:
         name = "quantize" if settings["quantize"] == quantization.FP8_KV else "kv-cache-dtype"
         refuse(f"{settings.given[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
+    for name in ("quantize", "draft-quantize"):
+        method = settings[name]
+        if method is not None and (reason := quantization.reason_against_device(method, device)):
+            refuse(f"{settings.given[name]} {method} is refused: {reason}")
 
 
 def kv_cache_dtype(settings: Settings) -> str:
@@ -239,6 +243,10 @@ def _check_quantization(settings: Settings) -> None:
             refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 applies to both models")
         if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
             refuse(f"{settings.given[name]} {method} is refused: {reason}")
+    methods = {settings["quantize"], settings["draft-quantize"]}
+    if settings["quantize-activations"] is not None and not methods & set(quantization.INTEGERS):
+        names = " or ".join(quantization.INTEGERS)
+        refuse(f"{settings.given['quantize-activations']} is refused: it needs --quantize {names}")
 
 
 def _check_clients(settings: Settings) -> None:

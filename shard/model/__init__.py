@@ -7,6 +7,7 @@ import structlog
 import torch
 
 from lorikeet.proto.pooling import PooledModel
+from lorikeet.proto.quantization import activations_of, describe
 from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
@@ -41,6 +42,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     text_config = checkpoint.get_text_config()
     try:
         method = choose_quantization(config.quantize, checkpoint.to_dict())
+        activations = activations_of(method, config.quantize_activations)
         if method is not None and group is not None:
             raise ValueError(f"a network quantised by {method} cannot be split over several devices: use --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)
@@ -53,8 +55,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     backend = attention.create(config.attention, device, dtype, config.page_size, config.kv_cache_dtype)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)
+    stated = describe(method, activations)
     model = assemble(
-        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, method or "", config.fusions
+        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, stated, config.fusions
     )
     try:
         if method is not None:

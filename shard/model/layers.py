@@ -7,6 +7,7 @@ allows it, and a usual decoder layer is one call. On devices plain products are 
 fused (fusion/select.py).
 """
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
+from lorikeet.shard.model.quantization.integers import pack_rounded, rounding_of
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 
@@ -50,6 +52,7 @@ def replace_layers(
     fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
     if fusion is not None:
         fusion.place(network)
+    _round_experts(network)
     is_packed = inputs.device.type == "cpu" and can_pack(dtype)
     replace_router_weights(network, dtype, is_packed)
     if is_packed:
@@ -67,6 +70,19 @@ def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:
                 matrix = matrix_of(child, dtype)
                 matrix.copy_from_mmap()
                 setattr(parent, name, PackedLinear(matrix, target_of(child)))
+
+
+def _round_experts(network: nn.Module) -> None:
+    """Replace the experts of a network whose weights are rounded."""
+    rounding = rounding_of(network)
+    if rounding is None:
+        return
+    for name, block in list(network.named_modules()):
+        if is_experts(block):
+            try:
+                block.lorikeet_experts = PackedExperts(block, partial(pack_rounded, rounding=rounding))
+            except ValueError as reason:
+                raise ValueError(f"experts of {name}: {reason}") from None
 
 
 def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:

@@ -186,7 +186,8 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
     try:
         options |= quantized.loading(method, options["config"], options["dtype"], config.device)
         network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
-        quantized.quantize_loaded(network, method, options["dtype"], config.device)
+        rounds = config.quantize_activations != "none"
+        quantized.quantize_loaded(network, method, options["dtype"], config.device, rounds)
     except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {sentence}") from failure

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lorikeet.proto.quantization import INTEGERS
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 
@@ -25,6 +26,7 @@ def load_draft_model(config: ShardConfig, target: Model) -> Model | None:
         model_path=config.draft_model,
         dtype=config.draft_dtype,
         quantize=config.draft_quantize,
+        quantize_activations=config.quantize_activations if config.draft_quantize in INTEGERS else None,
         page_size=target.page_size,
         adapter_store=None,
     )

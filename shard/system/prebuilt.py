@@ -40,13 +40,20 @@ class Level:
     flags: tuple[str, ...]
     needs: frozenset[str]
     """Instruction sets, as /proc/cpuinfo names them."""
+    only: frozenset[str] = frozenset()
+    """Sources that differ from those of the levels below, if not all do."""
 
 
+INTEGERS = "model/kernels/integer.c"
+_ONLY_INTEGERS = frozenset({INTEGERS})
 LEVELS = (
+    Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}, _ONLY_INTEGERS),
     Level("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", *_TILES), _V4 | {"avx512_bf16"}),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
+    Level("x86-64-v3-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}, _ONLY_INTEGERS),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("x86-64-v2", "x86_64", ("-march=x86-64-v2",), _V2),
+    Level("aarch64-dotprod", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"}), _ONLY_INTEGERS),
     Level("aarch64", "aarch64", ("-march=armv8-a",), frozenset({"asimd"})),
 )
 """Best first."""
@@ -59,6 +66,8 @@ LIBRARIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("model/lora/targets.c", ("BF16=0",)),
     ("model/lora/targets.c", ("BF16=1",)),
     ("model/kernels/cpu.c", ()),
+    (INTEGERS, ("BF16=0",)),
+    (INTEGERS, ("BF16=1",)),
 )
 """Sources below the folder of the shard, and the macros that they are compiled with."""
 ONLY_BF16 = "model/kernels/cpu.c"
@@ -103,7 +112,8 @@ def build(folder: Path, levels: Sequence[Level] = LEVELS) -> list[str]:
 
 def libraries(level: Level) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Those of a level: sources and macros."""
-    return (each for each in LIBRARIES if each[0] != ONLY_BF16 or "avx512_bf16" in level.needs)
+    possible = (each for each in LIBRARIES if each[0] != ONLY_BF16 or "avx512_bf16" in level.needs)
+    return (each for each in possible if not level.only or each[0] in level.only)
 
 
 def _compiler(machine: str) -> str | None:

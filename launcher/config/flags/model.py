@@ -34,6 +34,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "combined with `--dtype`, which adapters use",
         ),
         Flag(
+            "quantize-activations",
+            "what --quantize int8 and int4 round activations to; `none` keeps their data type, and is slower", to=SHARD,
+            choices=("int8", "none"), default_text="int8", new=True,
+        ),
+        Flag(
             "trust-remote-code", "run Python code from the model's repository", SWITCH, False, ROUTER | SHARD | LOADER,
         ),
         Flag(

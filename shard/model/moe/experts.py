@@ -18,6 +18,8 @@ from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pair
 from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 
 NAME = "lorikeet"
+Pack = Callable[[torch.Tensor, torch.Tensor | None], PackedMatrix]
+"""Of a weight [out, in] and a bias [out]."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -84,18 +86,18 @@ class Experts(nn.Module):
 class PackedExperts(Experts):
     """On CPU: packed matrices, which replace the parameters of `block`."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, pack_one: Pack = pack) -> None:
         super().__init__(block)
-        self.matrices = {name: self._take(block, name) for name in (up_name(block), "down_proj")}
+        self.matrices = {name: self._take(block, name, pack_one) for name in (up_name(block), "down_proj")}
 
     @staticmethod
-    def _take(block: Any, name: str) -> list[PackedMatrix]:
+    def _take(block: Any, name: str, pack_one: Pack) -> list[PackedMatrix]:
         """Pack one matrix per expert and drop the block's tensor."""
         matrices: torch.Tensor = getattr(block, name).detach()
         # [experts, out] or None
         biases: torch.Tensor | None = getattr(block, f"{name}_bias", None)
         packed = [
-            pack(matrix.t() if block.is_transposed else matrix, None if biases is None else biases[expert].detach())
+            pack_one(matrix.t() if block.is_transposed else matrix, None if biases is None else biases[expert].detach())
             for expert, matrix in enumerate(matrices)
         ]
         delattr(block, name)

@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from lorikeet.proto import quantization
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, Rounding, round_network
 from lorikeet.shard.model.quantization.matrices import (
     AwqMatrix,
     EightBitMatrix,
@@ -28,6 +29,7 @@ _MATRICES: dict[str, type[QuantizedMatrix]] = {
     "Linear4bit": FourBitMatrix,
     "Linear8bitLt": EightBitMatrix,
     "HQQLinear": GroupedMatrix,
+    IntegerLinear.__name__: IntegerMatrix,
     "Float8Tensor": Float8Matrix,
     "TorchLinear": GptqMatrix,
     "AwqTorchLinear": AwqMatrix,
@@ -49,6 +51,10 @@ not ours: rounding results to bfloat16 is a third of it, rounding activations to
 def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Further arguments of transformers' `from_pretrained`. Raises ValueError where `device` is not supported."""
     if method is None:
+        return {}
+    if reason := quantization.reason_against_device(method, device):
+        raise ValueError(reason)
+    if method in quantization.INTEGERS:  # the network is rounded after it is loaded
         return {}
     if quantization.of_checkpoint(checkpoint.to_dict()) is not None:
         return _reading(method, checkpoint, dtype, device)
@@ -78,12 +84,20 @@ def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> d
     return {}
 
 
-def quantize_loaded(network: Any, method: str | None, dtype: torch.dtype, device: str) -> None:
-    """Quantise with hqq, in place and on `device`, the plain linear layers except the output head and tied weights.
-    Raises ValueError for weights that hqq cannot group.
+def quantize_loaded(
+    network: Any, method: str | None, dtype: torch.dtype, device: str, rounds_activations: bool = True
+) -> None:
+    """Quantise plain weights in place, by our rounding or with hqq; others are quantised while they are read.
+    Raises ValueError for weights that cannot be grouped.
     """
-    if method is None or not method.startswith("hqq-"):
-        return
+    if method in quantization.INTEGERS:
+        round_network(network, Rounding(quantization.INTEGERS[method], rounds_activations))
+    elif method is not None and method.startswith("hqq-"):
+        _quantize_with_hqq(network, method, dtype, device)
+
+
+def _quantize_with_hqq(network: Any, method: str, dtype: torch.dtype, device: str) -> None:
+    """All plain linear layers except the output head and tied weights, on `device`."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     num_bits = int(method.removeprefix("hqq-").removesuffix("bit"))
@@ -126,6 +140,7 @@ def num_parameters(network: nn.Module) -> int:
     total = sum(parameter.numel() for parameter in network.parameters() if id(parameter) not in packed)
     for module in modules:
         total += module.in_features * module.out_features + (0 if module.bias is None else module.bias.numel())
+        total -= module.num_shared if isinstance(module, IntegerLinear) else 0
     return total
 
 

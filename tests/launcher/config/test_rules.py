@@ -13,7 +13,7 @@ from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import with_lengths
-from lorikeet.proto.quantization import FP8_KV, METHODS
+from lorikeet.proto.quantization import FP8_KV, INTEGERS, METHODS
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -52,7 +52,7 @@ def test_an_unsupported_flag_is_an_error_that_names_it(name: str, text: str | No
     assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
 
 
-OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV})
+OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV, *INTEGERS})
 
 
 @pytest.mark.parametrize("method", OF_WEIGHTS)
@@ -75,6 +75,18 @@ def test_an_unsupported_quantization_names_alternatives(
     assert all(other in said for other in others)
     for served in ("bitsandbytes", "gptq", "awq", "hqq-3bit", "fp8"):
         rules.check(settings("--quantize", served))
+
+
+@pytest.mark.parametrize("method", INTEGERS)
+def test_integers_are_for_the_cpu(method: str) -> None:
+    for flags in (["--quantize", method], ["--draft-model-id", "a/b", "--draft-quantize", method]):
+        given = settings(*flags, "--quantize-activations", "none")
+        rules.check(given)
+        rules.check_device(given, "cpu")
+        with pytest.raises(LauncherError, match=f"{method} is refused: {method} is computed on CPU only: use bitsandb"):
+            rules.check_device(given, "cuda:0")
+    said = refusal("--quantize", "fp8-kv", "--quantize-activations", "none")
+    assert said == "--quantize-activations is refused: it needs --quantize int8 or int4"
 
 
 def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:

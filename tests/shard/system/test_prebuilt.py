@@ -13,13 +13,15 @@ from structlog.testing import capture_logs
 from lorikeet.shard.attention import cpu as attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels import cpu as products
+from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.lora import targets
 from lorikeet.shard.system import native, prebuilt
 from tests.shard.attention.test_cpu import KINDS, PAGES, Runner, random_rows, spec_of
+from tests.shard.model.kernels.test_integer import drawn, rows_of
 from tests.shard.model.lora.test_targets import COUNTS, MIXES, fill, make_target
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-OWN = prebuilt.own_levels()
+OWN = [level for level in prebuilt.own_levels() if not level.only]
 V3 = next(level for level in prebuilt.LEVELS if level.name == "x86-64-v3")
 
 
@@ -62,6 +64,34 @@ def test_the_processor_decides(
     assert (found and found.parent.name) == level
     assert prebuilt.find(attention.SOURCE, ("BF16=2",)) is None
     assert prebuilt.find(tmp_path / "other.c", ()) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "instructions", "level"),
+    [
+        ("x86_64", prebuilt._V4 | {"avx512_vnni", "avx512_bf16"}, "x86-64-v4-vnni"),
+        ("x86_64", prebuilt._V4 | {"avx512_bf16"}, "x86-64-v4-bf16"),
+        ("x86_64", prebuilt._V3 | {"avx_vnni"}, "x86-64-v3-vnni"),
+        ("x86_64", prebuilt._V3, "x86-64-v3"),
+        ("aarch64", frozenset({"asimd", "asimddp"}), "aarch64-dotprod"),
+        ("aarch64", frozenset({"asimd"}), "aarch64"),
+    ],
+)
+def test_products_of_integers_have_levels_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, instructions: frozenset[str], level: str
+) -> None:
+    for each in prebuilt.LEVELS:
+        for source, defines in prebuilt.libraries(each):
+            path = tmp_path / each.name / prebuilt.file_name(source, defines)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    monkeypatch.setattr(prebuilt, "_instructions", lambda: instructions)
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: machine)
+    found = prebuilt.find(prebuilt.SHARD / prebuilt.INTEGERS, ("BF16=1",))
+    assert found is not None and found.parent.name == level
+    other = prebuilt.find(attention.SOURCE, ("BF16=1", "PAIRED=1"))
+    assert other is not None and "vnni" not in other.parent.name and "dotprod" not in other.parent.name
 
 
 def test_every_library_of_a_level_is_of_an_existing_source() -> None:
@@ -116,7 +146,7 @@ class _fresh_libraries:
     """Within the block, every kernel is loaded anew by `load`, and forgotten after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, load: Callable[..., ctypes.CDLL]) -> None:
-        for module in (attention, products, targets):
+        for module in (attention, products, targets, integer):
             monkeypatch.setattr(module, "library", load)
 
     def __enter__(self) -> None:
@@ -126,7 +156,7 @@ class _fresh_libraries:
         self._forget()
 
     def _forget(self) -> None:
-        for function in (products._load, products.available, targets.compiled, targets.library_for):
+        for function in (products._load, products.available, targets.compiled, targets.library_for, integer._load):
             function.cache_clear()
 
 
@@ -138,6 +168,9 @@ def _results() -> Iterator[tuple[str, torch.Tensor]]:
             rows = random_rows(spec, 90, dtype, 3)
             yield f"attention {kind} {name}", Runner(KINDS[kind].backend(), spec, dtype).step([(0, PAGES, rows)])[0]
         yield f"adapters {kind}", _adapted(KINDS[kind].dtype)
+        for bits in ("8 bits", "4 bits, groups of 32, minimums"):
+            packed = integer.PackedIntegers(drawn(bits, 100, 256), None)
+            yield f"integers {kind} {bits}", packed.product(rows_of(13, 256, KINDS[kind].dtype), with_bias=False)
     if products.available():
         yield from _products()
 

@@ -1,0 +1,186 @@
+"""Products of weights in 8 or 4 bits with activations that are rounded to 8 bits: integer.c from Python, and the same
+arithmetic in torch, which is the reference and computes where there is no compiler.
+
+A row of activations is rounded by its own largest value. Sums of products are exact integers; scales follow in float32
+in one order. So both, on any processor and for any number of rows, give equal bits.
+"""
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from lorikeet.shard.model.kernels.cpu import HugePagePool
+from lorikeet.shard.system.native import CompilerMissing, library
+
+_SOURCE = Path(__file__).with_name("integer.c")
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {
+    "outputs_of_a_block": ([], _SIZE),
+    "zero_in_8_bits": ([], _SIZE),
+    "row_bytes": ([_POINTER], _SIZE),
+    "pack": ([_POINTER, *[_SIZE] * 4, _POINTER], None),
+    "pack_groups": ([_POINTER, _SIZE, _SIZE, _POINTER], None),
+    "linear": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT], None),
+}
+SMALLEST = 2.0**-100
+"""Rows of smaller values count as zeros; SMALLEST of integer.c."""
+MOST_INPUTS = 2**16
+"""Longer sums of products may exceed 32 bits."""
+MIDDLE = 8
+"""What is subtracted from weights in 4 bits that have no minimum."""
+
+logger = logging.getLogger(__name__)
+_pool = HugePagePool()
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A weight as integers: element [n, k] is `scales[n, g] * values[n, k] + minimums[n, g]`, g being the group of k.
+
+    In 4 bits without minimums it is `scales[n, g] * (values[n, k] - MIDDLE)`.
+    """
+
+    bits: int
+    # [out, in] int8, or uint8 below 16 in 4 bits
+    values: torch.Tensor
+    # [out, groups] float32
+    scales: torch.Tensor
+    # [out, groups] float32
+    minimums: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.shape[1] > MOST_INPUTS:
+            raise ValueError(f"it has rows of {self.values.shape[1]} weights, more than {MOST_INPUTS}")
+
+    @property
+    def group(self) -> int:
+        """Weights of a row that share a scale."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+    @property
+    def middle(self) -> int:
+        """What is subtracted from each value."""
+        return MIDDLE if self.bits == 4 and self.minimums is None else 0
+
+    def dense(self) -> torch.Tensor:
+        """[out, in] float32."""
+        grouped = self.values.unflatten(1, (-1, self.group)).float() - self.middle
+        grouped *= self.scales[:, :, None]
+        if self.minimums is not None:
+            grouped += self.minimums[:, :, None]
+        return grouped.flatten(1)
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [rows, in]. Returns values from -127 to 127, [rows, in] int32, and the scale of each row, [rows] float32: NaN
+    for a row that is not finite.
+    """
+    x = x.float()
+    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
+    is_rounded = largest.isfinite() & (largest >= SMALLEST)
+    # no number divided by a tensor: torch would multiply by the reciprocal, which rounds twice
+    inverse = torch.where(is_rounded, torch.full_like(largest, 127.0) / largest, 0.0)
+    values = torch.where(is_rounded[:, None], (x * inverse[:, None]).round(), 0.0)
+    scale = torch.where(is_rounded, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
+    return values.int(), scale
+
+
+def plain_product(x: torch.Tensor, weight: IntegerWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product in torch's operators. x: [rows, in]; bias: [out] float32. Returns [rows, out] in x's dtype."""
+    values, scale = round_rows(x)
+    # double precision sums these integers exactly, in any order
+    terms = (values.double().unflatten(1, (-1, weight.group)), weight.values.double().unflatten(1, (-1, weight.group)))
+    # [rows, out]
+    total = torch.zeros(len(x), len(weight.values))
+    for group in range(weight.scales.shape[1]):
+        sums = (terms[0][:, group] @ (terms[1][:, group] - weight.middle).T).float()
+        total += sums * weight.scales[:, group]
+        if weight.minimums is not None:
+            total += terms[0][:, group].sum(1).float()[:, None] * weight.minimums[:, group]
+    y = total * scale[:, None]
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of integer.c."""
+
+    _fields_ = [
+        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits", "zero")),
+        *((name, _POINTER) for name in ("packed", "scales", "minimums", "bias")),
+    ]
+
+
+class PackedIntegers:
+    """A weight in the layout of integer.c, with its bias."""
+
+    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None) -> None:
+        """bias: [out] float32. Raises CompilerMissing."""
+        code = _load(torch.float32)
+        (num_out, num_in), bits = weight.values.shape, weight.bits
+        zero = code.zero_in_8_bits() if bits == 8 else weight.middle
+        values = weight.values.contiguous().view(torch.uint8)
+        if bits == 8:
+            values = values + zero  # wraps: -128 becomes 0
+        block = code.outputs_of_a_block()
+        num_blocks, words = -(-num_out // block), -(-num_in * bits // 32)
+        # [blocks, words of a row, outputs of a block, 4], half as many elements of twice the size
+        self.packed = _pool.empty(num_blocks * words * block * 2)
+        code.pack(values.data_ptr(), num_out, num_in, bits, zero, self.packed.data_ptr())
+        self.scales, self.minimums = (
+            None if each is None else _packed_groups(code, each, num_blocks * block)
+            for each in (weight.scales, weight.minimums)
+        )
+        self.bias, self.num_out = bias, num_out
+        sizes = (num_out, num_in, weight.group, bits, zero)
+        held = [None if each is None else each.data_ptr() for each in (self.packed, self.scales, self.minimums)]
+        self._without_bias = _Matrix(*sizes, *held, None)
+        self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
+        self._row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight and its scales."""
+        return sum(each.nbytes for each in (self.packed, self.scales, self.minimums) if each is not None)
+
+    def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:
+        """x: [rows, in] float32 or bfloat16. Returns [rows, out]."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty(len(x), self.num_out)
+        scratch = torch.empty(len(x) * self._row_bytes, dtype=torch.uint8)
+        matrix = ctypes.byref(self._matrix if with_bias else self._without_bias)
+        _load(x.dtype).linear(
+            matrix, x.data_ptr(), len(x), x.stride(0), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads()
+        )
+        return y
+
+
+def _packed_groups(code: ctypes.CDLL, values: torch.Tensor, num_padded: int) -> torch.Tensor:
+    """values: [out, groups] float32. Returns [padded * groups]."""
+    packed = torch.empty(num_padded * values.shape[1])
+    code.pack_groups(values.contiguous().data_ptr(), *values.shape, packed.data_ptr())
+    return packed
+
+
+@cache
+def available() -> bool:
+    """Whether this machine has a compiler or a compiled library; logs once why not."""
+    try:
+        _load(torch.float32)
+        _load(torch.bfloat16)
+    except CompilerMissing as reason:
+        logger.warning("products of quantised weights run through torch, many times more slowly: %s", reason)
+        return False
+    return True
+
+
+@cache
+def _load(dtype: torch.dtype, *defines: str) -> ctypes.CDLL:
+    loaded = library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}", *defines)
+    for name, (arguments, result) in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
+    return loaded

@@ -1,0 +1,152 @@
+"""Weights rounded to 8 or 4 bits when they are loaded: which layers, how, and their products (kernels/integer.py)."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight, PackedIntegers
+from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
+
+GROUPS = (128, 32)
+"""Weights that share a scale in 4 bits: the first that divides the rows of a layer."""
+LEAST_OUTPUTS = 16
+"""Layers with fewer stay as they are: they decide, and cost nothing."""
+ROWS_AT_ONCE = 1024
+
+
+class Rounding(NamedTuple):
+    """How a network is rounded."""
+
+    bits: int
+    rounds_activations: bool
+    """Else activations keep their dtype, and each product converts the weight to it first."""
+
+
+class IntegerLinear(nn.Module):
+    """A linear layer with a rounded weight, until the layer pass replaces it."""
+
+    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None, rounds_activations: bool) -> None:
+        """bias: [out]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.values.shape
+        self.integers, self.bias, self.rounds_activations = weight, bias, rounds_activations
+        self.num_shared = 0
+        """Weights that another module holds too, not rounded."""
+
+
+class IntegerMatrix(QuantizedMatrix):
+    """The weight of an IntegerLinear. It is packed once the network is complete."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
+        self._weight: IntegerWeight | None = module.integers
+        self._rounds_activations: bool = module.rounds_activations
+        # [out] float32
+        self._bias = None if self.bias is None else self.bias.float()
+        self._packed: PackedIntegers | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight and its scales."""
+        if self._packed is not None:
+            return self._packed.nbytes
+        held = self.weight
+        return sum(each.nbytes for each in (held.values, held.scales, held.minimums) if each is not None)
+
+    @property
+    def weight(self) -> IntegerWeight:
+        """Before it is packed."""
+        assert self._weight is not None
+        return self._weight
+
+    def copy_from_mmap(self) -> None:
+        if self._rounds_activations and integer.available():
+            self._packed, self._weight = PackedIntegers(self.weight, self._bias), None
+
+    def dense(self) -> torch.Tensor:
+        return self.weight.dense().to(self.dtype)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if not self._rounds_activations:
+            return super().product(x, bias)
+        rows = x.reshape(-1, self.in_features)
+        # half precision, which the kernels lack, is exact in float32
+        rows = rows.float() if rows.dtype == torch.float16 else rows
+        if self._packed is not None:
+            y = self._packed.product(rows, with_bias=bias is not None)
+        else:
+            y = integer.plain_product(rows, self.weight, None if bias is None else self._bias)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def round_network(network: Any, rounding: Rounding) -> None:
+    """Round the weights of linear layers in place, that of the output head to 8 bits. Embeddings stay as they are; the
+    layer pass rounds experts. Raises ValueError for a layer that cannot be rounded.
+    """
+    output = getattr(network, "get_output_embeddings", lambda: None)()
+    holders = Counter(id(each) for module in network.modules() for each in module.parameters(recurse=False))
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.Linear | Conv1D) and module.weight.numel() // _num_in(module) >= LEAST_OUTPUTS:
+            try:
+                made = _rounded(module, 8 if module is output else rounding.bits, rounding.rounds_activations)
+            except ValueError as reason:
+                raise ValueError(f"{name}: {reason}") from None
+            made.num_shared = module.weight.numel() if holders[id(module.weight)] > 1 else 0
+            network.set_submodule(name, made)
+    network.lorikeet_rounding = rounding  # for experts, which are no modules
+
+
+def rounding_of(network: nn.Module) -> Rounding | None:
+    """How `round_network` rounded a network, if it did."""
+    return getattr(network, "lorikeet_rounding", None)
+
+
+def pack_rounded(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> IntegerMatrix:
+    """weight: [out, in], of the activations' dtype; bias: [out]. Raises ValueError as `round_weight` does."""
+    bias = None if bias is None else bias.clone()
+    matrix = IntegerMatrix(IntegerLinear(round_weight(weight, rounding.bits), bias, *rounding[1:]), weight.dtype)
+    matrix.copy_from_mmap()
+    return matrix
+
+
+def _num_in(module: nn.Linear | Conv1D) -> int:
+    return module.weight.shape[1 if isinstance(module, nn.Linear) else 0]
+
+
+def _rounded(module: nn.Linear | Conv1D, bits: int, rounds_activations: bool) -> IntegerLinear:
+    # Conv1D keeps its weight as [in, out]
+    weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
+    bias = None if module.bias is None else module.bias.detach().clone()
+    return IntegerLinear(round_weight(weight, bits), bias, rounds_activations)
+
+
+def round_weight(weight: torch.Tensor, bits: int) -> IntegerWeight:
+    """weight: [out, in]. Raises ValueError for values that are not finite, and for rows that have no groups."""
+    group = weight.shape[1] if bits == 8 else next((each for each in GROUPS if weight.shape[1] % each == 0), 0)
+    if not group:
+        raise ValueError(f"its rows have {weight.shape[1]} weights, which is no multiple of {GROUPS[-1]}")
+    if not weight.isfinite().all():
+        raise ValueError("it has weights that are not finite")
+    round_part = _round_to_8 if bits == 8 else _round_to_4
+    parts = [round_part(rows.float().unflatten(1, (-1, group))) for rows in weight.split(ROWS_AT_ONCE)]
+    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return IntegerWeight(bits, values.flatten(1), scales)
+
+
+def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight: [rows, groups, group]. Returns values of the same shape, -127 to 127, and scales, [rows, groups]."""
+    scales = weight.abs().amax(2) / 127.0
+    values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a group of zeros has a scale of 0
+    return values.to(torch.int8), scales
+
+
+def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with values from 0 to 15 around MIDDLE. The largest value, with its sign, is the most negative one."""
+    extreme = weight.gather(2, weight.abs().argmax(2, keepdim=True))
+    scales = extreme / -float(MIDDLE)
+    values = (weight / scales).round().nan_to_num(0.0).clamp(-MIDDLE, MIDDLE - 1) + MIDDLE
+    return values.to(torch.uint8), scales[:, :, 0]

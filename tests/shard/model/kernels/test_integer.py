@@ -1,0 +1,146 @@
+"""integer.c: the bits of the same arithmetic in torch, for every kind of vectors, alone and among other rows."""
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers, plain_product, round_rows
+
+pytestmark = pytest.mark.skipif(not integer.available(), reason="needs a C compiler")
+
+VARIANTS = {
+    "as the processor can": (),
+    **{f"{width} bytes": (f"WITHOUT_INSTRUCTIONS={width}",) for width in (16, 32, 64)},
+}
+KINDS = {
+    "8 bits": (8, None, False),
+    "8 bits, groups of 32": (8, 32, False),
+    "8 bits, groups of 16, minimums": (8, 16, True),
+    "4 bits, groups of 32": (4, 32, False),
+    "4 bits, groups of 128": (4, 128, False),
+    "4 bits, groups of 32, minimums": (4, 32, True),
+}
+SHAPES = ((100, 256), (64, 128), (16, 384), (1, 128))
+
+
+@pytest.fixture(params=VARIANTS)
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library of one kind of vectors."""
+    load: Any = integer._load
+    monkeypatch.setattr(integer, "_load", lambda dtype: load(dtype, *VARIANTS[request.param]))
+    yield
+
+
+def drawn(kind: str, num_out: int, num_in: int, seed: int = 0) -> IntegerWeight:
+    """With rows of the largest values, whose sums are the largest."""
+    bits, group, has_minimums = KINDS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    shape, groups = (num_out, num_in), num_in // (group or num_in)
+    if bits == 8:
+        values = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+        values[: num_out // 4], values[-1] = 127, -128
+    else:
+        values = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+        values[: num_out // 4] = 15
+    scales = torch.rand(num_out, groups, generator=generator) + 0.1
+    minimums = torch.randn(num_out, groups, generator=generator) if has_minimums else None
+    return IntegerWeight(bits, values, scales, minimums)
+
+
+def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of many sizes; some are all largest values of one sign."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(count))
+    x[::3] *= 1e4
+    x[1::4], x[2::4] = 1.5, -1.5
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("code")
+def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        weight = drawn(kind, *shape)
+        bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
+        packed = PackedIntegers(weight, bias)
+        x = rows_of(13, shape[1], dtype)
+        wanted = plain_product(x, weight, bias)
+        for count in (1, 2, 3, 4, 5, 6, 7, 13):
+            assert torch.equal(packed.product(x[:count], with_bias=True), wanted[:count])
+        assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
+
+
+@pytest.mark.usefixtures("code")
+def test_rows_that_are_no_multiple_of_a_word() -> None:
+    for num_in in (1, 3, 33, 66, 130):
+        weight = drawn("8 bits", 20, num_in)
+        x = rows_of(9, num_in, torch.float32)
+        assert torch.equal(PackedIntegers(weight, None).product(x, with_bias=False), plain_product(x, weight, None))
+
+
+@pytest.mark.usefixtures("code")
+def test_the_longest_sums_do_not_overflow() -> None:
+    values = torch.full((3, integer.MOST_INPUTS), 127, dtype=torch.int8)
+    values[1], values[2, ::2] = -128, 0
+    weight = IntegerWeight(8, values, torch.ones(3, 1))
+    x = torch.ones(2, integer.MOST_INPUTS) * torch.tensor([[1.0], [-1.0]])
+    wanted = torch.tensor([[127.0, -128.0, 63.5]]) * integer.MOST_INPUTS
+    torch.testing.assert_close(PackedIntegers(weight, None).product(x, with_bias=False), torch.cat([wanted, -wanted]))
+    with pytest.raises(ValueError, match="rows of 65540 weights, more than 65536"):
+        IntegerWeight(8, torch.zeros(1, 65540, dtype=torch.int8), torch.ones(1, 1))
+
+
+@pytest.mark.usefixtures("code")
+def test_odd_rows() -> None:
+    """Without a finite largest value a row has no result; other rows are not concerned."""
+    weight = drawn("8 bits", 33, 67)
+    x = torch.randn(6, 67, generator=torch.Generator().manual_seed(2))
+    x[1, 3], x[2, 3], x[2, 4], x[3] = torch.nan, torch.inf, -torch.inf, 0
+    x[4] *= 1e-33
+    got = PackedIntegers(weight, None).product(x, with_bias=False)
+    assert got[1:3].isnan().all() and (got[3:5] == 0).all()
+    assert torch.equal(got[[0, 5]], plain_product(x[[0, 5]], weight, None))
+    assert torch.equal(got.nan_to_num(9.0), plain_product(x, weight, None).nan_to_num(9.0))
+
+
+def test_rounding_is_to_the_nearest_part_of_the_largest() -> None:
+    x = rows_of(16, 64, torch.float32)
+    values, scale = round_rows(x)
+    assert (values.abs().amax(1) == 127).all()
+    assert ((values * scale[:, None] - x).abs() <= 0.5001 * scale[:, None]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_near_that_of_the_dense_weight(kind: str) -> None:
+    weight = drawn(kind, 100, 256)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
+    wanted = x @ weight.dense().T
+    got = plain_product(x, weight, None)
+    assert (got - wanted).square().mean().sqrt() <= 0.02 * wanted.square().mean().sqrt()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="counts what x86 stores")
+def test_a_word_is_stored_per_row_of_a_block() -> None:
+    weight = IntegerWeight(8, torch.arange(8, dtype=torch.int8).view(1, 8), torch.ones(1, 1))
+    packed = PackedIntegers(weight, None).packed.view(torch.uint8)
+    block = integer._load(torch.float32).outputs_of_a_block()
+    assert packed.view(2, block, 4)[:, 0].tolist() == [[128, 129, 130, 131], [132, 133, 134, 135]]
+    assert (packed.view(2, block, 4)[:, 1:] == 128).all()
+
+
+def test_two_threads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = drawn("4 bits, groups of 32", 600, 512), rows_of(9, 512, torch.bfloat16)
+    packed = PackedIntegers(weight, None)
+    one = packed.product(x, with_bias=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(packed.product(x, with_bias=False), one)
+    assert torch.equal(packed.product(x[:1], with_bias=False), one[:1])
+
+
+def test_matrix_is_laid_out_as_in_c() -> None:
+    assert ctypes.sizeof(integer._Matrix) == 9 * 8
