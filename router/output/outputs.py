@@ -6,9 +6,13 @@ form.
 
 import asyncio
 import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+import structlog
 
 from lorikeet.router.adapters.chat_templates import ChosenTemplate, Templates
 from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
@@ -24,6 +28,12 @@ from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.text.chat_template import Rendered
 from lorikeet.router.text.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+SLOW_OWNER_S = 60.0
+"""So long after a slow step the outputs of an owner's response templates are parsed apart."""
+_MAX_OWNERS = 1000
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,12 @@ class Outputs:
         self._templates = templates
         self._tokenizer = tokenizer
         self.parser = ParserProcess()
-        self.adapters_parser = ParserProcess()
+        self.adapters_parser = ParserProcess(self._note_slow)
         """For response templates of adapters: what they use up is taken from no other."""
+        self.slow_parser = ParserProcess(self._note_slow)
+        """For those whose steps were slow: they delay one another only."""
+        self._slow: OrderedDict[str, float] = OrderedDict()
+        """When a step of an owner's response template was slow, by owner."""
         special = {tokenizer.vocabulary.raw(token_id): token_id for token_id in tokenizer.special_ids}
         self._tokens = SpecialTokens({text: token_id for text, token_id in special.items() if text}, tokenizer.eos_ids)
 
@@ -82,7 +96,7 @@ class Outputs:
 
     async def close(self) -> None:
         """Kill the processes."""
-        await asyncio.gather(self.parser.close(), self.adapters_parser.close())
+        await asyncio.gather(self.parser.close(), self.adapters_parser.close(), self.slow_parser.close())
 
     async def _with_format(
         self,
@@ -148,7 +162,7 @@ class Outputs:
         functions = _functions(tools)
 
         def reader() -> Reader:
-            return ParsedReader(process, process.open(form.template, prefix, functions))
+            return ParsedReader(process, process.open(form.template, prefix, functions, chosen.response_who))
 
         return Prepared(rendered, grammar, reader, form.shown(self._tokens.ids))
 
@@ -156,7 +170,7 @@ class Outputs:
         """The region in which the prompt ends. Raises ChatTemplateError for a response template that is not valid."""
         process = self._process(chosen, form)
         try:
-            parse = process.open(form.template, form.prefix(rendered.text), [])
+            parse = process.open(form.template, form.prefix(rendered.text), [], chosen.response_who)
             await process.parse(parse, "")
         except ParserUnavailable as error:
             raise InternalError(str(error)) from None
@@ -174,7 +188,19 @@ class Outputs:
         return await self._templates.render(chosen, conversation.messages, options, caller)
 
     def _process(self, chosen: ChosenTemplate, form: OutputFormat) -> ParserProcess:
-        return self.adapters_parser if form.is_own and chosen.response_who else self.parser
+        if not form.is_own or not chosen.response_who:
+            return self.parser
+        since = self._slow.get(chosen.response_who)
+        is_slow = since is not None and time.monotonic() - since < SLOW_OWNER_S
+        return self.slow_parser if is_slow else self.adapters_parser
+
+    def _note_slow(self, owner: str) -> None:
+        if owner not in self._slow:
+            log.warning("response_template_slow", source=owner.partition("|")[2])
+        self._slow[owner] = time.monotonic()
+        self._slow.move_to_end(owner)
+        while len(self._slow) > _MAX_OWNERS:
+            self._slow.popitem(last=False)
 
     def _format(self, chosen: ChosenTemplate) -> OutputFormat | None:
         if chosen.response is None:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ log = structlog.get_logger()
 START_SECONDS = 60.0
 BATCH_SECONDS, SECONDS_PER_JOB = 5.0, 0.6
 """Above these the process is killed; its own time limit of a job is lower."""
+SLOW_SECONDS = 0.05
+"""A response template whose step takes longer is slow. An ordinary step takes less than 1 ms."""
 MAX_LINE_BYTES = 256 << 20
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "HOME")
 _COMMAND = (sys.executable, "-m", "lorikeet.router.output.parser_worker")
@@ -54,6 +57,8 @@ class Parse:
     """The region that the text is in."""
     epoch: int = -1
     """Of the process that knows it."""
+    owner: str = ""
+    """Who is answerable for the response template."""
     is_dropped: bool = False
 
 
@@ -66,9 +71,13 @@ class _Job:
 
 
 class ParserProcess:
-    """One process, started on demand and again after it has ended."""
+    """One process, started on demand and again after it has ended.
 
-    def __init__(self) -> None:
+    `on_slow` is called with the owner of a response template of which a step is slow or fails.
+    """
+
+    def __init__(self, on_slow: Callable[[str], None] = lambda _: None) -> None:
+        self._on_slow = on_slow
         self._process: asyncio.subprocess.Process | None = None
         self._epoch = 0
         self._numbers = itertools.count()
@@ -81,13 +90,13 @@ class ParserProcess:
         """Of the process, while it runs."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
-    def open(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]) -> Parse:
+    def open(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]], owner: str = "") -> Parse:
         """A new output, after a prompt that ends with `prefix`. Raises ParserFailed."""
         try:
             opening = orjson.dumps({"template": template, "prefix": prefix, "tools": tools})
         except TypeError:
             raise ParserFailed("it is not valid JSON") from None
-        return Parse(next(self._numbers), orjson.Fragment(opening))
+        return Parse(next(self._numbers), orjson.Fragment(opening), owner=owner)
 
     async def parse(self, parse: Parse, text: str, *, is_last: bool = False) -> list[list[str]]:
         """The pieces that more text gives. Raises ParserFailed."""
@@ -157,6 +166,7 @@ class ParserProcess:
                 try:
                     await self._batch([job])
                 except _Ended:
+                    self._on_slow(job.parse.owner)
                     _give_up(job, "parsing it ends the process")
 
     async def _batch(self, jobs: list[_Job]) -> None:
@@ -190,6 +200,8 @@ class ParserProcess:
 
     def _settle(self, job: _Job, was_known: bool, answer: dict[str, Any]) -> None:
         parse = job.parse
+        if "error" in answer or (was_known and answer["seconds"] > SLOW_SECONDS):
+            self._on_slow(parse.owner)
         if "error" in answer:
             _give_up(job, answer["error"])
             return

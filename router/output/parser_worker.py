@@ -9,6 +9,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,7 +211,12 @@ class Worker:
         """One answer per job, in their order."""
         for number in batch["drop"]:
             self._parsers.pop(number, None)
-        return [self._run(job) for job in batch["jobs"]]
+        return [self._timed(job) for job in batch["jobs"]]
+
+    def _timed(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of processor time count: what other processes take does not make a template slow."""
+        start = time.process_time()
+        return {**self._run(job), "seconds": time.process_time() - start}
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any]:
         number = job["id"]
