@@ -70,8 +70,6 @@ LIBRARIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (INTEGERS, ("BF16=1",)),
 )
 """Sources below the folder of the shard, and the macros that they are compiled with."""
-ONLY_BF16 = "model/kernels/cpu.c"
-"""It needs products of bfloat16 pairs."""
 
 
 def own_levels() -> list[Level]:
@@ -112,8 +110,7 @@ def build(folder: Path, levels: Sequence[Level] = LEVELS) -> list[str]:
 
 def libraries(level: Level) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Those of a level: sources and macros."""
-    possible = (each for each in LIBRARIES if each[0] != ONLY_BF16 or "avx512_bf16" in level.needs)
-    return (each for each in possible if not level.only or each[0] in level.only)
+    return (each for each in LIBRARIES if not level.only or each[0] in level.only)
 
 
 def _compiler(machine: str) -> str | None:

@@ -308,7 +308,7 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
     for line in ("a warning of torch", "an error of torch", "a warning of uvicorn", "an error of uvicorn"):
         assert line in server.output, line
     assert "ZeroDivisionError: division by zero" in server.output
-    if damage is None and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+    if damage is None:
         assert "no C compiler" in server.output
 
 

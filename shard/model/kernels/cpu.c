@@ -1,23 +1,23 @@
-// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU with AVX512-BF16,
-// the products by AMX where the processor and the system have it.
+// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU: the products by
+// AVX512-BF16, by AMX where the processor and the system have it, and elsewhere by multiplications in float32.
 //
-// Every output element is one sum in float32 over its row in order, two terms at a time (32 with AMX), and is rounded
-// once. So its bits do not depend on the number of rows, on chunks or on threads.
+// Every output element is one sum in float32 over its row in order, one term at a time (two with AVX512-BF16, 32 with
+// AMX), and is rounded once. So its bits do not depend on the number of rows, on chunks or on threads.
 //
 // A packed matrix is [out / 64, in / 2, 64, 2]: one pass over the inputs reads it sequentially.
 #include <math.h>
 #include <omp.h>
 #define BF16 1
 #include "model/lora/targets.h"
-#if defined(__AMX_BF16__) && !defined(WITHOUT_TILES)
+#if defined(__AMX_BF16__) && defined(WITH_AVX512) && !defined(WITHOUT_TILES)
 #define WITH_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-#define BLOCK 64      // outputs of one pass over the inputs: four vectors
+#define BLOCK 64      // outputs of a packed block: four vectors
 #define VECTORS 4
-#define TILE 6        // rows of one pass: 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
+#define TILE 6        // most rows of one pass: with AVX-512, 6 x 4 sums, 4 weights and a broadcast fill the 32 registers
 #define MLP_ROWS 96   // rows whose gates are kept until their up projections
 #define ALONE (1 << 18)  // multiplications below which a second thread costs more than it saves
 
@@ -34,15 +34,54 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
             }
 }
 
-static inline void store(bf16 *y, int64_t width, const __m512 *sums, const float *bias) {
+#ifdef WITH_AVX512
+// e to the x, within 2 units in the last place, by powers of two and a polynomial
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(f, f), _mm512_add_ps(f, _mm512_set1_ps(1.f)));
+    return _mm512_scalef_ps(p, n);
+}
+#else
+static inline vec16 choose16(ivec16 mask, vec16 a, vec16 b) { return (vec16)((mask & (ivec16)a) | (~mask & (ivec16)b)); }
+
+// e to the x, within 2 units in the last place, by powers of two and a polynomial
+static inline vec16 exp16(vec16 x) {
+    x = choose16(x < splat16(-87.f), splat16(-87.f), x);
+    x = choose16(x > splat16(88.f), splat16(88.f), x);
+    const vec16 shifter = splat16(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    vec16 shifted = x * splat16(1.44269504f) + shifter, n = shifted - shifter;
+    vec16 f = x - n * splat16(0.693359375f);
+    f = f - n * splat16(-2.12194440e-4f);
+    vec16 p = splat16(1.9875691500e-4f);
+    p = p * f + splat16(1.3981999507e-3f);
+    p = p * f + splat16(8.3334519073e-3f);
+    p = p * f + splat16(4.1665795894e-2f);
+    p = p * f + splat16(1.6666665459e-1f);
+    p = p * f + splat16(5.0000001201e-1f);
+    p = p * (f * f) + (f + splat16(1.f));
+    return p * (vec16)(((uvec16)shifted - (uvec16)shifter + 127) << 23);
+}
+#endif
+
+static inline void store(bf16 *y, int64_t width, const vec16 *sums, const float *bias) {
     for (int v = 0; v < VECTORS && 16 * v < width; v++) {
-        __mmask16 mask = first_lanes(width - 16 * v);
-        __m512 sum = sums[v];
-        if (bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, bias + 16 * v));
+        mask16 mask = first_lanes(width - 16 * v);
+        vec16 sum = sums[v];
+        if (bias) sum = sum + load_floats(bias + 16 * v, mask);
         store_lanes(y + 16 * v, mask, sum);
     }
 }
 
+#ifdef WITH_AVX512
 // y[r, 0..width) = x[r, :] . block + bias, for R rows. AHEAD cache lines per step of the next block are prefetched.
 #define DEFINE_ROWS(R, AHEAD)                                                                                   \
     static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
@@ -89,6 +128,71 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
         r += count;
     }
 }
+#else
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+
+#define PAIRS 256  // of one pass: their inputs, widened, fit the first-level cache
+
+// sums[r, 0..V * LANES) += x[r, :] . outputs of a block that begin at `block`, for R rows and V vectors
+#define DEFINE_ROWS(R, V)                                                                                \
+    static void rows##R(const float *x, const bf16 *block, int64_t pairs, float *sums) {                 \
+        lanes made[R][V];                                                                                \
+        for (int r = 0; r < R; r++) memcpy(made[r], sums + r * BLOCK, sizeof made[r]);                   \
+        for (int64_t p = 0; p < pairs; p++) {                                                            \
+            lanes first[V], second[V];                                                                   \
+            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) {                                        \
+                bits both;                                                                               \
+                memcpy(&both, block + (p * BLOCK + v * LANES) * 2, sizeof both);                         \
+                first[v] = (lanes)(both << 16), second[v] = (lanes)(both & 0xffff0000);                  \
+            }                                                                                            \
+            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                        \
+                const float *terms = x + r * 2 * PAIRS + 2 * p;                                          \
+                _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) made[r][v] += first[v] * terms[0];   \
+                _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) made[r][v] += second[v] * terms[1];  \
+            }                                                                                            \
+        }                                                                                                \
+        for (int r = 0; r < R; r++) memcpy(sums + r * BLOCK, made[r], sizeof made[r]);                   \
+    }
+#if LANES == 16
+#define OUTPUTS {64, 64, 64, 64, 64, 64}
+DEFINE_ROWS(1, 4) DEFINE_ROWS(2, 4) DEFINE_ROWS(3, 4) DEFINE_ROWS(4, 4) DEFINE_ROWS(5, 2) DEFINE_ROWS(6, 2)
+#else
+#define OUTPUTS {64, 32, 16, 16, 16, 16}  // of one pass, by rows: sums and weights fill the 16 registers
+DEFINE_ROWS(1, 8) DEFINE_ROWS(2, 4) DEFINE_ROWS(3, 2) DEFINE_ROWS(4, 2) DEFINE_ROWS(5, 2) DEFINE_ROWS(6, 2)
+#endif
+
+typedef void (*some_rows)(const float *, const bf16 *, int64_t, float *);
+static const some_rows by_rows[TILE] = {rows1, rows2, rows3, rows4, rows5, rows6};
+static const int64_t outputs_of_pass[TILE] = OUTPUTS;
+
+static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
+                           int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
+    for (int64_t r = 0; r < rows;) {
+        int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? TILE : left;
+        const int64_t outputs = outputs_of_pass[count - 1];
+        _Alignas(64) float sums[TILE][BLOCK] = {{0}}, wide[TILE][2 * PAIRS];
+        for (int64_t p = 0; p < k / 2; p += PAIRS) {
+            const int64_t pairs = k / 2 - p < PAIRS ? k / 2 - p : PAIRS;
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t c = 0; c < 2 * pairs; c++) wide[i][c] = to_float(x[(r + i) * x_stride + 2 * p + c]);
+            for (int64_t at = 0; at < width; at += outputs)
+                by_rows[count - 1](wide[0], block + (p * BLOCK + at) * 2, pairs, sums[0] + at);
+        }
+        for (int64_t i = 0; i < count; i++) {
+            vec16 row[VECTORS];
+            memcpy(row, sums[i], sizeof row);
+            store(y + (r + i) * y_stride, width, row, bias);
+        }
+        r += count;
+    }
+}
+#endif
 
 static int has_tiles;
 
@@ -197,29 +301,54 @@ void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, i
     }
 }
 
-// e to the x, within 2 units in the last place, by powers of two and a polynomial
-static inline __m512 exp16(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(f, f), _mm512_add_ps(f, _mm512_set1_ps(1.f)));
-    return _mm512_scalef_ps(p, n);
+// sums[r][j] = x[r] . weight[j] for R rows and four outputs, of which `width` exist
+#define DEFINE_PLAIN(R)                                                                                       \
+    static void plain##R(const bf16 *x, int64_t x_stride, const bf16 *weight, int64_t k, int64_t width,       \
+                         float sums[R][4]) {                                                                  \
+        vec16 made[R][4];                                                                                     \
+        const bf16 *w[4];                                                                                     \
+        for (int j = 0; j < 4; j++) w[j] = weight + (j < width ? j : 0) * k;                                  \
+        for (int r = 0; r < R; r++)                                                                           \
+            for (int j = 0; j < 4; j++) made[r][j] = splat16(0.f);                                            \
+        for (int64_t c = 0; c < k; c += 16) {                                                                 \
+            const mask16 mask = first_lanes(k - c);                                                           \
+            vec16 terms[R];                                                                                   \
+            for (int r = 0; r < R; r++) terms[r] = load_lanes(x + r * x_stride + c, mask);                    \
+            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                             \
+                vec16 factor = load_lanes(w[j] + c, mask);                                                    \
+                for (int r = 0; r < R; r++) made[r][j] = made[r][j] + factor * terms[r];                      \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (int r = 0; r < R; r++)                                                                           \
+            for (int j = 0; j < 4; j++) sums[r][j] = sum16(made[r][j]);                                       \
+    }
+DEFINE_PLAIN(1) DEFINE_PLAIN(2)
+
+// x: [rows, k], weight: [n, k] in its own order, bias: [n] or 0 -> y: [rows, n]
+void plain_linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *weight, int64_t n, int64_t k,
+                  const float *bias, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
+    for (int64_t at = 0; at < n; at += 4) {
+        const int64_t width = n - at < 4 ? n - at : 4;
+        for (int64_t r = 0; r < rows; r += 2) {
+            float sums[2][4];
+            if (r + 1 < rows)
+                plain2(x + r * x_stride, x_stride, weight + at * k, k, width, sums);
+            else
+                plain1(x + r * x_stride, x_stride, weight + at * k, k, width, sums);
+            for (int64_t i = 0; i < 2 && r + i < rows; i++)
+                for (int64_t j = 0; j < width; j++)
+                    y[(r + i) * n + at + j] = from_float(sums[i][j] + (bias ? bias[at + j] : 0.f));
+        }
+    }
 }
 
 // h = silu(gate) * up, each rounded as the plain modules round
 static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
     for (int64_t c = 0; c < width; c += 16) {
-        __m512 g = load16(gate + c);
-        __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), g)));
-        __m512 silu = round16(_mm512_div_ps(g, divisor));
-        store_lanes(h + c, first_lanes(width - c), _mm512_mul_ps(silu, load16(up + c)));
+        vec16 g = load16(gate + c);
+        vec16 silu = round16(g / (splat16(1.f) + exp16(splat16(0.f) - g)));
+        store_lanes(h + c, first_lanes(width - c), silu * load16(up + c));
     }
 }
 
@@ -258,15 +387,15 @@ void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const b
 void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float epsilon, bf16 *y, int threads) {
 #pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        __m512 squares = _mm512_setzero_ps();
+        vec16 squares = splat16(0.f);
         for (int64_t c = 0; c < k; c += 16) {
-            __m512 v = load16(x + r * k + c);
-            squares = _mm512_fmadd_ps(v, v, squares);
+            vec16 v = load16(x + r * k + c);
+            squares = squares + v * v;
         }
-        __m512 scale = _mm512_set1_ps(1.f / sqrtf(_mm512_reduce_add_ps(squares) / (float)k + epsilon));
+        vec16 scale = splat16(1.f / sqrtf(sum16(squares) / (float)k + epsilon));
         for (int64_t c = 0; c < k; c += 16) {
-            __m512 v = round16(_mm512_mul_ps(load16(x + r * k + c), scale));
-            store16(y + r * k + c, _mm512_mul_ps(v, load16(weight + c)));
+            vec16 v = round16(load16(x + r * k + c) * scale);
+            store16(y + r * k + c, v * load16(weight + c));
         }
     }
 }
@@ -282,13 +411,9 @@ void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, c
             for (int64_t c = 0; c < half; c += 16) {
                 bf16 *p = x + r * stride + h * dim + c, *q = p + half;
                 const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
-                __m512 a = load16(p), b = load16(q);
-                __m512 up = _mm512_sub_ps(round16(_mm512_mul_ps(a, load16(cp))),
-                                          round16(_mm512_mul_ps(b, load16(sp))));
-                __m512 down = _mm512_add_ps(round16(_mm512_mul_ps(b, load16(cp + half))),
-                                            round16(_mm512_mul_ps(a, load16(sp + half))));
-                store16(p, up);
-                store16(q, down);
+                vec16 a = load16(p), b = load16(q);
+                store16(p, round16(a * load16(cp)) - round16(b * load16(sp)));
+                store16(q, round16(b * load16(cp + half)) + round16(a * load16(sp + half)));
             }
 }
 
@@ -296,7 +421,7 @@ void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, c
 static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
 #pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
     for (int64_t c = 0; c < n; c += 16)
-        store16(y + c, _mm512_add_ps(load16(x + c), load16(h + c)));
+        store16(y + c, load16(x + c) + load16(h + c));
 }
 
 typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,

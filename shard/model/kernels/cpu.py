@@ -66,6 +66,7 @@ class _Tensor:
 _ARGUMENTS = {
     "pack": [_Tensor, _SIZE, _SIZE, _Tensor],
     "linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
+    "plain_linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
     "gated_mlp": [_Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _SIZE, _Tensor, _SIZE, _Tensor, _Tensor, _INT],
     "silu_times": [_Tensor, _Tensor, _SIZE, _SIZE, _Tensor, _INT],
     "rms_norm": [_Tensor, _SIZE, _SIZE, _Tensor, _FLOAT, _Tensor, _INT],
@@ -90,13 +91,11 @@ def _load(*defines: str) -> ctypes.CDLL:
 
 @cache
 def available() -> bool:
-    """Whether this machine has the instructions (AVX512-BF16) and a compiler; logs once why not."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not _has_instructions():
-        return False
+    """Whether this machine has a compiler, or kernels compiled for it in advance; logs once why not."""
     try:
         _load()
     except CompilerMissing as reason:
-        logger.warning("bfloat16 products run through oneDNN, more slowly: %s", reason)
+        logger.warning("bfloat16 products run through torch, more slowly: %s", reason)
         return False
     return True
 
@@ -144,6 +143,17 @@ def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tens
     (num_rows, num_in), stride = rows.shape, rows.stride(0)
     y = x.new_empty(*x.shape[:-1], num_out)
     _load().linear(rows, num_rows, stride, packed, num_out, num_in, bias, y, torch.get_num_threads())
+    return y
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [..., in] bfloat16; weight: [out, in] bfloat16; bias: [out] bfloat16. Returns [..., out]."""
+    rows, weight = _rows(x), weight.contiguous()
+    (num_rows, num_in), stride = rows.shape, rows.stride(0)
+    num_out = weight.shape[0]
+    y = x.new_empty(*x.shape[:-1], num_out)
+    wide = None if bias is None else bias.float()
+    _load().plain_linear(rows, num_rows, stride, weight, num_out, num_in, wide, y, torch.get_num_threads())
     return y
 
 
@@ -209,11 +219,3 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, in], contiguous along the last axis."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _has_instructions() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 in 512-bit vectors."""
-    try:
-        return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False

@@ -6,6 +6,7 @@ calls a library that on some processors sums few rows in another order than many
 
 import os
 from abc import ABC, abstractmethod
+from functools import cache
 
 import torch
 
@@ -23,7 +24,7 @@ def _disable_amx() -> None:
     """
     before = os.environ.get(_ISA)
     os.environ[_ISA] = "AVX512_CORE_BF16"
-    can_pack(torch.bfloat16)
+    onednn_multiplies(torch.bfloat16)
     if before is None:
         del os.environ[_ISA]
     else:
@@ -75,6 +76,8 @@ class BlockedMatrix(SharedMatrix):
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x Wᵀ + bias` by a plain weight. x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out]."""
+    if not onednn_multiplies(x.dtype):
+        return cpu.plain_linear(x, weight, bias)
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 
@@ -94,6 +97,12 @@ class StreamedMatrix(PackedMatrix):
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine multiplies packed matrices of `dtype`."""
+    return onednn_multiplies(dtype) or (dtype == torch.bfloat16 and cpu.available())
+
+
+@cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of `dtype` on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -103,7 +112,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     """weight: [out, in]; bias: [out]. The fastest layout that this machine and the shape allow."""
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available():
         return StreamedMatrix(weight, bias)
-    return BlockedMatrix(weight, bias)
+    return BlockedMatrix(weight, bias) if onednn_multiplies(weight.dtype) else SharedMatrix(weight.contiguous(), bias)
 
 
 _disable_amx()

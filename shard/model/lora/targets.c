@@ -69,76 +69,82 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
     }
 }
 
+#else
+// u[j] = x . a[j] for one row and four rows of A, by the same sums
+static inline void dots(const element *x, const element *a, int64_t n, float *u) {
+    vec16 sums[4];
+    for (int j = 0; j < 4; j++) sums[j] = splat16(0.f);
+    for (int64_t k = 0; k < n; k += STEP, a += 8 * STEP)
+        for (int64_t half = 0; half < STEP && k + half < n; half += 16) {
+            vec16 terms = load_lanes(x + k + half, first_lanes(n - k - half));
+            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) sums[j] = sums[j] + terms * load16(a + j * STEP + half);
+        }
+    for (int j = 0; j < 4; j++) u[j] = sum16(sums[j]);
+}
+
+// u = A x for `count` rows
+static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t count, int64_t n, float *u) {
+    const int64_t rank = w->rank, wide = (n + STEP - 1) / STEP * STEP;
+    for (int64_t j = 0; j < rank; j += 4)
+        for (int64_t r = 0; r < count; r++)
+            dots(x + r * x_stride, w->a + j / 8 * 8 * wide + j % 8 * STEP, n, u + r * rank + j);
+}
+#endif
+
 // y [16] with `delta` added
-static inline __m512 changed(const Weights *w, __m512 y, __m512 delta, const float *base_bias, int64_t at, __mmask16 mask) {
+static inline vec16 changed(const Weights *w, vec16 y, vec16 delta, const float *base_bias, int64_t at, mask16 mask) {
     if (w->scale) {
-        __m512 base = base_bias ? _mm512_maskz_loadu_ps(mask, base_bias + at) : _mm512_setzero_ps();
-        __m512 bare = _mm512_add_ps(_mm512_sub_ps(y, base), delta);
-        y = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, w->scale + at), bare, base);
+        vec16 base = base_bias ? load_floats(base_bias + at, mask) : splat16(0.f);
+        y = load_floats(w->scale + at, mask) * (y - base + delta) + base;
     } else {
-        y = _mm512_add_ps(y, delta);
+        y = y + delta;
     }
-    return w->bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, w->bias + at)) : y;
+    if (w->bias) y = y + load_floats(w->bias + at, mask);
+    return y;
 }
 
 // y[r, at .. at + width) for ROWS rows; width is at most WIDTH
 #define VECTORS (WIDTH / 16)
-#define DEFINE_EXPAND(ROWS)                                                                                     \
-    static inline void expand##ROWS(const Weights *w, const float *u, int64_t at, int64_t width, element *y,    \
-                                    int64_t y_stride, const float *base_bias) {                                 \
-        const element *b = w->b + at * w->rank;                                                                 \
-        __m512 sums[ROWS][VECTORS];                                                                             \
-        for (int r = 0; r < ROWS; r++)                                                                          \
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_ps();                                 \
-        for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                     \
-            __m512 row[VECTORS];                                                                                \
-            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v);                                      \
-            for (int r = 0; r < ROWS; r++) {                                                                    \
-                __m512 factor = _mm512_set1_ps(u[r * w->rank + j]);                                             \
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_fmadd_ps(factor, row[v], sums[r][v]);     \
-            }                                                                                                   \
-        }                                                                                                       \
-        for (int r = 0; r < ROWS; r++)                                                                          \
-            for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                               \
-                __mmask16 mask = first_lanes(width - 16 * v);                                                   \
-                element *p = y + r * y_stride + at + 16 * v;                                                    \
+#define DEFINE_EXPAND(ROWS)                                                                                      \
+    static inline void expand##ROWS(const Weights *w, const float *u, int64_t at, int64_t width, element *y,     \
+                                    int64_t y_stride, const float *base_bias) {                                  \
+        const element *b = w->b + at * w->rank;                                                                  \
+        vec16 sums[ROWS][VECTORS];                                                                               \
+        for (int r = 0; r < ROWS; r++)                                                                           \
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = splat16(0.f);                                         \
+        for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                      \
+            vec16 row[VECTORS];                                                                                  \
+            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v);                                       \
+            for (int r = 0; r < ROWS; r++) {                                                                     \
+                vec16 factor = splat16(u[r * w->rank + j]);                                                      \
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = factor * row[v] + sums[r][v];                     \
+            }                                                                                                    \
+        }                                                                                                        \
+        for (int r = 0; r < ROWS; r++)                                                                           \
+            for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                                \
+                mask16 mask = first_lanes(width - 16 * v);                                                       \
+                element *p = y + r * y_stride + at + 16 * v;                                                     \
                 store_lanes(p, mask, changed(w, load_lanes(p, mask), sums[r][v], base_bias, at + 16 * v, mask)); \
-            }                                                                                                   \
+            }                                                                                                    \
     }
-DEFINE_EXPAND(1) DEFINE_EXPAND(4)
+DEFINE_EXPAND(1)
+#ifdef WITH_AVX512
+#define MOST_EXPANDED 4
+DEFINE_EXPAND(4)
+#else
+#define MOST_EXPANDED 1
+#define expand4 expand1
+#endif
 
 static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
                    const float *base_bias) {
     for (int64_t at = 0; at < out; at += WIDTH) {
         int64_t width = out - at > WIDTH ? WIDTH : out - at, r = 0;
-        for (; r + 4 <= count; r += 4) expand4(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
+        for (; MOST_EXPANDED > 1 && r + 4 <= count; r += 4)
+            expand4(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
         for (; r < count; r++) expand1(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
     }
 }
-#else
-static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t count, int64_t n, float *u) {
-    const int64_t wide = (n + STEP - 1) / STEP * STEP;
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t j = 0; j < w->rank; j++) {
-            const element *a = w->a + j / 8 * 8 * wide + j % 8 * STEP;
-            float sum = 0;
-            for (int64_t k = 0; k < n; k++) sum += to_float(x[r * x_stride + k]) * to_float(a[k / STEP * 8 * STEP + k % STEP]);
-            u[r * w->rank + j] = sum;
-        }
-}
-
-static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
-                   const float *base_bias) {
-    for (int64_t r = 0; r < count; r++)
-        for (int64_t c = 0; c < out; c++) {
-            const element *b = w->b + c / WIDTH * WIDTH * w->rank + c % WIDTH;
-            float sum = 0, value = to_float(y[r * y_stride + c]), base = base_bias ? base_bias[c] : 0;
-            for (int64_t j = 0; j < w->rank; j++) sum += u[r * w->rank + j] * to_float(b[j * WIDTH]);
-            value = w->scale ? w->scale[c] * (value - base + sum) + base : value + sum;
-            y[r * y_stride + c] = from_float(w->bias ? value + w->bias[c] : value);
-        }
-}
-#endif
 
 // Compute every task of every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
