@@ -18,8 +18,13 @@ from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered
 
 pytestmark = pytest.mark.anyio
 
-SLOW = {"start_anchor_pattern": r"\A", "fields": {"reasoning": {"open": "<r>", "close_pattern": r"(a+)+$"}, "content": {}}}
-PLAIN = {"start_anchor_pattern": r"\A", "fields": {"reasoning": {"open": "<r>", "close": "</r>"}, "content": {}}}
+
+def template(**close: str) -> dict[str, Any]:
+    fields = {"reasoning": {"open": "<r>", **close}, "content": {}}
+    return {"start_anchor_pattern": r"\A", "fields": fields}
+
+
+SLOW, PLAIN = template(close_pattern="(a+)+$"), template(close="</r>")
 
 
 class Templates:
