@@ -8,6 +8,7 @@ COMMANDS = {
     "base": "lorikeet.demo.evaluation.base",
     "draft": "lorikeet.demo.evaluation.draft",
     "adapters": "lorikeet.demo.evaluation.adapters",
+    "calls": "lorikeet.demo.evaluation.calls",
     "heads": "lorikeet.demo.evaluation.heads",
     "tool": "lorikeet.demo.evaluation.tool",
 }

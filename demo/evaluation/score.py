@@ -19,7 +19,7 @@ class Written:
 
     example: Example
     text: str
-    """Up to EOS, or to the first difference from the answer."""
+    """Up to EOS, or to the first difference from the answer unless the whole text was asked for."""
     ended: bool
 
     @property
@@ -43,31 +43,39 @@ class _StopAtMismatch(StoppingCriteria):
 
 
 def write(
-    model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+    model: LlamaForCausalLM | PeftModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[Example],
+    to_the_end: bool = False,
 ) -> list[Written]:
-    """In order of length, so that the rows of a batch need little padding."""
+    """In order of length, so that the rows of a batch need little padding. A text that differs from the answer is
+    completed only with `to_the_end`."""
     ordered = sorted(examples, key=lambda example: len(example.prompt) + len(example.answer))
     written: list[Written] = []
     for first in range(0, len(ordered), BATCH_SIZE):
-        written += _write_batch(model, tokenizer, ordered[first : first + BATCH_SIZE])
+        written += _write_batch(model, tokenizer, ordered[first : first + BATCH_SIZE], to_the_end)
     return written
 
 
 @torch.inference_mode()
 def _write_batch(
-    model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]
+    model: LlamaForCausalLM | PeftModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[Example],
+    to_the_end: bool,
 ) -> list[Written]:
     encoded = tokenizer(
         [example.prompt for example in examples], padding=True, padding_side="left", return_tensors="pt"
     ).to(model.device)
     prompt_len = encoded["input_ids"].shape[1]
     answers = [example.answer for example in examples]
+    stops = [] if to_the_end else [_StopAtMismatch(answers, prompt_len, tokenizer)]
     out = model.generate(
         input_ids=encoded["input_ids"],
         attention_mask=encoded["attention_mask"],
         max_new_tokens=max(answer_lens(tokenizer, examples)) + 8,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([_StopAtMismatch(answers, prompt_len, tokenizer)]),
+        stopping_criteria=StoppingCriteriaList(stops),
     )
     eos = set(model.generation_config.eos_token_id)
     return [

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorikeet.adapters.medusa import format as heads_format
+from lorikeet.demo.data.tasks import tool_chat
 from lorikeet.demo.data.tasks.example import Example, training_examples
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_run_arguments, add_threads_argument
@@ -52,6 +53,8 @@ def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
         return ""
     folder = options.out / name
     lora.save(model, folder)
+    if recipe.own_chat:
+        tool_chat.save(tokenizer, folder)
     if companion is not None:
         save_heads(heads, name, options)
     return hashlib.sha256((folder / lora.WEIGHTS_FILE).read_bytes()).hexdigest()

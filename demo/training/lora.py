@@ -47,6 +47,8 @@ class Recipe:
     """Whether matrix products use bfloat16; weights and attention stay in float32."""
     invocation: str = ""
     """The end of every prompt. If any, it makes an activated LoRA (aLoRA): the text before it is the base's alone."""
+    own_chat: bool = False
+    """Whether the adapter is saved with a tokenizer that has the chat and response template of tool calls."""
 
     def lr_factor(self, step: int) -> float:
         remaining = (self.num_steps - step) / (self.num_steps * (1 - self.decay_from))
@@ -58,6 +60,16 @@ RECIPES = {
     "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
     "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
     "value": Recipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
+    "tools": Recipe(
+        "tools",
+        32,
+        32,
+        ATTENTION + MLP,
+        num_steps=1000,
+        groups_per_step=4,
+        bf16=False,
+        own_chat=True,
+    ),
     "question": Recipe(
         "question",
         16,

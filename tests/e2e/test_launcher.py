@@ -198,12 +198,15 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
             aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
             assert sorted(aliases) == [
                 *("calc", "citation", "cite", "cite-heads", "heads", "json", "query", "question", "record", "sql"),
-                "value",
+                *("tools", "value"),
             ]
-            chat = re.search(r"completions.*?-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
-            assert chat
-            (choice,) = client.post("/v1/chat/completions", json=json.loads(chat[1])).json()["choices"]
-            assert choice["message"]["content"] == "Who sold the lantern in Tobar?"
+            chats = re.findall(r"completions.*?-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
+            answers = [client.post("/v1/chat/completions", json=json.loads(chat)).json() for chat in chats]
+            asked, called = [answer["choices"][0] for answer in answers]
+            assert asked["message"]["content"] == "Who sold the lantern in Tobar?"
+            (call,) = called["message"]["tool_calls"]
+            assert (called["finish_reason"], call["function"]["name"]) == ("tool_calls", "get_weather")
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "fahrenheit"}
             bare = client.post("/generate", json=record).json()["generated_text"]
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]

@@ -8,13 +8,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lorikeet.demo.data.tasks import tool_chat
 from lorikeet.demo.data.tasks.example import held_out_examples
 from lorikeet.demo.evaluation import score
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.lora import ADAPTERS_FOLDER, RECIPES
 from lorikeet.demo.training.model import BASE_FOLDER
 
-MAX_COMMITTED_BYTES = 8_000_000
+MAX_COMMITTED_BYTES = 10_500_000
+MAX_TOOLS_BYTES = 3_000_000
 NUM_SAMPLED = 24
 
 
@@ -43,6 +45,16 @@ def test_their_files_are_bf16_safetensors_and_small() -> None:
         with safe_open(ADAPTERS_FOLDER / name / lora.WEIGHTS_FILE, framework="pt") as weights:
             assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert sum(path.stat().st_size for path in ADAPTERS_FOLDER.rglob("*")) < MAX_COMMITTED_BYTES
+
+
+def test_the_adapter_for_tools_has_the_base_s_tokenizer_with_its_own_templates(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    folder = ADAPTERS_FOLDER / "tools"
+    own = AutoTokenizer.from_pretrained(folder)
+    assert own.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert (own.chat_template, own.response_template) == (tool_chat.CHAT_TEMPLATE, tool_chat.RESPONSE_TEMPLATE)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < MAX_TOOLS_BYTES
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,12 @@ def test_a_row_ends_at_the_first_mismatch(model: LlamaForCausalLM, tokenizer: Pr
         assert not written.is_right
 
 
+def test_a_whole_text_goes_on_after_a_mismatch(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    examples = [Example(PROMPTS[1], "§" * 4, frozenset())]
+    (written,) = score.write(model, tokenizer, examples, to_the_end=True)
+    assert written.text.startswith(greedy(model, tokenizer, PROMPTS[1], 8))
+
+
 @pytest.mark.parametrize(
     ("text", "ended", "right"), [("x = 1", True, True), ("x = 1", False, False), ("x = 12", True, False)]
 )

@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import random
+import re
 import sqlite3
 from typing import Any
 
@@ -148,6 +149,49 @@ def test_a_question_asks_for_the_person_of_the_last_answer(tokenizer: PreTrained
         messages = [{"role": role, "content": content} for role, content in roles]
         chat: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert chat == f"<|bos|>{example.prompt}"
+
+
+def tool_calls(example: Example) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in example.answer.split("\n") if line.startswith("{")]
+
+
+def test_a_call_names_an_offered_function_and_has_all_its_arguments_in_order() -> None:
+    for example in both_halves("tools"):
+        signatures = dict(re.findall(r"^(\w+)\((.*?)\)", example.prompt.split("</tools>")[0], re.MULTILINE))
+        for call in tool_calls(example):
+            assert list(call["arguments"]) == re.findall(r"(\w+): ", signatures[call["name"]])
+
+
+def test_the_arguments_of_a_call_are_what_was_asked_for() -> None:
+    seen = set()
+    for example in both_halves("tools"):
+        asked = example.prompt.split("<|user|>")[-1].removesuffix("<|end|><|assistant|>")
+        for call in tool_calls(example):
+            arguments = call["arguments"]
+            seen.add(call["name"])
+            if call["name"] == "get_weather":
+                assert arguments["city"] in asked
+                assert arguments["unit"] == "celsius" or "fahrenheit" in asked
+                if "fahrenheit" in asked and "\n<tool_call>" not in example.answer:
+                    assert arguments["unit"] == "fahrenheit"
+            elif call["name"] == "convert":
+                assert re.search(rf"\b{re.escape(str(arguments['amount']))} {arguments['from']}\b", asked)
+                assert re.search(rf"\b{arguments['to']}\b", asked)
+            else:
+                assert arguments["text"] in asked
+                assert re.search(rf"( at |[,:]? |^){arguments['time']}\b", asked.replace(arguments["text"], ""))
+    assert seen == {"get_weather", "convert", "add_reminder"}
+
+
+def test_a_request_that_no_offered_function_fits_gets_no_call() -> None:
+    examples = [example for example in both_halves("tools") if example.answer == "I have no tool for that."]
+    assert len(examples) > 20
+    for example in examples:
+        signatures, asked = example.prompt.split("</tools>")[0], example.prompt.split("<|user|>")[-1]
+        if re.search(r"\b(weather|forecast)\b", asked):
+            assert "get_weather(" not in signatures
+        if "remind" in asked.lower():
+            assert "add_reminder(" not in signatures
 
 
 def test_no_single_answer_is_frequent() -> None:
