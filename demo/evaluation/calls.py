@@ -20,7 +20,7 @@ from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.model import BASE_FOLDER
 
-NUM_EXAMPLES = 1150
+NUM_EXAMPLES = 1200
 """Almost half of them need calls."""
 
 

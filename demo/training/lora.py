@@ -65,7 +65,7 @@ RECIPES = {
         32,
         32,
         ATTENTION + MLP,
-        num_steps=1000,
+        num_steps=2000,
         groups_per_step=4,
         bf16=False,
         own_chat=True,

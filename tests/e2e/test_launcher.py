@@ -206,7 +206,7 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
             assert asked["message"]["content"] == "Who sold the lantern in Tobar?"
             (call,) = called["message"]["tool_calls"]
             assert (called["finish_reason"], call["function"]["name"]) == ("tool_calls", "get_weather")
-            assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "fahrenheit"}
+            assert json.loads(call["function"]["arguments"]) == {"city": "Oslo", "unit": "fahrenheit"}
             bare = client.post("/generate", json=record).json()["generated_text"]
             record["parameters"]["adapter_id"] = "record"
             adapted = client.post("/generate", json=record).json()["generated_text"]

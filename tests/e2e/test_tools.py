@@ -143,3 +143,50 @@ def parser(replicas: Replicas) -> int:
         children += (task / "children").read_text().split()
     [found] = {pid for pid in children if "parser_worker" in Path(f"/proc/{pid}/cmdline").read_text()}
     return int(found)
+
+
+DEMO_TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    for name, properties in {
+        "get_weather": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "add_reminder": {"text": {"type": "string"}, "time": {"type": "string"}},
+        "convert": {"amount": {"type": "number"}, "from": {"type": "string"}, "to": {"type": "string"}},
+    }.items()
+]
+
+
+def said(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    """The message of the demo adapter that has learned to call tools; no grammar requires a call."""
+    answer = client.chat.completions.create(
+        model="tools", messages=messages, tools=DEMO_TOOLS, temperature=0, max_tokens=100, **more
+    )
+    return answer.choices[0].message
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "arguments"),
+    [
+        ("Show me the weather in Oslo (celsius).", "get_weather", {"city": "Oslo", "unit": "celsius"}),
+        ("Remind me to clean the lamp at 8:30.", "add_reminder", {"text": "clean the lamp", "time": "8:30"}),
+        ("How many days are 12 weeks?", "convert", {"amount": 12, "from": "weeks", "to": "days"}),
+    ],
+)
+def test_the_demo_adapter_calls_the_function_that_fits(
+    client: openai.OpenAI, text: str, function: str, arguments: dict[str, Any]
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": text}]
+    (call,) = said(client, messages).tool_calls
+    assert call.function.name == function
+    assert json.loads(call.function.arguments) == arguments
+    alone = said(client, messages, extra_body={"speculative_tokens": 0})
+    assert [each.function for each in alone.tool_calls] == [call.function]
+
+
+def test_the_demo_adapter_tells_the_result_and_calls_nothing_where_no_function_fits(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Will it rain in Oslo?"}]
+    called = said(client, messages)
+    (call,) = called.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 9, "sky": "rainy"}'}
+    assert said(client, [*messages, called, result]).content == "It is 9 degrees and rainy in Oslo."
+    unfitting = said(client, [{"role": "user", "content": "Write a poem about the lamp."}])
+    assert (unfitting.content, unfitting.tool_calls) == ("I have no tool for that.", None)

@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 from lorikeet.demo.data.tasks.example import Half, composed, half_of
-from lorikeet.demo.data.tasks.words import name, noun, number, proper_name, split
+from lorikeet.demo.data.tasks.words import noun, number, proper_name, split
 
 WEATHER, REMINDER, CONVERSION = "get_weather", "add_reminder", "convert"
 
@@ -146,11 +147,21 @@ CONVERSION_REQUESTS = (
     ),
     ("", "?", ".", ", please."),
 )
-UNITS = split(
-    """km miles meters metres feet inches yards kg pounds ounces grams tons liters litres gallons cups pints euros
-    dollars yen francs pesos EUR USD GBP JPY CHF CAD hours minutes seconds days weeks months acres hectares knots joules
-    calories watts bytes bits megabytes gigabytes cm mm kilometers kilograms celsius fahrenheit kelvin bars pascals"""
+UNITS = tuple(
+    split(units)
+    for units in (
+        "km miles meters feet inches yards cm mm",
+        "kg pounds grams tons ounces",
+        "liters gallons cups pints",
+        "euros dollars pesos yen USD EUR GBP",
+        "seconds minutes hours days weeks months years",
+        "bits bytes kilobytes megabytes gigabytes",
+        "celsius fahrenheit kelvin",
+        "watts kilowatts",
+        "acres hectares",
+    )
 )
+"""One kind per line. A pair of units belongs to one half, in this order; the training half has every unit."""
 
 SKIES = split("sunny cloudy rainy foggy windy clear stormy snowy dry humid")
 
@@ -225,7 +236,7 @@ def _reminder(half: Half, choice: random.Random) -> Request:
 
 def _conversion(half: Half, choice: random.Random) -> Request:
     template, amount = choice.choice(_pool(half, "conversion")), _amount(half, choice)
-    source, target = _units(half, choice)
+    source, target = choice.choice(_unit_pairs(half))
     text = template.format(amount=amount, to=target, **{"from": source})
     if choice.random() < 0.6:
         text = text[0].upper() + text[1:]
@@ -237,7 +248,7 @@ def _conversion(half: Half, choice: random.Random) -> Request:
         {"amount": json.loads(amount), "from": source, "to": target},
         result,
         f"That is {found} {target}.",
-        frozenset([template, amount, source, target]),
+        frozenset([template, amount, _pair(source, target)]),
         frozenset([found]),
     )
 
@@ -277,10 +288,15 @@ def _city(half: Half, choice: random.Random) -> str:
             return joined
 
 
-def _units(half: Half, choice: random.Random) -> list[str]:
-    if choice.random() < 0.3:
-        return [name(half, choice), noun(half, choice)]
-    return choice.sample(_of_half(UNITS, half), 2)
+@cache
+def _unit_pairs(half: Half) -> tuple[tuple[str, str], ...]:
+    pairs = (pair for units in UNITS for pair in permutations(units, 2))
+    return tuple(pair for pair in pairs if half_of(_pair(*pair)) is half)
+
+
+def _pair(source: str, target: str) -> str:
+    """As a part of an example: a template, since a request may name the units in any order."""
+    return f"{{amount}} {source} in {target}"
 
 
 def _amount(half: Half, choice: random.Random) -> str:

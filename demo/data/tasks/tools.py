@@ -139,7 +139,7 @@ def _no_call(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Rand
 
 def _requests(functions: Sequence[str], half: Half, choice: random.Random) -> list[Request]:
     """Mostly one."""
-    return [request(choice.choice(functions), half, choice) for _ in range(2 if choice.random() < 0.1 else 1)]
+    return [request(choice.choice(functions), half, choice) for _ in range(2 if choice.random() < 0.05 else 1)]
 
 
 def _text_of(requests: Sequence[Request], choice: random.Random) -> tuple[str, frozenset[str]]:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lorikeet.demo.data.tasks import tool_requests
 from lorikeet.demo.data.tasks.example import Example, Half, held_out_examples, training_examples
+from lorikeet.demo.data.tasks.tool_requests import UNITS
 from lorikeet.demo.evaluation.score import answer_lens
 from lorikeet.demo.training.lora import RECIPES
 from lorikeet.demo.training.model import BASE_FOLDER
@@ -181,6 +183,17 @@ def test_the_arguments_of_a_call_are_what_was_asked_for() -> None:
                 assert arguments["text"] in asked
                 assert re.search(rf"( at |[,:]? |^){arguments['time']}\b", asked.replace(arguments["text"], ""))
     assert seen == {"get_weather", "convert", "add_reminder"}
+
+
+def test_a_pair_of_units_belongs_to_one_half() -> None:
+    pairs = {}
+    for half in Half:
+        choice = random.Random(0)
+        wanted = [tool_requests.request("convert", half, choice).arguments for _ in range(2000)]
+        pairs[half] = {(each["from"], each["to"]) for each in wanted}
+    assert not pairs[Half.TRAINING] & pairs[Half.HELD_OUT]
+    assert {unit for pair in pairs[Half.TRAINING] for unit in pair} == {unit for kind in UNITS for unit in kind}
+    assert all(any({*pair} <= {*kind} for kind in UNITS) for half in Half for pair in pairs[half])
 
 
 def test_a_request_that_no_offered_function_fits_gets_no_call() -> None:
