@@ -75,7 +75,9 @@ def following(number: int) -> dict[str, Any]:
 
 
 def steps(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
-    """One case per round: mean distance of tokens of eight plain and of eight constrained requests."""
+    """One case per round: median pause between tokens of eight plain and of eight constrained requests. Most pauses are
+    steps in which all eight get a token; a mean would also count the prompts of requests that begin later.
+    """
     base, size = base or adapted.full(), size or Size()
     with adapted.serving("grammar-steps", base) as server:
         for number in range(-1, size.rounds):
@@ -83,8 +85,8 @@ def steps(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
             for way in in_turn((PLAIN, CONSTRAINED), number):
                 answers = uvloop.run(_closed(server.port, base, size, SEED + number + 1, way))
                 errors += [answer.error for answer in answers if answer.error]
-                good = [answer for answer in answers if not answer.error]
-                raw[way] = statistics.median(answer.inter_token_s for answer in good) if good else 0.0
+                pauses = [pause for answer in answers if not answer.error for pause in _pauses(answer)]
+                raw[way] = statistics.median(pauses) if pauses else 0.0
             if number >= 0:
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
