@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -99,6 +100,15 @@ def _generates(service: Service, handle: Handle) -> Handle:
     return checked
 
 
+class AnyConvertor(PathConvertor):
+    """The rest of a path. Starlette's `path` matches no line feed."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any", AnyConvertor())
+
+
 def _add_routes(app: FastAPI, service: Service) -> None:
     """All other routes."""
     probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
@@ -118,7 +128,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/tokenizer_info": tokens.tokenizer_info,
         "/api-doc/openapi.json": _show_document,
         "/v1/models": information.models,
-        "/v1/models/{model_id:path}": information.model,
+        "/v1/models/{model_id:any}": information.model,
         "/v1/responses/{response_id}": responses.missing,
         "/v1/responses/{response_id}/input_items": responses.missing,
         "/admin/adapters": admin.listing,
@@ -145,13 +155,13 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     read |= {_STREAM: streams.read, "/v1/live": LiveRoutes(service).watch}
     read |= {"/": _page_or(probes.health), "/v1/capabilities": CapabilityRoutes(service).show}
     delete = {
-        "/v1/models/{model_id:path}": admin.delete_model,
+        "/v1/models/{model_id:any}": admin.delete_model,
         "/v1/responses/{response_id}": responses.missing,
-        "/adapters/{adapter_name:path}": sagemaker.unload,
+        "/adapters/{adapter_name:any}": sagemaker.unload,
         _STREAM: streams.cancel,
     }
     for path in ALTERNATIVES:
-        for each in (path, f"{path}/{{rest:path}}"):
+        for each in (path, f"{path}/{{rest:any}}"):
             app.router.add_route(each, out_of_scope, methods=METHODS)
     for method, routes in (("GET", read), ("POST", write), ("DELETE", delete)):
         for path, handle in routes.items():

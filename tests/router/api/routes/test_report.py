@@ -108,7 +108,8 @@ async def test_routes_that_do_not_exist_name_an_alternative(server: Serving) -> 
             error = (response := await server.client.post(path, json={})).json()["error"]
             assert response.status_code == 501
             assert error["message"] == f"`{prefix}` is not supported by this server: {alternative}"
-    assert (await server.client.get("/v1/files")).status_code == 501
+    for path in ("/v1/files", "/v1/files/a%0Ab/content%0A"):
+        assert (await server.client.get(path)).status_code == 501
     assert (await server.client.get("/v1/filesystem")).status_code == 404
 
 
