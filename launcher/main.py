@@ -106,7 +106,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     rules.check_models(read, config, draft)
     read = models.with_tokens(read, found.draft)
     pooled = model.read_pooling(read, base, config)
-    rules.check_pooled(read, pooled)
+    rules.check_pooled(read, pooled, config, where[1])
     complete = adapters.with_family(model.with_lengths(read, config, pooled), os.environ)
     rules.check_lengths(complete, pooled)
     sources = adapters.plan(complete, os.environ, base.path, folder)

@@ -108,16 +108,18 @@ class ShardInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
 
 class PooledModel(_message.Message):
-    __slots__ = ("task", "pooling", "size", "is_encoder")
+    __slots__ = ("task", "pooling", "size", "is_encoder", "is_whole")
     TASK_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     IS_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
     task: str
     pooling: str
     size: int
     is_encoder: bool
-    def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ...) -> None: ...
+    is_whole: bool
+    def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ..., is_whole: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms")
@@ -198,12 +200,14 @@ class Submit(_message.Message):
     def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_start: _Optional[int] = ..., tenant: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
 
 class Pooling(_message.Message):
-    __slots__ = ("task", "second_text")
+    __slots__ = ("task", "second_text", "per_token")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SECOND_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     task: str
     second_text: int
-    def __init__(self, task: _Optional[str] = ..., second_text: _Optional[int] = ...) -> None: ...
+    per_token: bool
+    def __init__(self, task: _Optional[str] = ..., second_text: _Optional[int] = ..., per_token: _Optional[bool] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("text", "proposes")
@@ -256,7 +260,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("wanted", "alternatives", "prefill", "mode", "prefill_alternatives", "prefill_ranks")
+    __slots__ = ("wanted", "alternatives", "prefill", "mode", "prefill_alternatives", "prefill_ranks", "alternative_ids")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PROCESSED: _ClassVar[Logprobs.Mode]
@@ -269,13 +273,15 @@ class Logprobs(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVE_IDS_FIELD_NUMBER: _ClassVar[int]
     wanted: bool
     alternatives: int
     prefill: bool
     mode: Logprobs.Mode
     prefill_alternatives: int
     prefill_ranks: bool
-    def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., mode: _Optional[_Union[Logprobs.Mode, str]] = ..., prefill_alternatives: _Optional[int] = ..., prefill_ranks: _Optional[bool] = ...) -> None: ...
+    alternative_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, wanted: _Optional[bool] = ..., alternatives: _Optional[int] = ..., prefill: _Optional[bool] = ..., mode: _Optional[_Union[Logprobs.Mode, str]] = ..., prefill_alternatives: _Optional[int] = ..., prefill_ranks: _Optional[bool] = ..., alternative_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("method", "num_tokens", "schedule", "verify", "num_heads")

@@ -89,12 +89,22 @@ def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any]
             refuse(f"{model} cannot be served: {reason}")
 
 
-def check_pooled(settings: Settings, pooled: PooledModel | None) -> None:
-    """The same for a model that generates no text, and for flags of such models."""
+def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[str, Any], num_ranks: int) -> None:
+    """The same for a model that generates no text. `config` is its config.json."""
     if pooled is None:
         return
-    if settings["draft-model-id"] is not None:
-        refuse(f"{settings.given['draft-model-id']} is refused: a model of the task {pooled.task} generates no text")
+    kind = f"a model of the task {pooled.task}"
+    for name in ("draft-model-id", "speculative-tokens"):
+        if name in settings.given and settings[name]:
+            refuse(f"{settings.given[name]} is refused: {kind} generates no text")
+    if settings["shard-address"]:
+        return
+    if num_ranks > 1:
+        refuse(f"{kind} cannot be split over {num_ranks} devices: use --num-shard 1, and --replicas for more devices")
+    if kv_cache_dtype(settings) == "fp8":
+        refuse(f"an fp8 KV cache is refused: {kind} is served in its own dtype")
+    if (method := quantization.choose(settings["quantize"], config)) is not None:
+        refuse(f"{kind} cannot be quantised by {method}: serve the plain weights, without --quantize")
 
 
 def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[str]:

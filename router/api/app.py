@@ -67,9 +67,9 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
 def _generating(service: Service) -> dict[str, Handle]:
     """The POST routes to the model."""
     native, chat, completions = NativeRoutes(service), ChatRoute(service), CompletionsRoute(service)
+    pooled = _pooled(service)
     generating: dict[str, Handle] = {
         "/": native.compat,
-        "/invocations": InvocationsRoute(service, native, chat, completions).handle,
         "/generate": native.generate,
         "/generate_stream": native.generate_stream,
         "/predict": PredictRoute(service, native).predict,
@@ -78,8 +78,15 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/responses": ResponsesRoute(service).handle,
         "/v1/messages": MessagesRoute(service).handle,
     }
+    invocations = InvocationsRoute(service, native, chat, completions, pooled).handle
+    generates = {path: _generates(service, handle) for path, handle in generating.items()}
+    return {**generates, "/invocations": invocations, **pooled}
+
+
+def _pooled(service: Service) -> dict[str, Handle]:
+    """Those to embedding and classification models."""
     embedding, labels, pairs = EmbeddingRoutes(service), ClassificationRoutes(service), PairRoutes(service)
-    return {path: _generates(service, handle) for path, handle in generating.items()} | {
+    return {
         "/v1/embeddings": embedding.embeddings,
         "/embed": embedding.embed,
         "/pooling": labels.pooling,

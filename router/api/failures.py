@@ -21,7 +21,7 @@ class ErrorStyle(enum.Enum):
 
 
 _ANTHROPIC_PATH = "/v1/messages"
-_OPENAI_PATHS = ("/v1/", "/detokenize", "/tokenizer_info", "/adapters")
+_OPENAI_PATHS = ("/v1/", "/v2/", "/detokenize", "/tokenizer_info", "/adapters", "/pooling", "/score", "/rerank")
 
 
 def style_of(scope: Scope) -> ErrorStyle:

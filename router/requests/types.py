@@ -104,6 +104,8 @@ class Pooling:
     """As in lorikeet/proto/pooling.py."""
     second_text: int = 0
     """Index of the first token of the second text of a pair, 0 for a single text."""
+    per_token: bool = False
+    """Whether every token has a result, before pooling."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class GenerationRequest:
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
-    """Number of most likely tokens that are returned with each output token."""
+    """Number of most likely tokens that are returned with each output token, …"""
+    alternative_ids: tuple[int, ...] = ()
+    """… or as many given ones."""
     prefill_logprobs: bool = False
     num_prefill_alternatives: int = 0
     prefill_ranks: bool = False

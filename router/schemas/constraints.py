@@ -44,9 +44,9 @@ def read_constraints(fields: Fields) -> Constraints:
     return Constraints(
         ignore_eos=fields.flag("ignore_eos") | fields.flag("ignore_eos_token"),
         min_tokens=_min_tokens(fields),
-        stop_token_ids=_token_ids(fields, "stop_token_ids", MAX_STOP_TOKENS),
+        stop_token_ids=token_ids(fields, "stop_token_ids", MAX_STOP_TOKENS),
         include_stop=_include_stop(fields),
-        allowed_token_ids=_token_ids(fields, "allowed_token_ids", MAX_ALLOWED_TOKENS),
+        allowed_token_ids=token_ids(fields, "allowed_token_ids", MAX_ALLOWED_TOKENS),
         bad_words=_bad_words(fields),
         skip_special_tokens=fields.optional_flag("skip_special_tokens") is not False,
         logit_bias=_logit_bias(fields),
@@ -74,8 +74,8 @@ def _include_stop(fields: Fields) -> bool | None:
     return True if untrimmed else given
 
 
-def _token_ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:
-    """In order, each once."""
+def token_ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:
+    """In ascending order, each once. Raises ValidationError."""
     value = fields.take(name)
     if value is None or value == []:
         return ()

@@ -69,6 +69,11 @@ class OpenAIRequest:
     only_prompt: bool = False
     """Whether the prompt is scored and nothing is generated."""
 
+    @property
+    def lists_alternatives(self) -> bool:
+        """Whether other tokens are listed with each token."""
+        return bool(self.num_logprobs or self.common.report.logprob_token_ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(OpenAIRequest):
@@ -99,6 +104,7 @@ def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionReq
     max_tokens = _max_tokens(fields)
     num_logprobs = _num_logprobs(fields, "logprobs")
     common = _common(fields, config, model, 16 if max_tokens is None else max_tokens, prompt)
+    _check_logprobs(common, num_logprobs)
     if max_tokens == 0 and not echo:
         raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
     if max_tokens == 0 and common.receipt:
@@ -128,6 +134,7 @@ def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
     common = _common(fields, config, model, limit, prompt)
     _check_num_sequences(common.num_choices, config)
     num_logprobs = (top or 0) if wants_logprobs else None
+    _check_logprobs(common, num_logprobs)
     check_unread(fields, Route.CHAT)
     ignored = fields.ignored()
     return ChatRequest(common, num_logprobs, common.num_choices, ignored, conversation=conversation, tools=tools)
@@ -139,6 +146,11 @@ def _max_tokens(fields: Fields) -> int | None:
     if given is not None and older is not None and given != older:
         raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
     return older if given is None else given
+
+
+def _check_logprobs(common: CommonFields, num_logprobs: int | None) -> None:
+    if common.report.logprob_token_ids and num_logprobs is None:
+        raise ValidationError("`logprob_token_ids` needs `logprobs`", "logprob_token_ids")
 
 
 def _num_logprobs(fields: Fields, name: str) -> int | None:

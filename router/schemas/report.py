@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from lorikeet.router.errors import ValidationError
+from lorikeet.router.requests.types import MAX_ALTERNATIVES
+from lorikeet.router.schemas.constraints import token_ids
 from lorikeet.router.schemas.fields import Fields
 
 MAX_PROMPT_LOGPROBS = 20
@@ -19,6 +21,8 @@ class ReportFields:
     """Whether tokens in `logprobs` are written as `token_id:<id>`."""
     num_prompt_logprobs: int | None
     """Likeliest tokens at each position of the prompt; None for no log probabilities of the prompt."""
+    logprob_token_ids: tuple[int, ...]
+    """Tokens whose log probabilities are listed at each position of the output, in place of the likeliest."""
     usage: bool
     """Whether a stream ends with the usage, …"""
     continuous_usage: bool
@@ -50,6 +54,7 @@ def read_report_fields(fields: Fields, *, stream: bool) -> ReportFields:
         fields.flag("return_token_ids"),
         fields.flag("return_tokens_as_token_ids"),
         count,
+        token_ids(fields, "logprob_token_ids", MAX_ALTERNATIVES),
         usage,
         continuous,
         read_metadata(fields),

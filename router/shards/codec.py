@@ -66,6 +66,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         logprobs=pb.Logprobs(
             wanted=request.logprobs,
             alternatives=request.num_alternatives,
+            alternative_ids=request.alternative_ids,
             prefill=request.prefill_logprobs and not generation.emitted_ids,
             mode=pb.Logprobs.RAW if request.raw_logprobs else pb.Logprobs.PROCESSED,
             prefill_alternatives=request.num_prefill_alternatives,
@@ -80,7 +81,9 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         prediction_ids=speculation.prediction_ids,
         isolation_steps=generation.routing.poison_tracker.isolation_steps,
         grammar=None if request.grammar is None else pb.Grammar(**_fields(request.grammar, ("text", "proposes"))),
-        pooling=None if request.pooling is None else pb.Pooling(**_fields(request.pooling, ("task", "second_text"))),
+        pooling=None
+        if request.pooling is None
+        else pb.Pooling(**_fields(request.pooling, ("task", "second_text", "per_token"))),
     )
 
 

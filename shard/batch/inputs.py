@@ -33,6 +33,8 @@ class Segment:
     """Position of the first token that the adapter applies to."""
     second_text: int = 0
     """Position of the first token of the second text of a pair, 0 for a single text."""
+    per_token: bool = False
+    """Whether each of its tokens has a result, in place of one that is pooled."""
 
     @property
     def kv_len(self) -> int:

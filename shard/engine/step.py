@@ -235,8 +235,10 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
 
 def _segment(item: ScheduledRequest) -> Segment:
     request = item.request
-    second_text = 0 if request.pooling is None else request.pooling.second_text
-    return Segment(item.start, item.num_tokens, request.page_ids, request.slot, request.adapter_start, second_text)
+    where = (item.start, item.num_tokens, request.page_ids, request.slot, request.adapter_start)
+    if (pooling := request.pooling) is None:
+        return Segment(*where)
+    return Segment(*where, pooling.second_text, pooling.per_token)
 
 
 def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate
 from lorikeet.shard.scheduler.constraint import Grammar
-from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Pooling, Request, SamplingParams
+from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Pooling, Request, Rows, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import (
     DEPRECATED_SHARED_NOISE,
     Method,
@@ -41,7 +41,7 @@ def common_fields(kind: Any, message: Any) -> tuple[str, ...]:
 
 MASKS = ("allowed_ids", "bad_words", "min_tokens", "min_tokens_stop_ids")
 SAMPLING = tuple(name for name in common_fields(SamplingParams, pb.Sampling) if name not in MASKS)
-LOGPROBS = common_fields(LogprobParams, pb.Logprobs)
+LOGPROBS = tuple(name for name in common_fields(LogprobParams, pb.Logprobs) if name != "alternative_ids")
 LOAD = tuple(name for name in common_fields(Status, pb.Load) if name != "num_preempted")
 
 
@@ -63,6 +63,8 @@ class Bounds:
     """What requests end with, of a model that generates no text …"""
     task: str = ""
     """… and what it does."""
+    is_whole: bool = False
+    """Whether a prompt is computed in one step, so that every token can have a result."""
 
 
 def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
@@ -99,7 +101,11 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
             min_tokens_stop_ids=tuple(sampling.min_tokens_stop_ids),
             seed=submit.seed,
         ),
-        logprobs=LogprobParams(**pick(logprobs, LOGPROBS), raw=logprobs.mode == pb.Logprobs.RAW),
+        logprobs=LogprobParams(
+            **pick(logprobs, LOGPROBS),
+            alternative_ids=tuple(logprobs.alternative_ids),
+            raw=logprobs.mode == pb.Logprobs.RAW,
+        ),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
         adapter_start=submit.adapter_start,
@@ -110,8 +116,13 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         speculation=read_speculation(submit),
         isolation_steps=submit.isolation_steps,
         grammar=Grammar(submit.grammar.text, submit.grammar.proposes) if submit.HasField("grammar") else None,
-        pooling=bounds.pooling and bounds.pooling._replace(second_text=submit.pooling.second_text),
+        pooling=bounds.pooling and read_pooling(submit.pooling, bounds.pooling),
     )
+
+
+def read_pooling(wanted: pb.Pooling, pooling: Pooling) -> Pooling:
+    """What a request ends with, where others end with `pooling`."""
+    return Pooling(Rows.ALL if wanted.per_token else pooling.rows, wanted.second_text)
 
 
 def read_speculation(submit: pb.Submit) -> Speculation:
@@ -157,6 +168,10 @@ def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
     logprobs = submit.logprobs
     if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
         return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"
+    if (named := logprobs.alternative_ids) and len(named) != logprobs.alternatives:
+        return f"{len(named)} alternatives are named, and {logprobs.alternatives} asked for"
+    if max(logprobs.alternative_ids, default=0) >= bounds.vocab_size:
+        return f"token id {max(logprobs.alternative_ids)} of the alternatives is outside the vocabulary"
     return find_sampling_fault(submit.sampling, bounds)
 
 
@@ -168,6 +183,8 @@ def find_task_fault(submit: pb.Submit, num_tokens: int, bounds: Bounds) -> str:
         return f"this shard's model is of the task {bounds.task}, not of {submit.pooling.task or 'generation'}"
     if submit.max_new_tokens != 1:
         return "max_new_tokens of a request for a vector must be 1"
+    if submit.pooling.per_token and not bounds.is_whole:
+        return "this shard computes a prompt in several steps: there is no result for every token"
     return "second_text is behind the end of the prompt" if submit.pooling.second_text >= num_tokens else ""
 
 

@@ -91,6 +91,8 @@ class Wanted:
     batch_rows: torch.Tensor
     num_alternatives: int
     """The most that any of them asked for."""
+    # [m] of the n rows that name their alternatives, [m, k] these, filled up with zeros; None where no row does
+    named: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class Planner:
 
     def _wanted(self, members: list[tuple[int, Row]], raw: bool) -> Wanted | None:
         asked = [
-            (at, index, row.logprobs.alternatives)
+            (at, index, row.logprobs)
             for at, (index, row) in enumerate(members)
             if row.logprobs.wanted and row.logprobs.raw == raw
         ]
@@ -284,5 +286,15 @@ class Planner:
         return Wanted(
             rows=self.tensor([at for at, _, _ in asked]),
             batch_rows=self.tensor([index for _, index, _ in asked]),
-            num_alternatives=max(k for _, _, k in asked),
+            num_alternatives=max(logprobs.alternatives for _, _, logprobs in asked),
+            named=self._named([logprobs.alternative_ids for _, _, logprobs in asked]),
         )
+
+    def _named(self, alternatives: list[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of rows, as in `Wanted`."""
+        if not any(alternatives):
+            return None
+        width = max(map(len, alternatives))
+        filled = [[*ids, *[0] * (width - len(ids))] for ids in alternatives if ids]
+        table = to_device(torch.tensor(filled, dtype=torch.long), self._device)
+        return self.tensor([at for at, ids in enumerate(alternatives) if ids]), table

@@ -1,6 +1,6 @@
 """The results of sampling: tokens, log probabilities and alternatives, on the device and then on the host.
 
-Alternatives are ordered by score, then by token id.
+Alternatives are ordered by score, then by token id; those that a request names are in its order.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class HostSampled:
     logprobs: list[float]
     """NaN for rows that did not request them."""
     alternative_ids: list[list[int]]
-    """As many per row as it requested, most likely first."""
+    """As many per row as it requested, most likely first, or those that it named."""
     alternative_logprobs: list[list[float]]
     """-inf for a token that the row's filters exclude."""
     bad: list[bool]
@@ -43,7 +43,7 @@ class Sampled:
         self.bad = torch.zeros(num_rows, dtype=torch.bool, device=device)
         # [S] float32, NaN where not asked for
         self._logprobs = torch.full((num_rows,), float("nan"), device=device)
-        # [S, k_max] most likely tokens, as far as a row asked for
+        # [S, k_max] most likely or named tokens, as far as a row asked for
         self._alternative_ids = torch.zeros(num_rows, k_max, dtype=torch.long, device=device)
         # [S, k_max] float32
         self._alternative_logprobs = torch.full((num_rows, k_max), float("-inf"), device=device)
@@ -58,6 +58,9 @@ class Sampled:
         k = wanted.num_alternatives
         if k:
             ids = most_likely(scores, k)
+            if wanted.named is not None:
+                rows, named = wanted.named
+                ids[:, : named.shape[1]].index_copy_(0, rows, named)
             self._alternative_ids[:, :k].index_copy_(0, wanted.batch_rows, ids)
             self._alternative_logprobs[:, :k].index_copy_(0, wanted.batch_rows, distribution.gather(1, ids))
 

@@ -71,6 +71,9 @@ class LogprobParams:
 
     wanted: bool = False
     alternatives: int = 0
+    """How many other tokens are listed at each position: the most likely ones, …"""
+    alternative_ids: tuple[int, ...] = ()
+    """… or these, if there are any: then as many as `alternatives`."""
     raw: bool = False
     prefill: bool = False
     prefill_alternatives: int = 0
@@ -92,6 +95,11 @@ class Pooling(NamedTuple):
     rows: Rows
     second_text: int = 0
     """Index of the first token of the second text of a pair, 0 for a single text."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every token has a result of its own."""
+        return self.rows is Rows.ALL
 
 
 @dataclass(eq=False, slots=True)

@@ -168,7 +168,11 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
     if pooled is not None:
         shard_info.pooled_model.CopyFrom(
             pb.PooledModel(
-                task=pooled.task, pooling=pooled.pooling, size=model.result_size, is_encoder=pooled.is_encoder
+                task=pooled.task,
+                pooling=pooled.pooling,
+                size=model.result_size,
+                is_encoder=pooled.is_encoder,
+                is_whole=pooled.is_whole,
             )
         )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
@@ -181,5 +185,6 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         has_draft_model,
         pooling_of(model),
         "" if pooled is None else pooled.task,
+        pooled is not None and pooled.is_whole,
     )
     return Facts(shard_info, bounds, lambda: engine.running_step, files.digest)

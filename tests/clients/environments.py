@@ -54,11 +54,22 @@ def node(name: str, packages: tuple[str, ...]) -> list[str]:
 def run(command: list[str], script: str, variables: Mapping[str, str], folder: Path | None = None) -> str:
     """What a script prints. Raises AssertionError with its output if it fails."""
     path = SCRIPTS / script
-    arguments = [*command, str(path)] if command[0] != "node" else command
+    if command[0] == "node":
+        done = finish(command, variables, folder, path.read_text())
+    else:
+        done = finish([*command, str(path)], variables, folder)
+    assert done.returncode == 0, f"{script}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def finish(
+    command: list[str], variables: Mapping[str, str], folder: Path | None = None, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, offline: with few variables of this environment, and `given` as its input."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    done = subprocess.run(
-        arguments,
-        input=path.read_text() if command[0] == "node" else None,
+    return subprocess.run(
+        command,
+        input=given,
         env=kept | {"HF_HUB_OFFLINE": "1"} | dict(variables),
         cwd=folder,
         capture_output=True,
@@ -66,8 +77,6 @@ def run(command: list[str], script: str, variables: Mapping[str, str], folder: P
         timeout=RUN_S,
         check=False,
     )
-    assert done.returncode == 0, f"{script}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
 
 
 def _install(command: list[str]) -> None:

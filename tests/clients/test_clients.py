@@ -25,6 +25,8 @@ PYTHON = {
     "instructor": ("instructor",),
     "pydantic_ai": ("pydantic-ai-slim[openai,anthropic]",),
     "lm_eval": ("lm-eval[api]",),
+    "aiperf": ("aiperf",),
+    "guidellm": ("guidellm",),
 }
 """Packages by the name of the script that uses them, `use_<name>.py`."""
 WITH_OURS = frozenset(("lm_eval",))

@@ -3,6 +3,7 @@
 from tests.mutants import (
     devices,
     dialects,
+    embeddings,
     experts,
     grammars,
     recovery,
@@ -20,6 +21,7 @@ FAULTS = [
     *grammars.MUTANTS,
     *tools.MUTANTS,
     *dialects.MUTANTS,
+    *embeddings.MUTANTS,
     *tool_calls.MUTANTS,
 ]
 

@@ -3,6 +3,7 @@
 Implements the protocol of the real one: Info, Serve, health, credit with acknowledgements, and aborts.
 """
 
+import array
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class ScriptedShard:
     answer: Callable[[shard_pb2.Submit], Script]
     device: str = "cuda:0"
     draft_model_id: str = ""
+    pooled_model: shard_pb2.PooledModel | None = None
+    """Of a shard that computes vectors or scores: `pooled_values` says which."""
     base_digest: str = "ba5e" * 16
     """Of its files; "" where they have changed."""
     num_digests: int = 0
@@ -124,6 +127,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             chunked_prefill=True,
             watermark_gamma=0.25,
             watermark_delta=2.0,
+            pooled_model=shard.pooled_model,
         )
 
     async def Digest(
@@ -181,6 +185,9 @@ class _Stream:
                     self._send(shard_pb2.RequestOutput(id=request_id, finish_reason=shard_pb2.FINISH_ABORTED))
 
     async def _run(self, submit: shard_pb2.Submit) -> None:
+        if (model := self._shard.pooled_model) is not None:
+            await self._recite(submit, [_pooled(submit, model)])
+            return
         script = self._shard.answer(submit)
         if script.outputs:
             await self._recite(submit, script.outputs)
@@ -234,6 +241,19 @@ class _Stream:
         self.outputs.put_nowait(shard_pb2.StepOutput(step=self._step, credit=credit, outputs=outputs))
 
 
+def pooled_values(ids: Sequence[int], size: int) -> list[float]:
+    """The vector or the scores of some tokens: numbers that float32 represents exactly."""
+    return [(sum(ids) * (index + 1) % 17 - 8) / 4 for index in range(size)]
+
+
+def _pooled(submit: shard_pb2.Submit, model: shard_pb2.PooledModel) -> shard_pb2.RequestOutput:
+    """Of a whole prompt, or of every token."""
+    ids = list(submit.prompt_ids)
+    parts = [[each] for each in ids] if submit.pooling.per_token else [ids]
+    values = [value for part in parts for value in pooled_values(part, model.size)]
+    return shard_pb2.RequestOutput(pooled=array.array("f", values).tobytes(), finish_reason=shard_pb2.FINISH_LENGTH)
+
+
 def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: range) -> shard_pb2.RequestOutput:
     """The part of a request's answer that one step gives."""
     wanted = submit.logprobs
@@ -249,6 +269,10 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
     if wanted.wanted:
         output.logprobs.extend(logprobs[index] for index in indices)
     for index in indices:
+        if wanted.alternative_ids:
+            output.alternative_ids.extend(wanted.alternative_ids)
+            output.alternative_logprobs.extend(-float(each) for each in wanted.alternative_ids)
+            continue
         for rank in range(wanted.alternatives):
             output.alternative_ids.append(ids[index] + rank)
             output.alternative_logprobs.append(logprobs[index] - rank)

@@ -130,7 +130,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
     """A router with a scripted shard; `fields` are RouterConfig's.
 
     `adapters=True` serves adapters too, through a scripted loader, from local folders. `chat_template=False` is a model
-    without one; `template` is RouterConfig's `chat_template`.
+    without one; `template` is RouterConfig's `chat_template`. `pooled_model` is that of a shard without text.
     """
     template = fields.pop("template", None)
     loader = ScriptedLoader(folder, fields.pop("loader_answer", finds_all), fields.pop("loader_check", finds_all))
@@ -147,7 +147,10 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
     model_folder = write_model_folder(folder / "model", chat_template=has_template, special_tokens=tokens)
     device = fields.pop("device", "cuda:0")
     shards_draft = fields.pop("shards_draft_model", "")
-    shard = ScriptedShard(folder, lambda submit: Script([5] * submit.max_new_tokens), device, shards_draft)
+    pooled_model = fields.pop("pooled_model", None)
+    shard = ScriptedShard(
+        folder, lambda submit: Script([5] * submit.max_new_tokens), device, shards_draft, pooled_model=pooled_model
+    )
     config = RouterConfig(
         **{
             "model_id": MODEL_ID,

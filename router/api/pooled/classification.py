@@ -12,15 +12,23 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
+from lorikeet.router.api.failures import ErrorStyle
 from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute, shortened
-from lorikeet.router.api.pooled.embeddings import check_dimensions, encoded, prompted
+from lorikeet.router.api.pooled.embeddings import check_fields, encoded, prompted
 from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import UnsupportedField
 from lorikeet.router.schemas.pooled import EmbeddingsRequest, LoraxRequest, read_embeddings, read_lorax
 
 _NO_ENTITY = "O"
+_TASKS = {
+    EMBED: (EMBED, "token_embed"),
+    CLASSIFY: (CLASSIFY, "token_classify"),
+    TOKEN_CLASSIFY: (TOKEN_CLASSIFY, "token_classify"),
+}
+"""vLLM's tasks of a model, by its own: for a whole text and for every token."""
 
 
 class ClassificationRoutes:
@@ -35,6 +43,7 @@ class ClassificationRoutes:
         timing = Timing(now())
         body = await self._service.body(request)
         if "input" in body and "inputs" not in body:
+            request.state.error_style = ErrorStyle.OPENAI
             return await self._classify_vllm(request, body, timing)
         [found], headers = await self._classify_lorax(request, body, timing, is_batch=False)
         return _json(found, headers)
@@ -50,16 +59,13 @@ class ClassificationRoutes:
         service, timing = self._service, Timing(now())
         body = await service.body(request)
         model = check_task(service, EMBED, CLASSIFY, TOKEN_CLASSIFY)
-        task = body.pop("task", None)
-        if task not in (None, model.task):
-            raise UnsupportedField("task", f"must be {model.task}, which is that of the model")
-        wanted, computed = await self._computed(request, body, timing)
+        per_token = is_per_token(model, body.pop("task", None))
+        wanted, computed = await self._computed(request, body, timing, model, per_token=per_token)
         if model.task == EMBED:
-            check_dimensions(wanted.dimensions, model.size)
-            values = [shortened(each, wanted.dimensions)[0] for each in computed.values]
+            values = [shortened(each, wanted.dimensions) for each in computed.values]
         else:
             values = [self._scores(each, wanted.use_activation) for each in computed.values]
-            values = values if model.task == TOKEN_CLASSIFY else [each[0] for each in values]
+        values = values if per_token else [each[0] for each in values]
         data = [
             {"index": index, "object": "pooling", "data": encoded(each, wanted.encoding_format)}
             for index, each in enumerate(values)
@@ -67,8 +73,10 @@ class ClassificationRoutes:
         return _json(self._listed("pool", wanted, computed, data), computed.headers)
 
     async def _classify_vllm(self, request: Request, body: dict[str, Any], timing: Timing) -> Response:
-        check_task(self._service, CLASSIFY)
-        wanted, computed = await self._computed(request, body, timing)
+        model = check_task(self._service, CLASSIFY)
+        if body.get("encoding_format") == "base64":
+            raise UnsupportedField("encoding_format", "must be float on this route")
+        wanted, computed = await self._computed(request, body, timing, model)
         data = []
         for index, logits in enumerate(computed.values):
             [scores] = self._scores(logits, wanted.use_activation)
@@ -100,13 +108,20 @@ class ClassificationRoutes:
                 yield [{"label": labels[index], "score": float(scores[index])} for index in order]
 
     async def _computed(
-        self, request: Request, body: dict[str, Any], timing: Timing
+        self,
+        request: Request,
+        body: dict[str, Any],
+        timing: Timing,
+        model: pb.PooledModel,
+        *,
+        per_token: bool = False,
     ) -> tuple[EmbeddingsRequest, Computed]:
         """Of a body with vLLM's fields."""
         service = self._service
         wanted = read_embeddings(service.openai_defaults(service.caller(request), body), service.config)
+        check_fields(wanted, model)
         texts = prompted(self._files, wanted.texts, wanted.prompt_name)
-        return wanted, await compute(service, request, texts, wanted.common, timing)
+        return wanted, await compute(service, request, texts, wanted.common, timing, per_token=per_token)
 
     def _scores(self, logits: Values, use_activation: bool) -> Values:
         return activated(logits, self._files.activation) if use_activation else logits
@@ -116,6 +131,18 @@ class ClassificationRoutes:
     ) -> dict[str, Any]:
         name = wanted.common.adapter.name or self._service.config.model_id
         return {**envelope(prefix, name), "object": "list", "data": data, "usage": computed.usage}
+
+
+def is_per_token(model: pb.PooledModel, task: Any) -> bool:
+    """Whether vLLM's `task` is a result for every token; without one it is the model's own. Raises UnsupportedField."""
+    pooled, each = _TASKS[model.task]
+    if task in (None, pooled):
+        return model.task == TOKEN_CLASSIFY
+    if task != each:
+        raise UnsupportedField("task", f"must be {pooled} or {each}, which are those of the model")
+    if not model.is_whole:
+        raise UnsupportedField("task", f"{each} needs a model that computes a prompt in one step")
+    return True
 
 
 def envelope(prefix: str, model: str) -> dict[str, Any]:

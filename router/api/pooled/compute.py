@@ -80,8 +80,12 @@ async def compute(
     common: PooledFields,
     timing: Timing,
     field: str = "input",
+    *,
+    per_token: bool = False,
 ) -> Computed:
-    """Tokenize, check, and compute all texts. `field` is the request's field that has them. Raises RouterError."""
+    """Tokenize, check, and compute all texts. `field` is the request's field that has them. `per_token`: a row of
+    values for every token, whatever the model's task. Raises RouterError.
+    """
     model = pooled_model(service)
     assert model is not None, "the route checks the model's task first"
     caller = service.caller(request)
@@ -107,7 +111,7 @@ async def compute(
                 shared,
                 prompt_ids=each.ids,
                 text=text if isinstance(text, str) else "",
-                pooling=Pooling(model.task, each.second_text),
+                pooling=Pooling(model.task, each.second_text, per_token or model.task == pooling.TOKEN_CLASSIFY),
                 request_id=f"{caller.request_id}/{index}" if len(texts) > 1 else caller.request_id,
             )
             for index, (text, each) in enumerate(zip(texts, encoded, strict=True))
@@ -148,8 +152,7 @@ async def _run(
 def _values(generation: Generation) -> Values:
     """[rows, size]: a row per token, or one."""
     pooling_of = generation.request.pooling
-    is_per_token = pooling_of is not None and pooling_of.task == pooling.TOKEN_CLASSIFY
-    num_rows = len(generation.request.prompt_ids) if is_per_token else 1
+    num_rows = len(generation.request.prompt_ids) if pooling_of is not None and pooling_of.per_token else 1
     return np.frombuffer(generation.pooled, "<f4").reshape(num_rows, -1)
 
 

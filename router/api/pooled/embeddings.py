@@ -9,12 +9,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.pooling import EMBED
 from lorikeet.router.api.pooled.compute import Values, check_task, compute, shortened
 from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
-from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.pooled import Text, read_embeddings, read_lorax
+from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.schemas.pooled import EmbeddingsRequest, Text, read_embeddings, read_lorax
 
 
 class EmbeddingRoutes:
@@ -31,7 +32,7 @@ class EmbeddingRoutes:
         model = check_task(service, EMBED)
         body = service.openai_defaults(service.caller(request), body)
         wanted = read_embeddings(body, service.config, needs_model=True)
-        check_dimensions(wanted.dimensions, model.size)
+        check_fields(wanted, model)
         texts = prompted(self._files, wanted.texts, wanted.prompt_name)
         computed = await compute(service, request, texts, wanted.common, timing)
         vectors = shortened(np.concatenate(computed.values), wanted.dimensions)
@@ -62,10 +63,20 @@ def prompted(files: PooledFiles, texts: Sequence[Text], prompt_name: str | None 
     return [files.prompted(text, prompt_name) if isinstance(text, str) else text for text in texts]
 
 
-def check_dimensions(dimensions: int | None, size: int) -> None:
-    """Raises ValidationError where the model's vectors have fewer."""
-    if dimensions is not None and dimensions > size:
-        raise ValidationError(f"`dimensions` must be <= {size}. Given: {dimensions}", "dimensions")
+def check_fields(wanted: EmbeddingsRequest, model: pb.PooledModel) -> None:
+    """Raises ValidationError for fields that ask for what the model's task does not have."""
+    if model.task == EMBED:
+        if wanted.dimensions is not None and wanted.dimensions > model.size:
+            raise ValidationError(f"`dimensions` must be <= {model.size}. Given: {wanted.dimensions}", "dimensions")
+        check_activation(wanted.use_activation)
+    elif wanted.dimensions is not None:
+        raise UnsupportedField("dimensions", "is of embedding models, and this model classifies")
+
+
+def check_activation(use_activation: bool) -> None:
+    """Of an embedding model. Raises UnsupportedField."""
+    if not use_activation:
+        raise UnsupportedField("use_activation", "is of models that classify: files say what follows pooling here")
 
 
 def encoded(values: Values, encoding_format: str) -> Any:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.router.api.pooled.classification import envelope
 from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute
-from lorikeet.router.api.pooled.embeddings import prompted
+from lorikeet.router.api.pooled.embeddings import check_activation, prompted
 from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.service import Service, Timing, now
 from lorikeet.router.errors import WrongTask
@@ -56,6 +56,7 @@ class PairRoutes:
         """[pairs] float32."""
         model = check_task(self._service, CLASSIFY, EMBED)
         if model.task == EMBED:
+            check_activation(wanted.use_activation)
             return await self._cosines(request, wanted, timing, wanted_names[1])
         cut = replace(wanted.common.cut, has_types=self._files.has_token_types)
         common = replace(wanted.common, cut=cut)

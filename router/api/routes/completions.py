@@ -104,7 +104,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [_bounded(token.logprob) for token, _ in tokens],
-            "top_logprobs": [top for _, top in shown] if wanted.num_logprobs else None,
+            "top_logprobs": [top for _, top in shown] if wanted.lists_alternatives else None,
             "text_offset": [offset for _, offset in tokens],
         }
 
@@ -131,7 +131,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [logprob for _, _, logprob in prefill],
-            "top_logprobs": [None, *(top for _, top in shown[1:])] if wanted.num_logprobs else None,
+            "top_logprobs": [None, *(top for _, top in shown[1:])] if wanted.lists_alternatives else None,
             "text_offset": offsets,
         }
 

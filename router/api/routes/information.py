@@ -137,7 +137,7 @@ class InformationRoutes:
             {
                 "model_path": config.model_id,
                 "tokenizer_path": config.model_id,
-                "is_generation": True,
+                "is_generation": pooled_model(self._service) is None,
                 "preferred_sampling_params": None,
                 "weight_version": config.model_sha,
             }
@@ -157,7 +157,7 @@ class InformationRoutes:
                 "model_path": config.model_id,
                 "tokenizer_path": config.model_id,
                 "served_model_name": config.model_name,
-                "is_embedding": False,
+                "is_embedding": pooled_model(self._service) is not None,
                 "context_length": config.max_total_tokens,
                 "dp_size": len(shards),
                 "tp_size": max((shard.num_ranks for shard in shards), default=1),

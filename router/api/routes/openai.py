@@ -204,6 +204,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
     ) -> GenerationRequest:
         """What all sequences of a request have in common."""
         common, count = wanted.common, wanted.num_logprobs or 0
+        self._service.check_ids(common.report.logprob_token_ids, "logprob_token_ids")
         speculation = await self._speculation(common, caller)
         num_prompt_logprobs = common.report.num_prompt_logprobs
         request = GenerationRequest(
@@ -213,7 +214,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             sampling=common.sampling,
             stop_strings=common.stop,
             include_stop=False,
-            num_alternatives=count,
+            num_alternatives=len(common.report.logprob_token_ids) or count,
+            alternative_ids=common.report.logprob_token_ids,
             prefill_logprobs=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
             prefill_ranks=num_prompt_logprobs is not None,
             num_prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),

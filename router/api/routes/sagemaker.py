@@ -1,9 +1,15 @@
-"""SageMaker's container contract: `/invocations` with LoRAX's or OpenAI's bodies, and its routes for adapters."""
+"""SageMaker's container contract: `/invocations` with the bodies of other routes, and its routes for adapters."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.router.api.failures import ErrorStyle
+from lorikeet.router.api.middleware import Handle
+from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
@@ -17,20 +23,34 @@ ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 class InvocationsRoute:
     """Passes requests on to the routes of other APIs."""
 
-    def __init__(self, service: Service, native: NativeRoutes, chat: ChatRoute, completions: CompletionsRoute) -> None:
+    def __init__(
+        self,
+        service: Service,
+        native: NativeRoutes,
+        chat: ChatRoute,
+        completions: CompletionsRoute,
+        pooled: Mapping[str, Handle],
+    ) -> None:
+        """`pooled`: the routes to embedding and classification models, by path."""
         self._service = service
+        self._pooled = pooled
         self._native = native
         self._chat = chat
         self._completions = completions
 
     async def handle(self, request: Request) -> Response:
-        """Chats have `messages`, completions `prompt`, LoRAX's bodies `inputs`. A header may name the adapter."""
+        """Chats have `messages`, completions `prompt`, LoRAX's bodies `inputs`. A header may name the adapter. A model
+        without text takes the bodies of its own routes.
+        """
         body = await self._service.body(request)
         adapter = request.headers.get(ADAPTER_HEADER)
-        if "messages" in body or "prompt" in body:
+        model = pooled_model(self._service)
+        if "inputs" not in body and (model is not None or "messages" in body or "prompt" in body):
             request.state.error_style = ErrorStyle.OPENAI
             name = body.get("model") if adapter is None else adapter
             request.state.given_body = {**body, "model": "" if name is None else name}
+            if model is not None:
+                return await self._pooled[_path(model.task, body)](request)
             route = self._chat if "messages" in body else self._completions
             return await route.handle(request)
         if adapter is not None:
@@ -41,7 +61,18 @@ class InvocationsRoute:
             if isinstance(parameters, dict):
                 body = {**body, "parameters": {**parameters, "adapter_id": adapter}}
         request.state.given_body = body
+        if model is not None:
+            return await self._pooled["/embed" if model.task == EMBED else "/classify"](request)
         return await self._native.compat(request)
+
+
+def _path(task: str, body: Mapping[str, Any]) -> str:
+    """Of the route that a body without `inputs` is for, where the model is of this task."""
+    if "query" in body:
+        return "/rerank"
+    if not body.keys().isdisjoint(("text_1", "text_2", "queries", "data_1", "data_2")):
+        return "/score"
+    return {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}.get(task, "/pooling")
 
 
 class SageMakerAdapterRoutes:

@@ -251,6 +251,9 @@ class _OpenAIRequest(_Speculative, Constrained, ReportedRequest):
     )
     truncation_side: Literal["left", "right"] | None = Field("left", description="Where tokens are removed")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Of the prompt; not when streaming")
+    logprob_token_ids: list[int] | None = Field(
+        None, description="Needs `logprobs`: tokens that are listed in place of the likeliest", max_length=256
+    )
     return_token_ids: bool | None = Field(False, description="Adds `prompt_token_ids` and `token_ids`")
     return_tokens_as_token_ids: bool | None = Field(False, description="Writes tokens in `logprobs` as `token_id:<id>`")
     receipt: bool | None = _ASKED_RECEIPT

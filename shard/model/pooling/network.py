@@ -6,6 +6,7 @@ stand-in for the trunk, which gives it the hidden states of the wanted rows as a
 
 import inspect
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -95,12 +96,24 @@ class PooledNetwork(nn.Module):
         return CausalLMOutputWithPast(logits=found[None])
 
     def _mean(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [T, H]; rows: [S] the last row of each segment. Returns [S, H], summed row by row."""
+        """hidden_states: [T, H]; rows: [S] the last row of each segment, or all its rows. Returns [S, H]: means, summed
+        row by row; of segments with a result per token their rows themselves.
+        """
         inputs = self._inputs
         lengths = torch.from_numpy(inputs.counts).to(hidden_states.device, torch.long)
         num_tokens = int(inputs.counts.sum())
         means = torch.segment_reduce(hidden_states[:num_tokens].float(), "mean", lengths=lengths, axis=0)
-        return means.to(hidden_states.dtype).expand(rows.shape[0], -1)
+        means = means.to(hidden_states.dtype)
+        if not any(segment.per_token for segment in inputs.segments):
+            return means.expand(rows.shape[0], -1)
+        found = hidden_states[rows]
+        widths = [segment.num_tokens if segment.per_token else 1 for segment in inputs.segments]
+        firsts = [0, *accumulate(widths)]
+        pooled = [(firsts[index], index) for index, each in enumerate(inputs.segments) if not each.per_token]
+        if pooled:
+            at, index = torch.tensor(pooled, device=rows.device).unbind(1)
+            found[at] = means[index]
+        return found
 
     def _token_types(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[1, T]: 1 for the tokens of the second text of a pair."""

@@ -24,6 +24,7 @@ for tokenizer in ("huggingface", "remote"):
         base_url=f"{url}/v1/completions",
         tokenizer_backend=tokenizer,
         tokenizer=base if tokenizer == "huggingface" else None,
+        custom_prefix_token_id=local.prefix_token_id,  # over HTTP it takes a token with the id 0 as none
         **texts,
     )
     found = remote.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)

@@ -5,6 +5,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import with_lengths
+from lorikeet.proto import quantization
+from lorikeet.proto.pooling import PooledModel
 from lorikeet.proto.quantization import FP8_KV, INTEGERS, METHODS
 
 
@@ -246,6 +249,30 @@ def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_lengths(arguments: list[str], part: str) -> None:
     with pytest.raises(LauncherError, match=part):
         rules.check_lengths(with_lengths(settings(*arguments), {"max_position_embeddings": 8192}))
+
+
+EMBEDDER = PooledModel("embed", "mean", is_encoder=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "num_ranks", "part"),
+    [
+        (["--quantize", "bitsandbytes"], {}, 1, "cannot be quantised by bitsandbytes"),
+        ([], {"quantization_config": {"quant_method": "gptq", "bits": 4}}, 1, "cannot be quantised by gptq"),
+        (["--quantize", FP8_KV], {}, 1, "an fp8 KV cache is refused"),
+        (["--num-shard", "2"], {}, 2, "cannot be split over 2 devices"),
+        (["--speculative-tokens", "3"], {}, 1, "--speculative-tokens is refused"),
+        (["--draft-model-id", "some/model"], {}, 1, "--draft-model-id is refused"),
+    ],
+)
+def test_a_model_without_text_is_served_plainly(
+    arguments: list[str], config: dict[str, Any], num_ranks: int, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "reason_against", lambda name: "")
+    with pytest.raises(LauncherError, match=part):
+        rules.check_pooled(settings(*arguments), EMBEDDER, config, num_ranks)
+    rules.check_pooled(settings(*arguments), None, config, num_ranks)
+    rules.check_pooled(settings(), EMBEDDER, {}, 1)
 
 
 def test_small_steps_are_accepted_with_chunked_prefill() -> None:

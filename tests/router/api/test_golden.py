@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.proto.shard_pb2 import PooledModel
 from lorikeet.proto.version import version
 from tests.router.serving import MODEL_ID, Serving, serving
 
@@ -69,6 +70,26 @@ CASES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "vllm-detokenize": ("POST", "/detokenize", {"tokens": [5, 6]}),
     "tgi-chat-tokenize": ("POST", "/chat_tokenize", {"messages": USER}),
 }
+TEXTS = ["Rome?", "Paris"]
+POOLED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "openai-embeddings": ("embed", "/v1/embeddings", {"model": MODEL_ID, "input": TEXTS}),
+    "openai-embeddings-base64": (
+        "embed", "/v1/embeddings", {"model": MODEL_ID, "input": "Rome?", "encoding_format": "base64", "dimensions": 2}
+    ),
+    "openai-embeddings-error": ("embed", "/v1/embeddings", {"model": MODEL_ID, "input": TEXTS, "dimensions": 9}),
+    "lorax-embed": ("embed", "/embed", {"inputs": "Rome?"}),
+    "lorax-classify": ("token-classify", "/classify", {"inputs": "Rome?"}),
+    "lorax-classify-batch": ("token-classify", "/classify_batch", {"inputs": TEXTS}),
+    "lorax-classify-error": ("embed", "/classify", {"inputs": "Rome?"}),
+    "vllm-classify": ("classify", "/classify", {"input": TEXTS}),
+    "vllm-score": ("embed", "/score", {"text_1": "Rome?", "text_2": TEXTS}),
+    "vllm-pooling": ("embed", "/pooling", {"input": "Rome?"}),
+    "vllm-pooling-token-embed": ("embed", "/pooling", {"input": "Rome?", "task": "token_embed"}),
+    "vllm-pooling-token-classify": ("classify", "/pooling", {"input": "Rome?", "task": "token_classify"}),
+    "vllm-pooling-error": ("embed", "/pooling", {"input": "Rome?", "task": "classify"}),
+    "jina-rerank": ("embed", "/v1/rerank", {"query": "Rome?", "documents": TEXTS, "top_n": 1}),
+}  # fmt: skip
+"""The model's task, path and body."""
 VOLATILE: dict[str, str] = {
     r"[0-9a-f]{32}": "ID",
     r'(?<="created":)\d+': "TIME",
@@ -93,12 +114,26 @@ async def test_an_answer_is_what_it_was(server: Serving, name: str) -> None:
     server.says(SAID, ends=True, per_step=1000)
     method, path, body = CASES[name]
     response = await server.client.request(method, path, json=body)
-    text = shown(response.status_code, dict(response.headers), response.text)
+    compare(name, shown(response.status_code, dict(response.headers), response.text))
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "token-classify"])
+async def test_an_answer_of_a_model_without_text(task: str, tmp_path: Path) -> None:
+    size = 3 if task == "embed" else 2
+    model = PooledModel(task=task, pooling="mean", size=size, is_encoder=True, is_whole=True)
+    async with serving(tmp_path, pooled_model=model) as server:
+        for name, (wanted, path, body) in POOLED.items():
+            if wanted == task:
+                response = await server.client.post(path, json=body)
+                compare(name, shown(response.status_code, dict(response.headers), response.text))
+
+
+def compare(name: str, text: str) -> None:
     golden = FOLDER / f"{name}.txt"
     if os.environ.get("WRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
-    assert golden.read_text() == text
+    assert golden.read_text() == text, name
 
 
 def shown(status: int, headers: dict[str, str], body: str) -> str:
@@ -112,4 +147,4 @@ def shown(status: int, headers: dict[str, str], body: str) -> str:
 
 
 def test_every_file_has_a_case() -> None:
-    assert {path.stem for path in FOLDER.glob("*.txt")} == CASES.keys()
+    assert {path.stem for path in FOLDER.glob("*.txt")} == CASES.keys() | POOLED.keys()

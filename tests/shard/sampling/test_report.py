@@ -54,6 +54,29 @@ def test_alternatives_alone_may_be_asked_for() -> None:
     assert not math.isnan(host.logprobs[0])
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_named_alternatives_are_those_of_each_request(raw: bool) -> None:
+    """Next to a request that names none, and one that names fewer."""
+    wanted = [
+        LogprobParams(wanted=True, alternatives=3, alternative_ids=(39, 0, 7), raw=raw),
+        LogprobParams(wanted=True, alternatives=4, raw=raw),
+        LogprobParams(wanted=True, alternatives=1, alternative_ids=(5,), raw=raw),
+    ]
+    sampler = Sampler(40, 3, CPU)
+    for row, logprobs in enumerate(wanted):
+        sampler.add(row, DRAWN, logprobs, [1, 2, 3], 2)
+    host = sampler.sample(LOGITS.expand(3, -1), [0, 1, 2], [3, 3, 3]).to_host()
+    probabilities = RAW_LOGPROBS if raw else DISTRIBUTION
+    with np.errstate(divide="ignore"):
+        logprobs_of = np.log(probabilities)
+    likeliest = np.argsort(-probabilities)[:4].tolist()
+    for found, values, ids in zip(
+        host.alternative_ids, host.alternative_logprobs, ([39, 0, 7], likeliest, [5]), strict=True
+    ):
+        assert found == ids
+        assert values == pytest.approx(logprobs_of[ids].tolist(), abs=1e-5)
+
+
 def test_more_alternatives_than_tokens() -> None:
     host = sampled(LogprobParams(wanted=True, alternatives=1000))
     assert sorted(host.alternative_ids[0]) == list(range(40))

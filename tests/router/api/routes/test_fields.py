@@ -80,7 +80,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (True, A, A, A, (False,)),
     "kv_transfer_params": ({}, I, I, I, ()),
     "length_penalty": (2.0, R, R, R, (1, 1.0)),
-    "logprob_token_ids": ([5], R, R, R, ([],)),
+    "logprob_token_ids": ([5], A, A, R, ()),
     "media_io_kwargs": ({}, I, I, I, ()),
     "min_p": (0.5, A, A, A, (0,)),
     "min_tokens": (2, A, A, A, (0,)),
@@ -191,6 +191,8 @@ def request(route: Route, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if route is NATIVE:
         return PATHS[route], {"inputs": "Hi", "parameters": {"max_new_tokens": 2, **fields}}
     base = CHAT_BODY if route is CHAT else COMPLETION
+    if "logprob_token_ids" in fields:
+        base = {**base, "logprobs": True if route is CHAT else 1}
     lengths = {} if "max_completion_tokens" in fields else {"max_tokens": 2}
     return PATHS[route], {**base, **lengths, **fields}
 

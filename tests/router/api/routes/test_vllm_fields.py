@@ -104,6 +104,39 @@ async def test_tokens_are_written_as_ids(server: Serving) -> None:
     assert content[0]["top_logprobs"][0]["token"] == f"token_id:{ids[0]}"
 
 
+async def test_named_tokens_are_listed_in_place_of_the_likeliest(server: Serving) -> None:
+    server.says("ab")
+    named = [9, 5]
+    body = {**CHAT, "logprobs": True, "top_logprobs": 4, "logprob_token_ids": named, "return_tokens_as_token_ids": True}
+    content = (await post(server, "/v1/chat/completions", body))["choices"][0]["logprobs"]["content"]
+    for entry in content:
+        assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
+            ("token_id:5", -5.0),
+            ("token_id:9", -9.0),
+        ]
+    body = {**COMPLETION, "logprobs": 0, "logprob_token_ids": named, "return_tokens_as_token_ids": True}
+    logprobs = (await post(server, "/v1/completions", body))["choices"][0]["logprobs"]
+    ids = server.ids("ab")
+    assert logprobs["top_logprobs"][0] == {f"token_id:{ids[0]}": logprobs["token_logprobs"][0],
+                                           "token_id:5": -5.0, "token_id:9": -9.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logprob_token_ids": [1]}, "needs `logprobs`"),
+        ({"logprobs": True, "logprob_token_ids": [300]}, "not below 300"),
+        ({"logprobs": True, "logprob_token_ids": ["a"]}, "list of token ids"),
+        ({"logprobs": True, "logprob_token_ids": list(range(257))}, "up to 256"),
+    ],
+)
+async def test_named_tokens_that_are_no_tokens(server: Serving, fields: dict[str, Any], words: str) -> None:
+    response = await server.client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprob_token_ids"
+    assert words in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("path", "body"), BOTH)
 async def test_log_probabilities_of_the_prompt(server: Serving, path: str, body: dict[str, Any]) -> None:
     server.says("ab")

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.request import FinishReason, Request, Rows
 from lorikeet.shard.startup.build import build_engine, pooling_of
 from tests import tiny_pooled
 
@@ -36,9 +36,13 @@ class PooledEngine:
         self._next_id = 0
 
     def run(
-        self, prompts: Sequence[Sequence[int]], second_texts: Sequence[int] = (), digests: Sequence[str] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        second_texts: Sequence[int] = (),
+        digests: Sequence[str] = (),
+        per_token: Collection[int] = (),
     ) -> list[torch.Tensor]:
-        """[rows, size] of each prompt, all submitted at once."""
+        """[rows, size] of each prompt, all submitted at once. `per_token`: indices of those with a row per token."""
         pooling = pooling_of(self.model)
         assert pooling is not None
         requests = []
@@ -46,6 +50,8 @@ class PooledEngine:
             self._next_id += 1
             request = Request((EPOCH, self._next_id), list(prompt), len(prompt), 1)
             request.pooling = pooling._replace(second_text=second_texts[index] if second_texts else 0)
+            if index in per_token:
+                request.pooling = request.pooling._replace(rows=Rows.ALL)
             request.adapter_digest = digests[index] if digests else ""
             requests.append(request)
         self.inbox.put(Commands(EPOCH, submits=list(requests)))
@@ -87,6 +93,6 @@ def expected(
             found.append(output.logits[0].view(-1, output.logits.shape[-1]))
             continue
         states = output.last_hidden_state[0]
-        rows = {"mean": states.mean(0, keepdim=True), "cls": states[:1], "last": states[-1:]}
+        rows = {"mean": states.mean(0, keepdim=True), "cls": states[:1], "last": states[-1:], "token": states}
         found.append(rows[pooling])
     return found

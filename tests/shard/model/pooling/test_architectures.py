@@ -65,6 +65,32 @@ def test_a_causal_model_is_pooled_in_other_ways(pooling: str, tmp_path: Path) ->
     assert_exact(PooledEngine(folder, pooling=pooling), expected(folder, "embed", prompts_of(), pooling))
 
 
+@pytest.mark.parametrize("pooling", cases(("mean", "cls"), ("mean",)))
+def test_every_token_has_a_vector_next_to_pooled_ones(pooling: str, tmp_path: Path) -> None:
+    folder = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"), pooling)
+    engine, prompts = PooledEngine(folder), prompts_of()
+    plain, each = range(0, len(prompts), 2), range(1, len(prompts), 2)
+    found = engine.run(prompts, per_token=each)
+    pooled, states = (expected(folder, "embed", prompts, name) for name in (pooling, "token"))
+    for index, values in enumerate(found):
+        want = torch.nn.functional.normalize((states if index in each else pooled)[index], dim=-1)
+        assert values.shape == want.shape and torch.allclose(values, want, atol=1e-5)
+    for index, alone in zip(plain, engine.run([prompts[index] for index in plain]), strict=True):
+        assert torch.equal(alone, found[index])
+    [alone] = engine.run(prompts[5:6], per_token=[0])
+    assert torch.equal(alone, found[5])
+
+
+def test_every_token_has_scores(tmp_path: Path) -> None:
+    folder = tiny_pooled.make("distilbert", tmp_path / "distilbert", "classify", num_labels=3)
+    engine, prompts = PooledEngine(folder), prompts_of()
+    network = tiny_pooled.CLASSES["classify"].from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        for prompt, found in zip(prompts, engine.run(prompts, per_token=range(len(prompts))), strict=True):
+            states = network.distilbert(torch.tensor([prompt])).last_hidden_state[0]
+            assert torch.allclose(found, network.classifier(network.pre_classifier(states).relu()), atol=1e-5)
+
+
 def test_last_token_in_chunks_and_from_the_prefix_cache(tmp_path: Path) -> None:
     folder = tiny_pooled.make("llama", tmp_path / "llama", "generate")
     wanted = expected(folder, "embed", prompts_of(), "last")

@@ -1,0 +1,136 @@
+"""The routes to embedding and classification models, with a shard whose values are known."""
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lorikeet.proto.shard_pb2 import PooledModel
+from tests.router.scripted_shard import pooled_values
+from tests.router.serving import MODEL_ID, Serving, serving
+
+pytestmark = pytest.mark.anyio
+SIZE = 3
+
+
+@asynccontextmanager
+async def pooled(folder: Path, task: str, **fields: Any) -> AsyncIterator[Serving]:
+    values = {"pooling": "mean", "size": SIZE, "is_encoder": True, "is_whole": True, **fields}
+    async with serving(folder, pooled_model=PooledModel(task=task, **values)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+async def embedder(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    async with pooled(tmp_path_factory.mktemp("embedder"), "embed") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+async def classifier(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
+    async with pooled(tmp_path_factory.mktemp("classifier"), "classify") as server:
+        yield server
+
+
+async def vectors(server: Serving, texts: Any, **fields: Any) -> list[Any]:
+    response = await server.client.post("/v1/embeddings", json={"model": MODEL_ID, "input": texts, **fields})
+    assert response.status_code == 200, response.text
+    return [each["embedding"] for each in response.json()["data"]]
+
+
+def wanted(server: Serving, text: str) -> list[float]:
+    return pooled_values(server.ids(text), SIZE)
+
+
+async def test_texts_and_ids_keep_their_order(embedder: Serving) -> None:
+    texts = [f"text {index}" for index in range(40)]
+    found = await vectors(embedder, texts)
+    assert found == [wanted(embedder, text) for text in texts]
+    assert await vectors(embedder, [embedder.ids(text) for text in texts]) == found
+    assert await vectors(embedder, embedder.ids("text 0")) == found[:1]
+
+
+async def test_base64_is_of_the_same_numbers(embedder: Serving) -> None:
+    [text] = await vectors(embedder, "Rome", encoding_format="base64")
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == wanted(embedder, "Rome")
+
+
+async def test_fewer_dimensions_have_length_one(embedder: Serving) -> None:
+    [found] = await vectors(embedder, "Rome", dimensions=2)
+    first = np.array(wanted(embedder, "Rome")[:2])
+    assert found == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-6)
+
+
+async def test_every_token_has_a_vector(embedder: Serving) -> None:
+    ids = embedder.ids("Rome?")
+    body = {"input": ["Rome?", "a"], "task": "token_embed"}
+    answer = (await embedder.client.post("/pooling", json=body)).json()
+    first, second = (each["data"] for each in answer["data"])
+    assert first == [pooled_values([each], SIZE) for each in ids]
+    assert second == [wanted(embedder, "a")]
+    answer = (await embedder.client.post("/pooling", json={"input": "Rome?", "task": "embed"})).json()
+    assert answer["data"][0]["data"] == wanted(embedder, "Rome?")
+
+
+async def test_every_token_has_scores(classifier: Serving) -> None:
+    body = {"input": "Rome?", "task": "token_classify", "use_activation": False}
+    answer = (await classifier.client.post("/pooling", json=body)).json()
+    assert answer["data"][0]["data"] == [pooled_values([each], SIZE) for each in classifier.ids("Rome?")]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        ("/pooling", {"task": "classify"}, "task", "embed or token_embed"),
+        ("/pooling", {"task": 3}, "task", "embed or token_embed"),
+        ("/pooling", {"use_activation": False}, "use_activation", "of models that classify"),
+        ("/v1/embeddings", {"use_activation": False}, "use_activation", "of models that classify"),
+        ("/v1/embeddings", {"normalize": False}, "normalize", "files decide"),
+        ("/v1/embeddings", {"embed_dtype": "float16"}, "embed_dtype", "values are float32"),
+    ],
+)
+async def test_what_an_embedder_does_not_do_is_rejected_by_name(
+    embedder: Serving, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    response = await embedder.client.post(path, json={"model": MODEL_ID, "input": "x", **fields})
+    assert response.status_code == 422, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/pooling", {"task": "token_embed"}, "task"),
+        ("/pooling", {"dimensions": 2}, "dimensions"),
+        ("/classify", {"dimensions": 2}, "dimensions"),
+        ("/classify", {"encoding_format": "base64"}, "encoding_format"),
+    ],
+)
+async def test_what_a_classifier_does_not_do_is_rejected_by_name(
+    classifier: Serving, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = await classifier.client.post(path, json={"input": "x", **fields})
+    assert response.status_code == 422, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_prompts_in_several_steps_have_no_vector_per_token(tmp_path: Path, anyio_backend: str) -> None:
+    async with pooled(tmp_path, "embed", pooling="last", is_encoder=False, is_whole=False) as server:
+        response = await server.client.post("/pooling", json={"input": "x", "task": "token_embed"})
+        assert response.status_code == 422 and "in one step" in response.json()["error"]["message"]
+
+
+async def test_other_servers_information_says_what_the_model_does(embedder: Serving) -> None:
+    assert (await embedder.client.get("/server_info")).json()["is_embedding"] is True
+    assert (await embedder.client.get("/model_info")).json()["is_generation"] is False
+
+
+async def test_invocations_take_texts_for_vectors(embedder: Serving) -> None:
+    """As in vLLM's container for SageMaker."""
+    answer = (await embedder.client.post("/invocations", json={"input": "Rome?"})).json()
+    assert answer["data"][0]["embedding"] == wanted(embedder, "Rome?")
