@@ -108,7 +108,7 @@ _COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.S
 _BOTH = (ErrorStyle.LORAX, ErrorStyle.OPENAI)
 OPERATIONS = (
     Operation(Kind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
-    Operation(Kind.GENERATE, "post", "/invocations", "For SageMaker: LoRAX's body, or OpenAI's",
+    Operation(Kind.GENERATE, "post", "/invocations", "For SageMaker: the body of another route",
               token_models.InvocationBody, token_models.InvocationAnswer, streams=token_models.InvocationEvent,
               styles=_BOTH),
     Operation(Kind.GENERATE, "post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
@@ -148,7 +148,7 @@ OPERATIONS = (
     Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
               pooled_models.EmbedRequest, pooled_models.EmbedResponse),
     Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
-              pooled_models.ClassifyRequest, media=(JSON,)),
+              pooled_models.ClassifyRequest, media=(JSON,), styles=_BOTH),
     Operation(Kind.GENERATE, "post", "/classify_batch", "LoRAX's entities or labels of several texts",
               pooled_models.ClassifyBatchRequest, media=(JSON,)),
     Operation(Kind.GENERATE, "post", "/pooling", "vLLM's: what the model computes",

@@ -1,4 +1,4 @@
-"""LangChain's standard integration tests (langchain-tests), each of which passes or is skipped for a reason given here."""
+"""LangChain's standard integration tests (langchain-tests): each passes, or is skipped for a reason given here."""
 
 import asyncio
 from collections import Counter

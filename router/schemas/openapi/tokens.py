@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, RootModel
 
-from lorikeet.router.schemas.openapi import chat, models
+from lorikeet.router.schemas.openapi import chat, models, pooled
 
 
 class TokenizePrompt(BaseModel):
@@ -62,14 +62,20 @@ class DetokenizeAnswer(BaseModel):
 
 
 class InvocationBody(
-    RootModel[models.CompatGenerateRequest | models.ChatCompletionRequest | models.CompletionRequest]
+    RootModel[
+        models.CompatGenerateRequest | models.ChatCompletionRequest | models.CompletionRequest
+        | pooled.InputFields | pooled.ScoreRequest | pooled.RerankRequest
+    ]
 ):  # fmt: skip
-    """LoRAX's body, a chat, or a completion."""
+    """LoRAX's body, a chat, or a completion; of a model without text a body of its routes."""
 
 
 class InvocationAnswer(
-    RootModel[list[models.GenerateResponse] | models.ChatCompletionResponse | models.CompletionResponse]
-):
+    RootModel[
+        list[models.GenerateResponse] | models.ChatCompletionResponse | models.CompletionResponse
+        | pooled.EmbeddingsResponse | pooled.PoolingResponse | pooled.ScoreResponse | pooled.RerankResponse
+    ]
+):  # fmt: skip
     """What the route of the body's API answers."""
 
 

@@ -4,7 +4,7 @@ Tests of what a model can do run against `SCRIPTED_URL`, the others against `URL
 """
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from langchain_anthropic import ChatAnthropic
@@ -36,7 +36,7 @@ class Served(ChatModelIntegrationTests):
 
     __test__ = False
     path = "/v1"
-    settings: dict[str, Any] = {}
+    settings: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
     def server(self, request: pytest.FixtureRequest) -> None:
@@ -58,7 +58,7 @@ class TestChatCompletions(Served):
     """`/v1/chat/completions`."""
 
     __test__ = True
-    settings = {"temperature": 0, "stream_usage": True}
+    settings: ClassVar = {"temperature": 0, "stream_usage": True}
 
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:
@@ -73,7 +73,7 @@ class TestResponses(Served):
     """`/v1/responses`."""
 
     __test__ = True
-    settings = {"temperature": 0, "use_responses_api": True}
+    settings: ClassVar = {"temperature": 0, "use_responses_api": True}
 
     @property
     def chat_model_class(self) -> type[ChatOpenAI]:

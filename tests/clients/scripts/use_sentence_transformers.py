@@ -1,4 +1,4 @@
-"""sentence-transformers' evaluators: the scores of a model in this process and of the same model behind /v1/embeddings."""
+"""sentence-transformers' evaluators: the same scores of a model in this process and behind /v1/embeddings."""
 
 import os
 import random
@@ -12,24 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import evaluation
 
 NUM_TEXTS, NUM_QUERIES = 120, 30
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "parrot",
-    "repeats",
-    "what",
-    "adapters",
-    "say",
-    "word",
-    "for",
-    "word",
-]
+WORDS = "the quick brown fox jumps over a lazy dog parrot repeats what adapters say".split()  # noqa: SIM905
 
 
 class Served(SentenceTransformer):
