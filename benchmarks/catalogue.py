@@ -1,6 +1,7 @@
 """All suites of figures that are published. Each folder defines its own next to its benchmarks."""
 
 from benchmarks.adapters import figures as adapters
+from benchmarks.embeddings import figures as embeddings
 from benchmarks.evidence.figure import Suite
 from benchmarks.grammar import figures as grammar
 from benchmarks.recovery import figures as recovery
@@ -10,4 +11,5 @@ from benchmarks.speculation import figures as speculation
 
 SUITES: tuple[Suite, ...] = (
     *serving.SUITES, *router.SUITES, *adapters.SUITES, *speculation.SUITES, *recovery.SUITES, *grammar.SUITES,
+    *embeddings.SUITES,
 )  # fmt: skip

@@ -1,17 +1,16 @@
 """Texts per second of an embedding model over HTTP, next to sentence-transformers in one process at its best batch size
-and, where it is installed, next to infinity over HTTP; in alternating rounds.
+and to infinity over HTTP, in alternating rounds.
 
 The model is a random BERT of the size of all-MiniLM-L6-v2; texts have 4 to 200 words. sentence-transformers sorts them
-by length itself. All compute in float32 on all cores.
+by length itself; the first round tries all batch sizes, and the later ones the best of them. All compute in float32 on
+all cores. `python -m benchmarks.load.peers install-embedders` installs both.
 
-    python -m benchmarks.embeddings.throughput --peer PYTHON [--infinity COMMAND] [--rounds N] [--quick]
-
-PYTHON is that of a virtual environment with sentence-transformers, COMMAND infinity's `infinity_emb`.
+    python -m benchmarks.embeddings.throughput [--rounds N] [--quick]
 """
 
 import json
+import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,18 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from benchmarks.evidence import arguments
-from benchmarks.load.servers import Command, Server, lorikeet, running
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import peers
+from benchmarks.load.rounds import OURS
+from benchmarks.load.servers import Server, lorikeet, running
 
-ROUNDS, NUM_TEXTS, WORDS = 5, 2000, (4, 200)
+SENTENCE_TRANSFORMERS, INFINITY = "sentence-transformers", "infinity"
+ROUNDS, NUM_TEXTS, WORDS = 5, 800, (4, 200)
 BATCH_SIZES = (8, 16, 32, 64, 128)
-"""Of sentence-transformers; the best one counts."""
+"""Of sentence-transformers."""
 CLIENTS, TEXTS_PER_REQUEST = 8, 32
 """Of the servers."""
 SEED = 20261124
@@ -108,60 +110,55 @@ def _ask(url: str, model: str, texts: Sequence[str]) -> int:
         return len(json.load(answer)["data"])
 
 
-def in_process(python: str, folder: Path, texts: Path, sizes: Sequence[int]) -> dict[str, float]:
+def in_process(folder: Path, texts: Path, sizes: Sequence[int]) -> dict[str, float]:
     """Texts per second of sentence-transformers by batch size."""
     asked = json.dumps([str(folder), str(texts), list(sizes)])
-    output = subprocess.run([python, "-c", PEER], input=asked, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    command = [str(peers.sentence_transformers_python()), "-c", PEER]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, input=asked, check=True, capture_output=True, text=True, env=environment)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def infinity(command: str, folder: Path) -> Command:
-    """Its server on CPU in float32, with its own batching."""
-    flags = ("v2", "--model-id", str(folder), "--served-model-name", "peer", "--device", "cpu", "--dtype", "float32")
-    return Command((command, *flags, "--no-bettertransformer", "--port", "{port}"), {"HF_HUB_OFFLINE": "1"})
-
-
-def measure(peer: str, infinity_command: str, num_rounds: int, num_texts: int) -> dict[str, Any]:
-    """Texts per second of each round; of sentence-transformers at its best batch size of that round."""
+def measure(num_rounds: int = ROUNDS, num_texts: int = NUM_TEXTS) -> Cases:
+    """Texts per second of each system; of sentence-transformers by batch size."""
     texts = make_texts(num_texts)
-    found: dict[str, list[float]] = {"lorikeet": [], "sentence-transformers": [], "infinity": []}
+    sizes: Sequence[int] = BATCH_SIZES
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
         folder, file = make_model(Path(name, "model"), texts), Path(name, "texts.json")
         file.write_text(json.dumps(texts))
         ours = servers.enter_context(running("embeddings", lorikeet(folder)))
-        other = (
-            servers.enter_context(running("infinity", infinity(infinity_command, folder))) if infinity_command else None
-        )
-        for _ in range(num_rounds):
-            if other is None:
-                found["lorikeet"].append(served(ours, "/v1/embeddings", "", texts))
-            else:
-                with other.frozen():
-                    found["lorikeet"].append(served(ours, "/v1/embeddings", "", texts))
-                with ours.frozen():
-                    found["infinity"].append(served(other, "/embeddings", "peer", texts))
-            if peer:
-                with ExitStack() as frozen:
-                    for server in filter(None, (ours, other)):
-                        frozen.enter_context(server.frozen())
-                    found["sentence-transformers"].append(max(in_process(peer, folder, file, BATCH_SIZES).values()))
-    return {name: values for name, values in found.items() if values}
+        other = servers.enter_context(running(INFINITY, peers.infinity(folder)))
+        for number in range(num_rounds):
+            with other.frozen():
+                served(ours, "/v1/embeddings", "", texts[: num_texts // 8])
+                rate = served(ours, "/v1/embeddings", "", texts)
+            with ours.frozen():
+                served(other, "/embeddings", "peer", texts[: num_texts // 8])
+                rate_of_infinity = served(other, "/embeddings", "peer", texts)
+            with ours.frozen(), other.frozen():
+                found = in_process(folder, file, sizes)
+            best = max(found, key=lambda size: found[size])
+            sizes = [int(best)]
+            yield Case(f"round {number}", {OURS: rate, INFINITY: rate_of_infinity, SENTENCE_TRANSFORMERS: found})
+
+
+def over_sentence_transformers(raw: Raw) -> float:
+    """Times sentence-transformers at its best batch size."""
+    return float(raw[OURS] / max(raw[SENTENCE_TRANSFORMERS].values()))
+
+
+def over_infinity(raw: Raw) -> float:
+    """Times infinity."""
+    return float(raw[OURS] / raw[INFINITY])
 
 
 def main() -> int:
-    """Print texts per second, ratios, and one line of JSON."""
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    parser.add_argument("--peer", default="", help="Python of an environment with sentence-transformers")
-    parser.add_argument("--infinity", default="", help="infinity's command")
-    given = parser.parse_args()
+    """Print texts per second and ratios."""
+    given = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
     rounds, num_texts = (1, 64) if given.quick else (given.rounds, NUM_TEXTS)
-    found = measure(given.peer, given.infinity, rounds, num_texts)
-    for name, values in found.items():
-        ratio = statistics.median(ours / other for ours, other in zip(found["lorikeet"], values, strict=True))
-        print(f"{name}: {statistics.median(values):.1f} texts/s, lorikeet over it {ratio:.2f} x")
-    print(json.dumps({"texts_per_s": found}))
-    return 0
+    figures = {"over sentence-transformers": over_sentence_transformers, "over infinity": over_infinity}
+    return arguments.print_cases(measure(rounds, num_texts), figures)
 
 
 if __name__ == "__main__":
