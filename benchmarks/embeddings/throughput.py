@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel
 
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
@@ -77,7 +77,10 @@ def make_model(folder: Path, texts: Sequence[str]) -> Path:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=512, **names).save_pretrained(folder)
+    folder.mkdir()
+    core.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))  # which older versions of transformers read too
     torch.manual_seed(SEED)
     BertModel(BertConfig(vocab_size=core.get_vocab_size(), **SHAPE)).save_pretrained(folder)
     kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))

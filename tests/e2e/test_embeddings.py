@@ -62,6 +62,8 @@ def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Pat
                 assert float((found - wanted).abs().max()) <= 1e-5
         found = torch.tensor([each.embedding for each in client.embeddings.create(input=TEXTS, model="").data])
         assert float((found - wanted).abs().max()) <= 1e-5
+        if name == "bert":
+            check_every_token(launched.url, folder)
         status, body = post(f"{launched.url}/embed", {"inputs": TEXTS[0]})
         assert status == 200 and torch.tensor(body["embeddings"]).equal(found[0])
         status, body = post(f"{launched.url}/v1/completions", {"model": "", "prompt": "hello"})
@@ -73,6 +75,18 @@ def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Pat
         assert status == 200 and len(body["data"][0]["embedding"]) == 16
         with urllib.request.urlopen(f"{launched.url}/startup", timeout=60) as answer:
             assert answer.status == 200
+
+
+@torch.inference_mode()
+def check_every_token(url: str, folder: Path) -> None:
+    """Of `/pooling`: the hidden states of transformers, normalised."""
+    status, body = post(f"{url}/pooling", {"input": TEXTS[:2], "task": "token_embed"})
+    assert status == 200, body
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32)
+    for text, each in zip(TEXTS, body["data"], strict=False):
+        states = model.eval()(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        want = torch.nn.functional.normalize(states, dim=-1)
+        assert float((torch.tensor(each["data"]) - want).abs().max()) <= 1e-5
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ class EmbeddingsRequest(InputFields):
 class PoolingRequest(InputFields):
     """Of `/pooling`."""
 
-    task: str | None = None
+    task: str | None = Field(None, description="The model's; or token_embed, token_classify: a result for every token")
 
 
 class EmbedRequest(BaseModel):
