@@ -111,7 +111,9 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     rules.check_lengths(complete, pooled)
     sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where
-    return configs.Plan(complete, base, device, folder, version(), sources, found.draft, destinations, num_ranks)
+    task = "" if pooled is None else pooled.task
+    common = (complete, base, device, folder, version(), sources)
+    return configs.Plan(*common, found.draft, destinations, num_ranks, task)
 
 
 @contextmanager

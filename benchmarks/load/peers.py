@@ -55,7 +55,8 @@ def infinity(model: Path) -> Command:
     versions of transformers.
     """
     program = VENVS / "infinity" / "bin" / "infinity_emb"
-    arguments = (str(program), "v2", "--model-id", str(model), "--served-model-name", "peer", "--port", "{port}")
+    address = ("--host", "127.0.0.1", "--port", "{port}")
+    arguments = (str(program), "v2", "--model-id", str(model), "--served-model-name", "peer", *address)
     kind = ("--device", "cpu", "--dtype", "float32", "--engine", "torch", "--no-bettertransformer")
     return Command((*arguments, *kind), {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"})
 

@@ -38,6 +38,8 @@ class Plan:
     usage: UsagePlan = field(default_factory=UsagePlan)
     num_ranks: int = 1
     """Tensor-parallel ranks of each shard."""
+    task: str = ""
+    """What a model without text does, as in lorikeet/proto/pooling.py; "" for one that generates."""
 
     @property
     def loader_address(self) -> str:

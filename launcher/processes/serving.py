@@ -18,6 +18,7 @@ from lorikeet.launcher.models import adapters, fetch, usage
 from lorikeet.launcher.processes import configs
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStart, Signals, Supervisor
+from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
 
 _STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Credentials for the router and the loader, which fetch adapters; shards do not get them."""
@@ -126,6 +127,14 @@ def _loader(plan: configs.Plan) -> functools.partial[Child]:
     )
 
 
+_POOLED_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
+    EMBED: ("v1/embeddings", {"model": "", "input": "Hello"}),
+    CLASSIFY: ("classify", {"input": "Hello"}),
+    TOKEN_CLASSIFY: ("classify", {"inputs": "Hello"}),
+}
+"""Path and body of a request to try, by the task of a model without text."""
+
+
 def _try_it(plan: configs.Plan, address: Address) -> str:
     """A request to try; for the built-in demo model with an adapter and speculation."""
     wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
@@ -133,6 +142,9 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
         wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
         wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
+    path = "generate"
+    if plan.task:
+        path, wanted = _POOLED_TRIALS[plan.task]
     body = json.dumps(wanted)
     closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"
@@ -140,7 +152,7 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
     key = " -H 'authorization: Bearer KEY'" if closed else ""
     return (
         f"\n  Listening on {address.own_url}: {who} {where} may use it.\n  Try it:\n\n"
-        f"    curl {address.url}/generate -H 'content-type: application/json'{key} -d '{body}'\n"
+        f"    curl {address.url}/{path} -H 'content-type: application/json'{key} -d '{body}'\n"
     )
 
 

@@ -300,3 +300,17 @@ def test_the_launcher_says_who_may_use_the_server(tmp_path: Path, host: str, key
     given = plan(tmp_path, *(["--api-keys", str(tmp_path / "keys.yaml")] if keys else []))
     shown = serving._try_it(given, Address(host, 3000))
     assert all(part in shown for part in parts), shown
+    assert f"{Address(host, 3000).url}/generate " in shown
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "field"),
+    [
+        ("embed", "/v1/embeddings", "input"),
+        ("classify", "/classify", "input"),
+        ("token-classify", "/classify", "inputs"),
+    ],
+)
+def test_a_model_without_text_is_tried_on_its_own_route(tmp_path: Path, task: str, path: str, field: str) -> None:
+    shown = serving._try_it(dataclasses.replace(plan(tmp_path), task=task), Address("127.0.0.1", 3000))
+    assert f"curl http://127.0.0.1:3000{path} " in shown and f'"{field}": "Hello"' in shown
