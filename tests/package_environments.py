@@ -15,7 +15,8 @@ def installed(name: str, packages: Sequence[str]) -> Path:
     python = folder / "bin" / "python"
     if not python.is_file():
         venv.create(folder, with_pip=True)
-        _install(folder, [python, "-m", "pip", "install", "--quiet", *packages])
+        if packages:  # pip rejects an empty list
+            _install(folder, [python, "-m", "pip", "install", "--quiet", *packages])
     return python
 
 

@@ -67,7 +67,8 @@ def ask(port: int, number: int, wanted: Hostile) -> tuple[int, str]:
     if status == 400 and "surrogate" in text:  # no JSON text has one
         return status, ""
     if status in REFUSALS:
-        return status, "" if "`" in text else f"names no field: {text}"
+        names_field = "`" in text or "parameters." in text  # the latter where the JSON type is wrong, as in LoRAX
+        return status, "" if names_field else f"names no field: {text}"
     is_busy, is_limit = status == 429, status == 424 and FAILURE in text
     return status, "" if is_busy or is_limit else f"{status} {text[:300]}"
 
