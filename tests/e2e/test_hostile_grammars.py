@@ -67,8 +67,9 @@ def ask(port: int, number: int, wanted: Hostile) -> tuple[int, str]:
     if status == 400 and "surrogate" in text:  # no JSON text has one
         return status, ""
     if status in REFUSALS:
-        names_field = "`" in text or "parameters." in text  # the latter where the JSON type is wrong, as in LoRAX
-        return status, "" if names_field else f"names no field: {text}"
+        # LoRAX's words where a JSON type is wrong, and the whole body where it needs too much memory
+        is_named = any(each in text for each in ("`", "parameters.", "the request body as JSON"))
+        return status, "" if is_named else f"names no field: {text}"
     is_busy, is_limit = status == 429, status == 424 and FAILURE in text
     return status, "" if is_busy or is_limit else f"{status} {text[:300]}"
 
