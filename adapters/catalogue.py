@@ -28,7 +28,18 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
-_FIELDS = ("source", "id", "revision", "revisions", "weight", "pin", "parameters", "chat_template", "keys")
+_FIELDS = (
+    "source",
+    "id",
+    "revision",
+    "revisions",
+    "weight",
+    "pin",
+    "parameters",
+    "chat_template",
+    "keys",
+    "learn_heads",
+)
 
 
 class CatalogueError(ValueError):
@@ -59,6 +70,8 @@ class Entry:
     chat_template: str | None = None
     keys: frozenset[str] | None = None
     """Names of the API keys that may use it; None means all callers."""
+    learn_heads: bool | None = None
+    """Whether Medusa heads are learned from its outputs; None is the server's default."""
 
     def choose(self, who: str) -> Version:
         """The version for `who`: the same one for equal texts, and distributed by the shares over many."""
@@ -165,6 +178,9 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
     pin = fields.get("pin", False)
     if not isinstance(pin, bool):
         raise ValueError(f"`pin` must be true or false, not {pin!r}")
+    learn_heads = fields.get("learn_heads")
+    if not isinstance(learn_heads, bool | None):
+        raise ValueError(f"`learn_heads` must be true or false, not {learn_heads!r}")
     return Entry(
         alias=alias,
         versions=tuple(_versions(fields, _source(fields, default_source))),
@@ -173,6 +189,7 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
         parameters=tuple(_parameters(fields.get("parameters"))),
         chat_template=_template(fields.get("chat_template"), folder),
         keys=_keys(fields.get("keys")),
+        learn_heads=learn_heads,
     )
 
 

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -49,6 +49,10 @@ class Keys:
         self._by_hash = dict(keys)
         self._admin = admin_sha256
         self._removed = frozenset(removed) - self._by_hash.keys()
+
+    def __iter__(self) -> Iterator[Key]:
+        """Without the administrator's own."""
+        return iter(self._by_hash.values())
 
     def __len__(self) -> int:
         """Without the administrator's own."""

@@ -58,7 +58,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "pooled_model")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "learning", "pooled_model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class ShardInfo(_message.Message):
     TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
     POOLED_MODEL_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
@@ -104,8 +105,9 @@ class ShardInfo(_message.Message):
     token_masks: bool
     grammars: bool
     history: bool
+    learning: bool
     pooled_model: PooledModel
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., learning: _Optional[bool] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
 
 class PooledModel(_message.Message):
     __slots__ = ("task", "pooling", "size", "is_encoder", "is_whole")
@@ -158,7 +160,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "adapter_start", "tenant", "pooling")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "adapter_start", "tenant", "learning_tenant", "pooling")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +179,7 @@ class Submit(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_START_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_TENANT_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -196,8 +199,9 @@ class Submit(_message.Message):
     grammar: Grammar
     adapter_start: int
     tenant: str
+    learning_tenant: str
     pooling: Pooling
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_start: _Optional[int] = ..., tenant: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_start: _Optional[int] = ..., tenant: _Optional[str] = ..., learning_tenant: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
 
 class Pooling(_message.Message):
     __slots__ = ("task", "second_text", "per_token")
@@ -298,7 +302,7 @@ class Speculation(_message.Message):
     def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests", "step_detail")
+    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests", "step_detail", "learning")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +311,7 @@ class StepOutput(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     STEP_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
     step: int
     credit: Credit
     heartbeat: Heartbeat
@@ -315,7 +320,90 @@ class StepOutput(_message.Message):
     load: Load
     step_requests: StepRequests
     step_detail: StepDetail
-    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ..., step_detail: _Optional[_Union[StepDetail, _Mapping]] = ...) -> None: ...
+    learning: LearningTotals
+    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ..., step_detail: _Optional[_Union[StepDetail, _Mapping]] = ..., learning: _Optional[_Union[LearningTotals, _Mapping]] = ...) -> None: ...
+
+class LearningTotals(_message.Message):
+    __slots__ = ("num_rows", "num_adopted", "num_rejected", "num_reverted", "num_failed", "ring_bytes", "train_seconds", "cpu_seconds")
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REVERTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_rows: int
+    num_adopted: int
+    num_rejected: int
+    num_reverted: int
+    num_failed: int
+    ring_bytes: int
+    train_seconds: float
+    cpu_seconds: float
+    def __init__(self, num_rows: _Optional[int] = ..., num_adopted: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_reverted: _Optional[int] = ..., num_failed: _Optional[int] = ..., ring_bytes: _Optional[int] = ..., train_seconds: _Optional[float] = ..., cpu_seconds: _Optional[float] = ...) -> None: ...
+
+class LearningRequest(_message.Message):
+    __slots__ = ("purge",)
+    PURGE_FIELD_NUMBER: _ClassVar[int]
+    purge: bool
+    def __init__(self, purge: _Optional[bool] = ...) -> None: ...
+
+class LearningReply(_message.Message):
+    __slots__ = ("max_bytes", "totals", "trainer", "training_s", "pairs")
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_S_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    max_bytes: int
+    totals: LearningTotals
+    trainer: str
+    training_s: float
+    pairs: _containers.RepeatedCompositeFieldContainer[LearnedPair]
+    def __init__(self, max_bytes: _Optional[int] = ..., totals: _Optional[_Union[LearningTotals, _Mapping]] = ..., trainer: _Optional[str] = ..., training_s: _Optional[float] = ..., pairs: _Optional[_Iterable[_Union[LearnedPair, _Mapping]]] = ...) -> None: ...
+
+class LearnedPair(_message.Message):
+    __slots__ = ("tenant", "adapter_digest", "num_rows", "num_collected", "heads_digest", "replaced_digest", "acceptance", "replaced_acceptance", "decisions")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COLLECTED_FIELD_NUMBER: _ClassVar[int]
+    HEADS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    adapter_digest: str
+    num_rows: int
+    num_collected: int
+    heads_digest: str
+    replaced_digest: str
+    acceptance: float
+    replaced_acceptance: float
+    decisions: _containers.RepeatedCompositeFieldContainer[LearningDecision]
+    def __init__(self, tenant: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., num_rows: _Optional[int] = ..., num_collected: _Optional[int] = ..., heads_digest: _Optional[str] = ..., replaced_digest: _Optional[str] = ..., acceptance: _Optional[float] = ..., replaced_acceptance: _Optional[float] = ..., decisions: _Optional[_Iterable[_Union[LearningDecision, _Mapping]]] = ...) -> None: ...
+
+class LearningDecision(_message.Message):
+    __slots__ = ("time", "decision", "reason", "heads_digest", "tokens_per_step", "tokens_per_step_before", "num_rows", "seconds")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HEADS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    decision: str
+    reason: str
+    heads_digest: str
+    tokens_per_step: float
+    tokens_per_step_before: float
+    num_rows: int
+    seconds: float
+    def __init__(self, time: _Optional[float] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., heads_digest: _Optional[str] = ..., tokens_per_step: _Optional[float] = ..., tokens_per_step_before: _Optional[float] = ..., num_rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StepDetail(_message.Message):
     __slots__ = ("ids", "num_tokens", "num_drafts", "preempted_ids")

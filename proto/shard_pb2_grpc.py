@@ -49,6 +49,11 @@ class ShardStub:
                 request_serializer=lorikeet_dot_proto_dot_shard__pb2.Command.SerializeToString,
                 response_deserializer=lorikeet_dot_proto_dot_shard__pb2.StepOutput.FromString,
                 _registered_method=True)
+        self.Learning = channel.unary_unary(
+                '/lorikeet.shard.v1.Shard/Learning',
+                request_serializer=lorikeet_dot_proto_dot_shard__pb2.LearningRequest.SerializeToString,
+                response_deserializer=lorikeet_dot_proto_dot_shard__pb2.LearningReply.FromString,
+                _registered_method=True)
 
 
 class ShardServicer:
@@ -76,6 +81,13 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Learning(self, request, context):
+        """What is learned from traffic: Medusa heads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Serve,
                     request_deserializer=lorikeet_dot_proto_dot_shard__pb2.Command.FromString,
                     response_serializer=lorikeet_dot_proto_dot_shard__pb2.StepOutput.SerializeToString,
+            ),
+            'Learning': grpc.unary_unary_rpc_method_handler(
+                    servicer.Learning,
+                    request_deserializer=lorikeet_dot_proto_dot_shard__pb2.LearningRequest.FromString,
+                    response_serializer=lorikeet_dot_proto_dot_shard__pb2.LearningReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Shard:
             '/lorikeet.shard.v1.Shard/Serve',
             lorikeet_dot_proto_dot_shard__pb2.Command.SerializeToString,
             lorikeet_dot_proto_dot_shard__pb2.StepOutput.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Learning(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lorikeet.shard.v1.Shard/Learning',
+            lorikeet_dot_proto_dot_shard__pb2.LearningRequest.SerializeToString,
+            lorikeet_dot_proto_dot_shard__pb2.LearningReply.FromString,
             options,
             channel_credentials,
             insecure,

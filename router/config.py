@@ -77,6 +77,7 @@ class RouterConfig(ConfigFile):
     speculative_method: str = "auto"
     speculative_schedule: str = "auto"
     speculative_history: bool = False
+    learn_heads: bool = False
     speculative_verification: str = "shared-noise"
     draft_model_id: str | None = None
     """The draft model's name; None is the one that the shard reports."""

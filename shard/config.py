@@ -101,6 +101,12 @@ class ShardConfig(ConfigFile):
     """Whether requests use history drafts by default: without the kernels that they need, the shard does not start."""
     history_memory: int = 256 << 20
     """Bytes of the index of history drafts; 0 for none."""
+    learn_heads: bool = False
+    """Whether Medusa heads are learned from all requests; some are marked for it in any case."""
+    learning_memory: int = 256 << 20
+    """Bytes of the rows that heads are learned from; 0 learns none."""
+    store_bytes: int = 64 << 30
+    """Above this the least recently used files of the adapter store are removed."""
     draft_model: str | None = None
     """Local folder of the draft model, if there is one."""
     draft_model_id: str = ""

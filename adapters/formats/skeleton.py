@@ -3,8 +3,6 @@
 PEFT modifies a network when it reads an adapter; the skeleton is restored afterwards, so it is built once per process.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,7 +22,6 @@ from transformers import (
 from lorikeet.proto import pooling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHT_ENDINGS = (".safetensors", ".bin")
 
 
 _AUTO: dict[str, Any] = {
@@ -103,21 +100,6 @@ class Skeleton:
         """Identities of the base's own parameters: all others in the network come from an adapter."""
         own = (parameter for _, parameters in self._parameters for parameter in parameters.values())
         return {id(parameter) for parameter in own if parameter is not None}
-
-
-def base_hash(model_path: str | Path) -> str:
-    """Identifies the base by its configuration file."""
-    return hashlib.sha256((Path(model_path) / "config.json").read_bytes()).hexdigest()
-
-
-def weights_hash(model_path: str | Path) -> str:
-    """Identifies the base's weights by names, sizes and times in the folder's listing."""
-    listing = [
-        [path.name, path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(Path(model_path).iterdir())
-        if path.suffix in WEIGHT_ENDINGS
-    ]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def choose_dtype(name: str | None, config: Any, device: str) -> torch.dtype:

@@ -22,7 +22,7 @@ from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.layout import Base, Layout, lay_out, served_file, without_unchanged
 from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.peft_reading import ModuleChange
-from lorikeet.adapters.formats.skeleton import Skeleton, base_hash, choose_dtype, weights_hash
+from lorikeet.adapters.formats.skeleton import Skeleton, choose_dtype
 from lorikeet.adapters.loader import process
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.merging import merge
@@ -30,6 +30,7 @@ from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
 from lorikeet.adapters.validation import AdapterValidator, read_headers
+from lorikeet.proto.base_files import base_hash, weights_hash
 
 log = structlog.get_logger()
 

@@ -38,11 +38,16 @@ class Shard:
 
     def labels(self, num_heads: int) -> Tensor:
         """[rows, heads]: the token that head h must predict, h + 1 positions after the row's own."""
-        columns = []
-        for ahead in range(1, num_heads + 1):
-            shifted = torch.cat([self.output_ids[ahead:], self.output_ids[:ahead]])
-            columns.append(torch.where(self.remaining >= ahead, shifted, NOTHING))
-        return torch.stack(columns, dim=1)
+        return labels_of(self.output_ids, self.remaining, num_heads)
+
+
+def labels_of(output_ids: Tensor, remaining: Tensor, num_heads: int) -> Tensor:
+    """output_ids, remaining: [rows]. Returns [rows, heads]: the token h + 1 positions after the row's own."""
+    columns = []
+    for ahead in range(1, num_heads + 1):
+        shifted = torch.cat([output_ids[ahead:], output_ids[:ahead]])
+        columns.append(torch.where(remaining >= ahead, shifted, NOTHING))
+    return torch.stack(columns, dim=1)
 
 
 class HiddenFiles:

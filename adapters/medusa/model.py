@@ -4,7 +4,7 @@ A hidden row is the input of the base model's output head, after the final norm.
 position t + 1 gives head h's draft token for position t + 2 + h.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,14 @@ class MedusaHeads(nn.Module):
     def of(cls, file: HeadsFile) -> "MedusaHeads":
         """The heads of a file, in float32 regardless of the file's dtype."""
         heads = cls(file.shape)
-        with torch.no_grad():
-            for name, tensor in heads._named():
-                tensor.copy_(file.tensors[name])
+        heads.load(file.tensors)
         return heads
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the values of a file's tensors, by name."""
+        for name, tensor in self._named():
+            tensor.copy_(tensors[name])
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a file of these heads, by name."""

@@ -128,14 +128,15 @@ class Target:
         wanted = self.model(input_ids=torch.tensor([ids], device=self.place.device), use_cache=False).logits[0].float()
         product = self._head(rows)
         tolerance = 1e-4 if self.place.dtype == torch.float32 else 3e-2
-        for transform in _transforms(self.model.config.get_text_config()):
+        for transform in transforms(self.model.config.get_text_config()):
             found = transform(product).float()
             if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
                 return transform
         raise HeadsError(f"{base} transforms its logits after the output head in an unsupported way")
 
 
-def _transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+def transforms(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What models do to their logits after the output head: nothing, then what this configuration gives values for."""
     yield lambda logits: logits
     if cap := getattr(config, "final_logit_softcapping", None):
         yield lambda logits: torch.tanh(logits / cap) * cap

@@ -72,6 +72,33 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient * upstream[0], None, None, None, None
 
 
+class HeadsOptimizer:
+    """Heads in training, and their optimizer."""
+
+    def __init__(self, heads: MedusaHeads, recipe: Recipe, output_head: OutputHead, vocab_size: int) -> None:
+        """`output_head`: of the target, with what follows it."""
+        self.heads, self.recipe = heads, recipe
+        self._output = output_head, vocab_size
+        self.state = torch.optim.AdamW(heads.parameters(), lr=recipe.lr, weight_decay=0.0)
+
+    def take(self, rows: Tensor, labels: Tensor, lr: float) -> float:
+        """One step on `rows` [S, H] and `labels` [S, heads]; returns its loss in nats per prediction."""
+        for group in self.state.param_groups:
+            group["lr"] = lr
+        loss = self._loss(rows, labels)
+        loss.backward()
+        self.state.step()
+        self.state.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Mean over rows of the sum over heads, divided by heads."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+            ahead = self.heads(rows.float()).flatten(0, 1)
+        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), labels.flatten(), *self._output, self.recipe.bf16)
+        return total / max(1, int((labels != NOTHING).sum()))
+
+
 class HeadsTrainer:
     """The heads, their optimizer and the number of steps done."""
 
@@ -80,30 +107,17 @@ class HeadsTrainer:
         self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
         self.heads.to(target.place.device)
         self.step = 0
-        self._files, self._target, self._device = files, target, target.place.device
-        self._optimizer = torch.optim.AdamW(self.heads.parameters(), lr=recipe.lr, weight_decay=0.0)
+        self._files, self._device = files, target.place.device
+        self._optimizer = HeadsOptimizer(self.heads, recipe, target.logits, target.vocab_size)
         per_epoch = sum(math.ceil(rows / recipe.rows_per_step) for rows in files.num_rows)
         self.num_steps = recipe.epochs * per_epoch
 
     def run(self) -> Iterator[float]:
         """Run the remaining steps; yields each step's loss in nats per prediction."""
         for rows, labels in self._batches(self.step):
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.recipe.lr_at(self.step, self.num_steps)
-            loss = self._loss(rows, labels)
-            loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            loss = self._optimizer.take(rows, labels, self.recipe.lr_at(self.step, self.num_steps))
             self.step += 1
-            yield loss.item()
-
-    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Mean over rows of the sum over heads, divided by heads; `rows` [S, H], `labels` [S, heads]."""
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-            ahead = self.heads(rows.float()).flatten(0, 1)
-        arguments = (labels.flatten(), self._target.logits, self._target.vocab_size, self.recipe.bf16)
-        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), *arguments)
-        return total / max(1, int((labels != NOTHING).sum()))
+            yield loss
 
     def _batches(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and labels of step `start` and all later ones. One shard is in memory at a time."""
@@ -131,7 +145,7 @@ class HeadsTrainer:
             "recipe": asdict(self.recipe),
             "step": self.step,
             "heads": self.heads.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state.state_dict(),
         }
         scratch = path.with_suffix(".part")
         torch.save(state, scratch)
@@ -143,7 +157,7 @@ class HeadsTrainer:
         if state["recipe"] != asdict(self.recipe) or state["settings"] != settings:
             return False
         self.heads.load_state_dict(state["heads"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.state.load_state_dict(state["optimizer"])
         self.step = state["step"]
         return True
 

@@ -26,6 +26,7 @@ from lorikeet.router.api.routes.capabilities import CapabilityRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
+from lorikeet.router.api.routes.learning import LearningRoutes
 from lorikeet.router.api.routes.live import LiveRoutes
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
@@ -120,7 +121,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     """All other routes."""
     probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
     admin = AdminRoutes(service)
-    sagemaker = SageMakerAdapterRoutes(service, admin)
+    learning, sagemaker = LearningRoutes(service, admin), SageMakerAdapterRoutes(service, admin)
     responses, messages = ResponsesRoute(service), MessagesRoute(service)
     read: dict[str, _Route] = {
         **dict.fromkeys(("/", "/health", "/healthz", "/livez", "/ping"), probes.health),
@@ -139,6 +140,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/responses/{response_id}": responses.missing,
         "/v1/responses/{response_id}/input_items": responses.missing,
         "/admin/adapters": admin.listing,
+        "/admin/learning": learning.show,
     }
     write = {
         "/admin/adapters/load": admin.load,
@@ -162,6 +164,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     read |= {_STREAM: streams.read, "/v1/live": LiveRoutes(service).watch}
     read |= {"/": _page_or(probes.health), "/v1/capabilities": CapabilityRoutes(service).show}
     delete = {
+        "/admin/learning": learning.purge,
         "/v1/models/{model_id:any}": admin.delete_model,
         "/v1/responses/{response_id}": responses.missing,
         "/adapters/{adapter_name:any}": sagemaker.unload,

@@ -186,6 +186,17 @@ class Service:
             raise UnsupportedField("speculative_history", "is not available to an API key that is marked `isolate`")
         return tenant
 
+    def learning_tenant(
+        self, caller: Caller, adapter: Adapter | None, heads: AdapterFields, speculation: Speculation, salt: str | None
+    ) -> str:
+        """Whose outputs heads are learned from that draft for a request; empty for none, or where it names heads."""
+        info = self.dispatcher.info
+        if info is None or not info.learning or not speculation.num_heads or heads.name:
+            return ""
+        entry = self.selection.directory.find(adapter.alias) if adapter is not None and adapter.alias else None
+        wanted = None if entry is None else entry.learn_heads
+        return caller.tenant(salt) if (self.config.learn_heads if wanted is None else wanted) else ""
+
     async def grammar(
         self,
         wanted: GrammarFields | ValidationError | None,

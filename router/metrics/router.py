@@ -15,6 +15,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.metrics.adapters import AdapterMetrics
 from lorikeet.router.metrics.histogram import Counter, Histogram, families
+from lorikeet.router.metrics.learning import LearningMetrics
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
 from lorikeet.router.metrics.steps import StepMetrics
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
@@ -126,7 +127,7 @@ class Metrics:
         text = "Requests and connections rejected before any route, by reason"
         self.connections_rejected = counter("connections_rejected", text, "reason")
         self.adapters = AdapterMetrics()
-        self.speculation = SpeculationMetrics()
+        self.speculation, self.learning = SpeculationMetrics(), LearningMetrics()
         self.vllm = vllm
         self.gauges = dict.fromkeys(_GAUGES, 0.0)
         """By full name."""
@@ -181,6 +182,8 @@ class Metrics:
             self.shard_messages.add()
         self.generated_tokens.add(num_tokens)
         num_steps = self.steps.observe(output, num_tokens, index)
+        if output.HasField("learning"):
+            self.learning.observe(output.learning, index)
         if not output.HasField("load"):
             return
         load = output.load
@@ -254,6 +257,7 @@ class Metrics:
         """Nothing runs there any more."""
         self._loads.pop(index, None)
         self.steps.forget(index)
+        self.learning.forget(index)
         self._num_pages.pop(index, None)
         self.gauges["lorikeet_kv_pages"] = sum(self._num_pages.values())
 
@@ -294,6 +298,7 @@ class Metrics:
         yield from self.steps.collect()
         yield from self.adapters.collect()
         yield from self.speculation.collect()
+        yield from self.learning.collect()
         self._sum_loads()
         for name, value in self.gauges.items():
             yield GaugeMetricFamily(name, _GAUGES.get(name, name), value=value)

@@ -85,7 +85,7 @@ class ResolvedAdapters:
     @property
     def can_speculate(self) -> bool:
         """Whether any draft token can be proposed for the request."""
-        return self._request.speculation.is_possible(self.num_heads > 0)
+        return self._request.speculation.is_possible(self.num_heads > 0 or bool(self._request.learning_tenant))
 
     @property
     def digest(self) -> str:

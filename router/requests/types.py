@@ -68,7 +68,7 @@ class Speculation:
     """The predicted output, from which draft tokens are copied."""
 
     def is_possible(self, has_heads: bool) -> bool:
-        """Whether any draft token can be proposed, with or without Medusa heads."""
+        """Whether any draft token can be proposed, where there may be Medusa heads or not."""
         return self.num_tokens > 0 or (self.num_heads > 0 and has_heads)
 
 
@@ -154,6 +154,8 @@ class GenerationRequest:
     cache_salt: str = ""
     tenant: str = ""
     """An opaque id of the requests whose outputs are proposed as drafts to each other; empty for none."""
+    learning_tenant: str = ""
+    """The same of requests from whose outputs heads are learned that draft for them."""
     adapter: Adapter | None = None
     """None for the base model."""
     heads: Heads | None = None

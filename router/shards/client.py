@@ -147,6 +147,12 @@ class ShardClient:
             raise ConnectionError("its shard is not connected")
         return str((await self._stub.Digest(pb.DigestRequest(), metadata=self._metadata)).sha256)
 
+    async def learning(self, purge: bool) -> pb.LearningReply:
+        """What the shard learns from traffic; with `purge` it deletes that first. Raises as `digest`."""
+        if self._stub is None:
+            raise ConnectionError("its shard is not connected")
+        return await self._stub.Learning(pb.LearningRequest(purge=purge), metadata=self._metadata)
+
     def _put(self, command: pb.Command, size: int) -> None:
         self._outbox.append((command, size))
         self._wake.set()

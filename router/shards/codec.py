@@ -74,6 +74,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         ),
         cache_salt=request.cache_salt,
         tenant=request.tenant,
+        learning_tenant=request.learning_tenant,
         adapter=None if adapter is None else adapter_pin(*adapter),
         adapter_start=0 if adapter is None else adapters.start,
         heads=None if heads is None else adapter_pin(*heads),

@@ -21,6 +21,7 @@ from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
+from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
@@ -72,6 +73,7 @@ class Engine:
         drafter: NoDrafter | None = None,
         grammars: NoGrammars | None = None,
         pooling: Pooling | None = None,
+        learning: NoLearning | None = None,
     ) -> None:
         """`pooling`: what every request ends with, for a model that generates no text."""
         self.scheduler = scheduler
@@ -86,7 +88,8 @@ class Engine:
         self._config = config
         max_open = scheduler.limits.max_running + config.max_waiting
         self._watch = StepWatch(self._outbox)
-        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars(), self._watch)
+        self.learning = learning or NoLearning()
+        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars(), self._watch, self.learning)
         self._masks = GrammarMasks(sampler.vocab_size, network.inputs.device)
         self._pooling = pooling
         self._launched: deque[Step] = deque()
@@ -132,6 +135,7 @@ class Engine:
         may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
         self._commit_all_but(self._config.commit_lag if may_lag else 0)
         self._process_adapter_events()  # of adapters that left their slots in this step: the next may be far off
+        self.learning.update()
         self._publish()
 
     def stop(self) -> None:
@@ -242,7 +246,9 @@ class Engine:
             step.layout.add(item)
         fill_inputs(self._network.inputs, step.layout, self._sampler)
         self._idle.stop()
+        self.learning.prepare(step.scheduled)
         logits = self._network.forward()
+        step.hidden = self.learning.take_rows()
         step.timer.mark(Phase.VERIFY)
         return logits, draws
 
@@ -287,7 +293,8 @@ class Engine:
         results, seconds = step.to_host(), step.timer.seconds()
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
         for part in step.layout.parts:
-            self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
+            phases = sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]
+            self._commit_part(part, results, phases, step.hidden)
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
@@ -297,7 +304,10 @@ class Engine:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)
         self._committed_at = now
 
-    def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
+    def _commit_part(
+        self, part: Part, results: HostResults, seconds: tuple[float, float, float], hidden: torch.Tensor | None
+    ) -> None:
+        """hidden: [S, H] rows of the step, where they are collected."""
         item = part.item
         if item.request.pooling is not None:
             self._commit_pooled(part, results)
@@ -317,6 +327,8 @@ class Engine:
             self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
+            if hidden is not None:
+                self.learning.collect(item, hidden, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
             if part.heads:
                 first = part.heads.start + (num_taken - 1) * item.num_heads
@@ -351,6 +363,7 @@ class Engine:
             self.scheduler.cache.forget(digest)
         for digest, (residency, reason) in changes.states.items():
             self._adapter_events[digest] = (residency, reason)
+            self.learning.changed(digest, residency, reason)
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
                 self._outputs += [error_output(request, reason, retryable=False) for request in lost]
@@ -378,6 +391,7 @@ class Engine:
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
             gap_us=round(1e6 * self._idle.seconds()),
+            learning=self.learning.totals(),
         )
 
     def _when_idle(self) -> None:

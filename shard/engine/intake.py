@@ -1,8 +1,10 @@
 """Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
+from lorikeet.proto.learning import Trained
 from lorikeet.shard.engine.step_watch import StepWatch
-from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, Refusal, StreamEnded, StreamOpened
+from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAsked, Refusal, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -15,7 +17,13 @@ class Intake:
     """What each stream has submitted and may still submit."""
 
     def __init__(
-        self, inbox: Inbox, scheduler: Scheduler, max_open: int, grammars: NoGrammars, watch: StepWatch
+        self,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        max_open: int,
+        grammars: NoGrammars,
+        watch: StepWatch,
+        learning: NoLearning,
     ) -> None:
         self.is_ending = False
         """Whether new requests are rejected, because the shard ends when its requests have."""
@@ -25,6 +33,7 @@ class Intake:
         self._scheduler = scheduler
         self._max_open = max_open
         self._grammars = grammars
+        self._learning = learning
         self._compiling: list[Request] = []  # requests whose grammar is being compiled
 
     def apply(self) -> list[Output]:
@@ -38,6 +47,10 @@ class Intake:
                 self._end(item.epoch)
             elif isinstance(item, AdapterRead):
                 self._take_adapter(item)
+            elif isinstance(item, Trained):
+                self._learning.trained(item)
+            elif isinstance(item, LearningAsked):
+                item.answer.set_result(self._learning.answer(item.purge))
             elif item.epoch in self.acknowledged:
                 self._take(item, outputs)
         self._start_compiled(outputs)

@@ -203,6 +203,8 @@ class Step:
     """[E] draft tokens of heads after the sampled tokens, in order of requests, positions and heads."""
     pooled: HostCopy | None = None
     """[S, size] float32 vectors or scores, in order of requests."""
+    # [S, H], of requests whose outputs heads are learned from
+    hidden: torch.Tensor | None = None
     error: str = ""
     """Why the step failed."""
     is_retried: bool = False

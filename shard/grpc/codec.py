@@ -110,6 +110,8 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         adapter_digest=submit.adapter.digest,
         adapter_start=submit.adapter_start,
         heads_digest=submit.heads.digest,
+        given_heads_digest=submit.heads.digest,
+        learner=submit.learning_tenant,
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
@@ -270,6 +272,7 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
         ),
         heartbeat=heartbeat,
         load=pb.Load(**pick(status, LOAD)),
+        learning=status.learning,
     )
     message = deepcopy(head)
     message.load.num_preempted = update.num_preempted

@@ -2,8 +2,11 @@
 
 import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.learning import Trained
 from lorikeet.shard.scheduler.adapter_slots import Content
 from lorikeet.shard.scheduler.request import Request
 
@@ -57,7 +60,16 @@ class AdapterRead:
     reason: str = ""
 
 
-Item = StreamOpened | StreamEnded | Commands | AdapterRead
+@dataclass(frozen=True)
+class LearningAsked:
+    """A router asks what is learned from traffic."""
+
+    purge: bool
+    """Whether all of it is deleted first."""
+    answer: Future[pb.LearningReply] = field(default_factory=Future)
+
+
+Item = StreamOpened | StreamEnded | Commands | AdapterRead | Trained | LearningAsked
 
 
 class Inbox:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import add
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason
 from lorikeet.shard.scheduler.speculation.types import Source
@@ -107,6 +108,8 @@ class Status:
     """Estimated time of the running step, or of the next one."""
     gap_us: int = 0
     """Total time that the device has waited for the host between steps."""
+    learning: pb.LearningTotals | None = None
+    """Of a shard that learns heads."""
 
 
 @dataclass(frozen=True)

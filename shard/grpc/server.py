@@ -23,7 +23,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
-from lorikeet.shard.grpc.inbox import Inbox, StreamEnded, StreamOpened
+from lorikeet.shard.grpc.inbox import Inbox, LearningAsked, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 
 log = structlog.get_logger()
@@ -65,6 +65,14 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         except (OSError, ValueError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.DigestReply(sha256=found)
+
+    async def Learning(self, request: pb.LearningRequest, context: Any) -> pb.LearningReply:
+        facts = await asyncio.shield(self.facts)
+        if not facts.info.learning:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this shard learns no heads")
+        asked = LearningAsked(request.purge)
+        self._inbox.put(asked)
+        return await asyncio.wrap_future(asked.answer)
 
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)

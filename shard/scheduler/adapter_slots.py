@@ -156,6 +156,21 @@ class AdapterSlots:
         self._cached.move_to_end(digest)
         return adapter.slot
 
+    def settle(self, digest: str) -> bool:
+        """Whether an adapter is in a slot; if not, it is loaded, and gets a slot that no other adapter needs."""
+        adapter = self._cached.get(digest)
+        if adapter is None:
+            self.prefetch(digest)
+            return False
+        if adapter.slot < 0 and not adapter.evict_when_idle and self._fits(adapter):
+            self._place(adapter)
+        return adapter.is_resident
+
+    def slot(self, digest: str) -> int:
+        """The slot of an adapter, -1 without one."""
+        adapter = self._cached.get(digest)
+        return -1 if adapter is None else adapter.slot
+
     def num_heads(self, digest: str) -> int:
         """Medusa heads of an adapter in a slot."""
         return self._cached[digest].content.num_heads
@@ -357,6 +372,9 @@ class NoAdapters(AdapterSlots):
 
     def acquire(self, digest: str) -> int | None:
         return -1
+
+    def settle(self, digest: str) -> bool:
+        return False
 
     def num_heads(self, digest: str) -> int:
         return 0

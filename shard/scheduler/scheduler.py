@@ -6,13 +6,14 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
+from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
 from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.scheduler.request import FinishReason, Request
@@ -33,6 +34,7 @@ class Scheduler:
         self.limits = limits
         self.adapters = NoAdapters() if adapters is None else adapters
         self.proposer = Proposer(cache, draft_sources)
+        self.learned_heads = LearnedHeads()
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -215,6 +217,12 @@ class Scheduler:
         is_resident = self.adapters.is_resident
         return sum(not (r.constraint.is_ready and all(map(is_resident, r.digests))) for r in self.waiting)
 
+    def swap_heads(self, pair: Pair) -> None:
+        """Let the learned heads of a pair draft for its running requests too. Call this between steps."""
+        for request in self.running:
+            if pair_of(request) == pair and not request.num_launched:
+                self._swap_heads(request)
+
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
         request.finish_reason = reason
@@ -322,6 +330,8 @@ class Scheduler:
 
     def _take_slots(self, request: Request) -> bool:
         """Acquire all slots that the request needs, or none and return False."""
+        if pair_of(request) is not None:
+            request.heads_digest = self._wanted_heads(request)
         slots: dict[str, int] = {}
         for digest in request.digests:
             slot = self.adapters.acquire(digest)
@@ -331,16 +341,39 @@ class Scheduler:
                 return False
             slots[digest] = slot
         request.slot = slots.get(request.adapter_digest, -1)
+        self._set_heads(request, slots)
+        return True
+
+    def _set_heads(self, request: Request, slots: Mapping[str, int]) -> None:
         heads_digest = request.heads_digest or request.adapter_digest
         if heads_digest and request.speculation.takes_heads:
             request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)
-        return True
+
+    def _wanted_heads(self, request: Request) -> str:
+        """The learned heads if they have a slot, else those that the request came with: it does not wait for a slot."""
+        learned = self.learned_heads.of(request)
+        return learned if learned and self.adapters.settle(learned) else request.given_heads_digest
+
+    def _swap_heads(self, request: Request) -> None:
+        """Other heads draft from the next step on, if they have a slot."""
+        before, wanted = request.digests, self._wanted_heads(request)
+        if wanted == request.heads_digest:
+            return
+        if wanted and wanted not in before and self.adapters.acquire(wanted) is None:
+            return
+        request.heads_digest, request.heads_slot, request.num_heads = wanted, -1, 0
+        request.head_ids = ()
+        for digest in set(before) - set(request.digests):
+            self.adapters.release(digest)
+        self._set_heads(request, {request.adapter_digest: request.slot, wanted: self.adapters.slot(wanted)})
 
     def _release_slots(self, request: Request) -> None:
         for digest in request.digests:
             self.adapters.release(digest)
         request.slot = request.heads_slot = -1
         request.num_heads = 0
+        if pair_of(request) is not None:
+            request.heads_digest = request.given_heads_digest
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: other.order)

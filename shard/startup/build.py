@@ -6,6 +6,8 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.base_files import base_key
+from lorikeet.proto.learning import RowsLayout, TrainerSettings
 from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
@@ -17,6 +19,10 @@ from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts
+from lorikeet.shard.learning.learning import Learning, NoLearning
+from lorikeet.shard.learning.records import Records
+from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.commands import WarmUpAdapters
@@ -76,7 +82,45 @@ def build_engine(
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
     loop = LoopConfig(lag, config.max_waiting)
     grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
-    return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model))
+    learning = build_learning(config, model, scheduler, inbox)
+    return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
+
+
+def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> NoLearning:
+    """What learns heads from traffic. Raises ValueError where all requests should be learned from and cannot be."""
+    reason, layout = learning_obstacle(config, model), None
+    try:
+        if not reason:
+            layout = RowsLayout.within(config.learning_memory, model.heads.hidden_size)
+    except ValueError as problem:
+        reason = str(problem)
+    if reason or layout is None or config.adapter_store is None:
+        if config.learn_heads:
+            raise ValueError(f"--learn-heads cannot be served: {reason}")
+        log.info("learning_unavailable", reason=reason)
+        return NoLearning()
+    rings, dtype = Rings(layout), str(model.info.dtype).removeprefix("torch.")
+    settings = TrainerSettings(
+        config.model_path, config.trust_remote_code, dtype, config.adapter_store, config.store_bytes, rings.fd, layout,
+        config.json_output, config.log_level,
+    )  # fmt: skip
+    records = Records(Path(config.adapter_store), base_key(config.model_path, dtype))
+    return Learning(scheduler, model.heads, rings, records, Trainer(settings, inbox.put))
+
+
+def learning_obstacle(config: ShardConfig, model: Model) -> str:
+    """Why this shard cannot learn heads; "" if it can."""
+    if config.adapter_store is None:
+        return "it needs an adapter store"
+    if not config.learning_memory:
+        return "--learning-memory is 0"
+    if model.info.device.type != "cpu":
+        return "heads are learned on the CPU only"
+    if config.draft_model is not None:
+        return "heads would take the place of the draft model"
+    if model.info.pooled is not None or not model.heads.is_reached:
+        return "the model's logits do not come from an output head"
+    return ""
 
 
 def prompt_parts(config: ShardConfig, model: Model) -> tuple[bool, bool]:
@@ -163,6 +207,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         chunked_prefill=engine.scheduler.limits.chunked_prefill,
         token_masks=True,
         grammars=has_tokenizer(config) and pooled is None,
+        learning=engine.learning.is_enabled,
         history=engine.scheduler.proposer.draft_sources.history.is_enabled,
     )
     if pooled is not None:

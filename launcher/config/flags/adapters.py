@@ -94,7 +94,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "adapter-disk-cache",
             "disk space for converted adapters; least recently used ones are removed first; 503 where none can be",
-            BYTES, 64 << 30, LOADER, "store_bytes", minimum=1, new=True,
+            BYTES, 64 << 30, SHARD | LOADER, "store_bytes", minimum=1, new=True,
         ),
         Flag(
             "adapter-store", "folder of converted adapters; may be shared between servers", to=SHARD | LOADER,

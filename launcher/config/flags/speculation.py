@@ -53,6 +53,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             256 << 20, SHARD, minimum=0, new=True,
         ),
         Flag(
+            "learn-heads", "learn Medusa heads from the outputs, for each tenant and adapter, unless the alias says "
+            "otherwise; CPU only", SWITCH, False, ROUTER | SHARD, new=True,
+        ),
+        Flag(
+            "learning-memory", "memory of a shard for outputs and hidden states that heads are learned from; 0 learns "
+            "none", BYTES, 256 << 20, SHARD, minimum=0, new=True,
+        ),
+        Flag(
             "draft-model-id", "draft model: hub id, `id@revision` or local folder; needs the base model's tokenizer",
             new=True,
         ),

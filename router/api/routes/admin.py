@@ -43,7 +43,7 @@ class AdminRoutes:
 
     async def listing(self, request: Request) -> Response:
         """Every name that the operator gave, and every loaded content with its place."""
-        self._check(request)
+        self.check(request)
         admission, directory = self._service.admission, self._service.selection.directory
         named = [
             {
@@ -103,7 +103,7 @@ class AdminRoutes:
 
     async def reload(self, request: Request) -> Response:
         """Reload the operator's files, all or none."""
-        self._check(request)
+        self.check(request)
         changed = await self._service.reloading.reload()
         return _json({"num_entries": changed.num_entries, "num_changed": changed.num_changed})
 
@@ -134,7 +134,7 @@ class AdminRoutes:
 
     async def delete_model(self, request: Request) -> Response:
         """OpenAI's route: the same for the name in the path."""
-        self._check(request)
+        self.check(request)
         name = request.path_params["model_id"]
         if name in (*self._service.config.model_names, *BASE_NAMES):
             raise ValidationError("the base model cannot be deleted", "model")
@@ -151,7 +151,7 @@ class AdminRoutes:
         directory.remove(name)
         await self._unload(digests, disk=False)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises AdminOnly for everyone but administrators."""
         keys = self._service.selection.keys
         if not keys.has_admin:
@@ -161,7 +161,7 @@ class AdminRoutes:
             raise NotServed(request.url.path)
 
     async def _fields(self, request: Request) -> Fields:
-        self._check(request)
+        self.check(request)
         if request.headers.get("content-length") == "0":
             return Fields({})
         return Fields(await self._service.body(request))

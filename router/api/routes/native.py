@@ -172,15 +172,19 @@ class NativeRoutes:
         check_min_tokens(parameters.constraints.min_tokens, max_new_tokens)
         speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
         check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
+        adapter = await self._service.adapter(caller, fields)
         wanted = GenerationRequest(
             prompt_ids=prompt_ids,
             text=native.inputs,
             max_new_tokens=max_new_tokens,
-            adapter=await self._service.adapter(caller, fields),
+            adapter=adapter,
             heads=await self._service.heads(caller, parameters.heads, speculation),
             caller=caller.identity,
             cache_salt=caller.cache_salt(parameters.cache_salt),
             tenant=self._service.tenant(caller, parameters.speculation, speculation, parameters.cache_salt),
+            learning_tenant=self._service.learning_tenant(
+                caller, adapter, parameters.heads, speculation, parameters.cache_salt
+            ),
             speculation=speculation,
             grammar=await self._service.grammar(
                 parameters.grammar, parameters.constraints, parameters.speculation, caller.identity

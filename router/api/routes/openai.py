@@ -225,6 +225,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             caller=caller.identity,
             cache_salt=caller.cache_salt(common.cache_salt),
             tenant=self._service.tenant(caller, common.speculation, speculation, common.cache_salt),
+            learning_tenant=self._service.learning_tenant(
+                caller, adapter, common.heads, speculation, common.cache_salt
+            ),
             speculation=speculation,
             grammar=await self._grammar(common, common.grammar if prepared is None else prepared.grammar, caller),
             heads=await self._service.heads(caller, common.heads, speculation),

@@ -86,6 +86,11 @@ class HeadsPool:
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network's logits come from its output head, so that heads can use it."""
+        self.keeps_rows = False
+        """Whether the hidden rows of the next step are kept in …"""
+        # [S, H]
+        self.rows: torch.Tensor | None = None
+        """… this."""
         self.kernels: HeadKernels | None = None
         """Replace separate products on a device."""
         self._inputs = inputs
@@ -122,10 +127,14 @@ class HeadsPool:
         self.is_reached = True
         self._own.clear()  # of a step that failed
         wanted = self._inputs.heads
-        if not self._inputs.num_draft_rows:
+        if not (self._inputs.num_draft_rows or self.keeps_rows):
             return None
         num_rows = self._inputs.logits_rows.shape[0]
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # without the second row of a step of one
+        if self.keeps_rows:
+            self.rows = rows
+        if not self._inputs.num_draft_rows:
+            return None
         if self.kernels is not None:
             return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:

@@ -36,7 +36,7 @@ def test_rows_through_the_output_head_give_the_models_logits(tmp_path: Path, cas
 
 def test_an_unsupported_transform_of_the_logits_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small.base(tmp_path / "base", "gemma2", final_logit_softcapping=3.0)
-    monkeypatch.setattr("lorikeet.adapters.medusa.target._transforms", lambda config: iter([lambda logits: logits]))
+    monkeypatch.setattr("lorikeet.adapters.medusa.target.transforms", lambda config: iter([lambda logits: logits]))
     with pytest.raises(HeadsError, match="transforms its logits after the output head"):
         small.target(folder)
 

@@ -1,0 +1,198 @@
+"""One round of training per job: the new rows of a pair with as many older ones, then a replay of the newest texts.
+
+A pair's heads and their optimizer stay in memory between its rounds. Heads that a replay finds better than those in use
+are written to the adapter store under a digest of their own.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+from safetensors import safe_open
+
+from lorikeet.adapters.errors import AdapterError, HeadsError
+from lorikeet.adapters.formats import heads as served_heads
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.layout import Base, Layout, served_file
+from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.learning.base_head import BaseHead
+from lorikeet.adapters.learning.rows import HeldOut, JobRows, spans
+from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa.format import HeadsShape, expected_shapes
+from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa.training import HeadsOptimizer, Recipe
+from lorikeet.adapters.store import Store
+from lorikeet.proto.base_files import base_key
+from lorikeet.proto.learning import Job, Trained, TrainerSettings
+
+log = structlog.get_logger()
+
+RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=256)
+"""Of a round."""
+MOST_PAIRS = 8
+"""Pairs whose heads stay in memory; others continue from the heads in use."""
+PROPOSED_ROWS = 256
+"""Rows that heads propose for at a time."""
+OWN_OUTPUT = "its adapter changes the output head: heads are not learned for it"
+
+
+class Abandoned(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What all rounds share, loaded at the first."""
+
+    head: BaseHead
+    base: Base
+
+
+class Rounds:
+    """The rounds of one shard."""
+
+    def __init__(self, settings: TrainerSettings, is_abandoned: Callable[[], bool]) -> None:
+        self._settings, self._is_abandoned = settings, is_abandoned
+        memory = mmap.mmap(settings.rows_fd, settings.layout.num_bytes, prot=mmap.PROT_READ)
+        self._arrays = settings.layout.arrays(memoryview(memory))
+        self._key = base_key(settings.model_path, settings.dtype)
+        self._store = Store(settings.adapter_store, settings.store_bytes, self._key)
+        self._facts: _Facts | None = None
+        self._pairs: OrderedDict[int, HeadsOptimizer] = OrderedDict()
+        self._random = np.random.default_rng(0)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+
+    def do(self, job: Job) -> Trained:
+        """A job. Raises Abandoned."""
+        wall, cpu = time.monotonic(), time.process_time()
+        try:
+            answer = self._do(job)
+        except (AdapterError, HeadsError, OSError, ValueError) as error:
+            answer = {"error": str(error)}
+        except MemoryError:
+            answer = {"error": "there is no memory for training"}
+        seconds = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
+        return Trained(job.pair, **answer, **seconds)  # type: ignore[arg-type]
+
+    def _do(self, job: Job) -> dict[str, str | float | int]:
+        facts = self._facts = self._facts or self._load()
+        if self._changes_output(job.adapter_digest, facts.head.name):
+            raise HeadsError(OWN_OUTPUT)
+        optimizer = self._optimizer(job, facts.head)
+        rows = JobRows(self._arrays, job, RECIPE.num_heads)
+        if not len(rows.indices) or not rows.num_held_out:
+            raise HeadsError("there are too few texts: some are held out of training")
+        self._train(optimizer, rows)
+        before = 1.0
+        if job.heads_digest:
+            before = _tokens_per_step(self._served(job.heads_digest, facts.head), rows.held_out, facts.head)
+        found = _tokens_per_step(_rounded(optimizer.heads, facts.base.dtype), rows.held_out, facts.head)
+        digest = self._write(optimizer.heads, facts.base) if found >= job.min_gain * before else ""
+        return {
+            "heads_digest": digest,
+            "tokens_per_step": found,
+            "tokens_per_step_before": before,
+            "num_rows": len(rows.indices),
+        }
+
+    def _load(self) -> _Facts:
+        settings, (of_config, of_weights, dtype) = self._settings, self._key
+        skeleton = Skeleton(settings.model_path, settings.trust_remote_code)
+        values = BaseValues(skeleton)
+        base = Base(of_config, of_weights, getattr(torch, dtype), frozenset(), values)
+        return _Facts(BaseHead(skeleton, values, torch.bfloat16), base)
+
+    def _optimizer(self, job: Job, head: BaseHead) -> HeadsOptimizer:
+        """The pair's heads as they are, else those in use if they have the recipe's shape, else untrained ones."""
+        optimizer = self._pairs.pop(job.pair, None)
+        if optimizer is None:
+            shape = HeadsShape(RECIPE.num_heads, RECIPE.num_layers, head.hidden_size)
+            heads = MedusaHeads(shape)
+            if job.heads_digest and (used := self._served(job.heads_digest, head)).shape == shape:
+                heads = used
+            optimizer = HeadsOptimizer(heads, RECIPE, head.logits, head.vocab_size)
+        self._pairs[job.pair] = optimizer
+        while len(self._pairs) > MOST_PAIRS:
+            self._pairs.popitem(last=False)
+        return optimizer
+
+    def _train(self, optimizer: HeadsOptimizer, rows: JobRows) -> None:
+        batches = [batch for _ in range(RECIPE.epochs) for batch in rows.batches(RECIPE.rows_per_step, self._random)]
+        for step, batch in enumerate(batches):
+            if self._is_abandoned():
+                raise Abandoned
+            optimizer.take(*rows.take(batch), RECIPE.lr_at(step, len(batches)))
+
+    def _write(self, heads: MedusaHeads, base: Base) -> str:
+        """Store heads; returns their digest."""
+        tensors = heads.tensors(torch.float32)
+        hashed = hashlib.sha256(repr(self._key).encode())
+        for name in sorted(tensors):
+            hashed.update(tensors[name].contiguous().numpy().tobytes())
+        digest = hashed.hexdigest()
+        parsed = served_heads.ParsedHeads(heads.shape, tensors, ())
+        laid_out = served_heads.lay_out(parsed, 0, base.dtype)
+        file = served_file(Layout(laid_out, {}, served_heads.metadata(heads.shape)), digest, base)
+        self._store.add(digest, file.num_bytes, file.write)
+        return digest
+
+    def _served(self, digest: str, head: BaseHead) -> MedusaHeads:
+        """Heads of the store. Raises OSError or HeadsError."""
+        path = self._store.path(digest)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return _from_served(file, head)
+        except FileNotFoundError:
+            raise HeadsError("the heads in use are no longer in the adapter store") from None
+
+    def _changes_output(self, digest: str, name: str) -> bool:
+        """Whether an adapter changes the output head, so that its logits are not those of the base's."""
+        if not digest:
+            return False
+        try:
+            with safe_open(self._store.path(digest), framework="pt") as file:
+                return name in json.loads((file.metadata() or {}).get("modules", "{}"))
+        except FileNotFoundError:
+            raise HeadsError("the adapter is no longer in the adapter store") from None
+
+
+def _from_served(file: "safe_open", head: BaseHead) -> MedusaHeads:
+    facts = json.loads((file.metadata() or {}).get("heads", "{}"))
+    count, layers = int(facts["count"]), int(facts["layers"])
+    shape = HeadsShape(count, layers, head.hidden_size, None if int(facts["version"]) == 2 else head.vocab_size)
+    heads, tensors = MedusaHeads(shape), {}
+    for name in expected_shapes(shape):
+        number, block, *part = name.split(".")
+        middle = f".{block}" if layers > 1 else ""
+        served = f"heads.{number}{middle}.{part[-1]}" if part[0] == "linear" else f"heads.{number}.output"
+        tensors[name] = file.get_tensor(served)
+    heads.load(tensors)
+    return heads
+
+
+def _rounded(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+    """The heads as they are served."""
+    rounded = MedusaHeads(heads.shape)
+    rounded.load(heads.tensors(dtype))
+    return rounded
+
+
+@torch.no_grad()
+def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead) -> float:
+    """A replay of the held-out texts."""
+    proposals: list[list[int]] = []
+    for part in held_out.rows.split(PROPOSED_ROWS):
+        proposals += heads.propose(part, head.logits, head.vocab_size).tolist()
+    tokens = steps = 0
+    for output_ids, rows in spans(held_out):
+        chain = report.replay(output_ids, proposals[rows])
+        tokens, steps = tokens + chain.tokens, steps + chain.steps
+    return tokens / max(1, steps)

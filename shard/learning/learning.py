@@ -1,0 +1,353 @@
+"""Learns Medusa heads while serving: collects rows, has heads trained, adopts those that are better, and reverts them.
+
+Everything here runs between steps, in the step loop's thread. Speculation is lossless, so that heads change speed only.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import structlog
+import torch
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.learning import Job, Trained
+from lorikeet.shard.learning.records import Decision, Record, Records
+from lorikeet.shard.learning.rings import Pair, Rings
+from lorikeet.shard.learning.trainer import Trainer
+from lorikeet.shard.model.medusa.heads import HeadsPool
+from lorikeet.shard.scheduler.adapter_slots import Residency
+from lorikeet.shard.scheduler.learned_heads import pair_of
+from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.speculation.types import Source
+
+log = structlog.get_logger()
+
+MIN_ROWS = 2048
+"""Rows of a pair that have come since its last training before the next …"""
+MOST_WAITS = 16
+"""… times two after each training without a gain, up to this factor."""
+MOST_BLOCKS = 8192
+"""The newest blocks of a pair that one training reads."""
+MIN_GAIN = 1.02
+"""Tokens per step of new heads over those in use, from which on they are adopted."""
+REVERT_STEPS = 256
+"""Steps in a row in which acceptance is below that of the heads before, after which these are used again."""
+ACCEPTANCE_STEPS = 256
+"""Steps over which acceptance is averaged …"""
+KNOWN_STEPS = 64
+"""… and that it takes to be known."""
+MARGIN = 0.98
+"""Acceptance counts as lower below this part of the earlier one: it is a mean of random events."""
+FLOOR = 0.02
+"""Acceptance that heads need which replaced none."""
+MOST_DECISIONS = 20
+"""Decisions that are kept of each pair."""
+MOST_PAIRS = 1024
+"""Pairs that are known; those that were not used for longest are dropped."""
+
+
+class Acceptance:
+    """Share of the newest steps in which the first draft was accepted."""
+
+    def __init__(self) -> None:
+        self.value, self.num_steps = 0.0, 0
+
+    def observe(self, is_accepted: bool) -> None:
+        """One more step with drafts."""
+        self.num_steps += 1
+        self.value += (is_accepted - self.value) / min(self.num_steps, ACCEPTANCE_STEPS)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_steps >= KNOWN_STEPS
+
+
+@dataclass
+class LearnedPair:
+    """What is known of the requests of one tenant with one adapter."""
+
+    pair: Pair
+    number: int
+    given_digest: str = ""
+    """The heads that requests come with."""
+    num_collected: int = 0
+    num_new: int = 0
+    """Rows since the last training."""
+    num_waits: int = 1
+    """Factor of MIN_ROWS for the next training."""
+    trained: int = 0
+    """Number of the last training, over all pairs."""
+    digest: str = ""
+    """The adopted heads."""
+    candidate: str = ""
+    """Better heads that are being loaded."""
+    replaced: str = ""
+    """What drafted before the adopted heads …"""
+    replaced_acceptance: float = 0.0
+    """… and its acceptance then."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    num_below: int = 0
+    """Steps in a row with a lower acceptance than that."""
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
+
+    @property
+    def heads(self) -> str:
+        """The heads in use, "" for none."""
+        return self.digest or self.given_digest
+
+    def record(self) -> Record:
+        """What survives a restart."""
+        return Record(self.pair, self.digest, self.replaced, self.replaced_acceptance, tuple(self.decisions))
+
+
+class NoLearning:
+    """Of a shard that learns nothing. The base class of the one that does."""
+
+    is_enabled = False
+
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Before the forward pass of a step: keep its hidden rows where a request's output is collected."""
+
+    def take_rows(self) -> torch.Tensor | None:
+        """After it: these rows, [S, H]."""
+        return None
+
+    def collect(self, item: ScheduledRequest, rows: torch.Tensor, first: int, token_ids: Sequence[int]) -> None:
+        """A committed step: `token_ids` came from the rows [S, H] from index `first` on."""
+
+    def changed(self, digest: str, residency: Residency, reason: str) -> None:
+        """Where an adapter is now."""
+
+    def trained(self, answer: Trained) -> None:
+        """A job has ended."""
+
+    def update(self) -> None:
+        """Between steps: start a job if one is due."""
+
+    def totals(self) -> pb.LearningTotals | None:
+        """Since the shard's start."""
+        return None
+
+    def answer(self, purge: bool) -> pb.LearningReply:
+        """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
+        return pb.LearningReply()
+
+
+class Learning(NoLearning):
+    """The learning of one shard."""
+
+    is_enabled = True
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        heads: HeadsPool,
+        rings: Rings,
+        records: Records,
+        trainer: Trainer,
+    ) -> None:
+        self.rings = rings
+        self._totals = pb.LearningTotals()
+        self.pairs: dict[Pair, LearnedPair] = {}  # least recently used first
+        self.trainer = trainer
+        self._scheduler, self._heads, self._records = scheduler, heads, records
+        self._num_pairs = self._num_jobs = 0
+        for record in records.read():
+            pair = self._pair(record.pair)
+            pair.decisions.extend(record.decisions)
+            if record.digest and records.hold(record.digest):
+                pair.candidate = record.digest
+                pair.replaced, pair.replaced_acceptance = record.replaced, record.replaced_acceptance
+                records.hold(record.replaced)
+                scheduler.adapters.prefetch(record.digest)
+
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
+
+    def take_rows(self) -> torch.Tensor | None:
+        rows, self._heads.rows = self._heads.rows, None
+        return rows
+
+    def collect(self, item: ScheduledRequest, rows: torch.Tensor, first: int, token_ids: Sequence[int]) -> None:
+        request = item.request
+        key = pair_of(request)
+        if key is None:
+            return
+        pair = self._pair(key)
+        pair.given_digest = request.given_heads_digest
+        wanted = rows[first : first + len(token_ids)].to(torch.bfloat16)
+        bits = wanted.view(torch.int16).numpy().view(np.uint16)
+        self.rings.append(key, request.order, np.array(token_ids, np.int32), bits)
+        pair.num_collected += len(token_ids)
+        pair.num_new += len(token_ids)
+        self._totals.num_rows += len(token_ids)
+        if item.source is Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
+            self._observe(pair, token_ids[0] == item.draft_ids[0])
+
+    def changed(self, digest: str, residency: Residency, reason: str) -> None:
+        for pair in list(self.pairs.values()):
+            if pair.candidate == digest and residency is Residency.RESIDENT:
+                self._use(pair, digest)
+            elif residency is Residency.FAILED and digest in (pair.candidate, pair.digest):
+                self._drop(pair, digest, reason)
+
+    def trained(self, answer: Trained) -> None:
+        self._totals.train_seconds += answer.seconds
+        self._totals.cpu_seconds += answer.cpu_seconds
+        pair = next((each for each in self.pairs.values() if each.number == answer.pair), None)
+        if pair is None:
+            return
+        if answer.error:
+            self._totals.num_failed += 1
+            self._decide(pair, "failed", answer.error, answer)
+        elif not answer.heads_digest or not self._records.hold(answer.heads_digest):
+            self._totals.num_rejected += 1
+            self._decide(pair, "rejected", "no gain in a replay of the newest outputs", answer)
+        else:
+            pair.num_waits = 1
+            pair.candidate = answer.heads_digest
+            self._decide(pair, "adopted", "more tokens per step in a replay of the newest outputs", answer)
+            self._scheduler.adapters.prefetch(answer.heads_digest)
+            if self._scheduler.adapters.is_resident(answer.heads_digest):
+                self._use(pair, answer.heads_digest)
+            return
+        pair.num_waits = min(2 * pair.num_waits, MOST_WAITS)
+
+    def update(self) -> None:
+        if self.trainer.state == "training":
+            return
+        due = [each for each in self.pairs.values() if each.num_new >= MIN_ROWS * each.num_waits and not each.candidate]
+        if not due:
+            return
+        pair = min(due, key=lambda each: each.trained)  # pairs take turns, whatever their traffic
+        self._num_jobs += 1
+        pair.trained = self._num_jobs
+        blocks = self.rings.blocks(pair.pair)[-MOST_BLOCKS:]
+        num_new, pair.num_new = pair.num_new, 0
+        self.trainer.train(Job(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
+
+    def totals(self) -> pb.LearningTotals:
+        self._totals.ring_bytes = self.rings.num_bytes
+        return self._totals
+
+    def answer(self, purge: bool) -> pb.LearningReply:
+        if purge:
+            self._purge()
+        reply = pb.LearningReply(
+            max_bytes=self.rings.layout.num_bytes,
+            totals=self.totals(),
+            trainer=self.trainer.state,
+            training_s=self.trainer.training_s,
+        )
+        for pair in self.pairs.values():
+            shown = reply.pairs.add(
+                tenant=pair.pair[0],
+                adapter_digest=pair.pair[1],
+                num_rows=self.rings.num_rows(pair.pair),
+                num_collected=pair.num_collected,
+                heads_digest=pair.digest,
+                replaced_digest=pair.replaced,
+                acceptance=pair.acceptance.value,
+                replaced_acceptance=pair.replaced_acceptance,
+            )
+            for decision in pair.decisions:
+                shown.decisions.add(**asdict(decision))
+        return reply
+
+    def _purge(self) -> None:
+        self.trainer.stop()
+        self.rings.clear()
+        for pair in self.pairs.values():
+            self._scheduler.learned_heads.adopt(pair.pair, "")
+            self._scheduler.swap_heads(pair.pair)
+            for digest in {pair.digest, pair.candidate, pair.replaced} - {"", pair.given_digest}:
+                self._scheduler.adapters.unload(digest)
+        self._records.purge()
+        self.pairs.clear()
+        log.info("learning_purged")
+
+    def _pair(self, key: Pair) -> LearnedPair:
+        pair = self.pairs.pop(key, None)
+        if pair is None:
+            self._num_pairs += 1
+            pair = LearnedPair(key, self._num_pairs)
+        self.pairs[key] = pair
+        if len(self.pairs) > MOST_PAIRS:
+            self._forget(next(iter(self.pairs)))
+        return pair
+
+    def _forget(self, key: Pair) -> None:
+        """A pair that was not used for long starts anew when it is."""
+        pair = self.pairs.pop(key)
+        self._scheduler.learned_heads.adopt(key, "")
+        for digest in {pair.digest, pair.candidate} - {""}:
+            self._records.release(digest)
+
+    def _observe(self, pair: LearnedPair, is_accepted: bool) -> None:
+        """A step with drafts of the heads in use."""
+        pair.acceptance.observe(is_accepted)
+        if not pair.digest or not pair.acceptance.is_known:
+            return
+        least = max(FLOOR, MARGIN * pair.replaced_acceptance)
+        pair.num_below = pair.num_below + 1 if pair.acceptance.value < least else 0
+        if pair.num_below >= REVERT_STEPS:
+            self._revert(pair)
+
+    def _use(self, pair: LearnedPair, digest: str) -> None:
+        """New heads are in a slot: they draft from the next step on."""
+        if digest != pair.digest and pair.digest:
+            self._remove(pair, pair.replaced)
+        if pair.digest or not pair.replaced:  # not after a restart
+            pair.replaced = pair.heads
+            pair.replaced_acceptance = pair.acceptance.value if pair.heads and pair.acceptance.is_known else 0.0
+        pair.candidate, pair.digest = "", digest
+        self._switch(pair)
+        self._totals.num_adopted += 1
+        log.info("learned_heads_adopted", digest=digest[:16], adapter=pair.pair[1][:16])
+
+    def _revert(self, pair: LearnedPair) -> None:
+        """The heads before draft again."""
+        reason = (
+            f"the first draft was accepted in {pair.acceptance.value:.2f} of the steps, with the heads before in "
+            f"{pair.replaced_acceptance:.2f}, for {REVERT_STEPS} steps in a row"
+        )
+        self._totals.num_reverted += 1
+        dropped, pair.digest = pair.digest, "" if pair.replaced == pair.given_digest else pair.replaced
+        pair.replaced, pair.replaced_acceptance = "", 0.0
+        self._decide(pair, "reverted", reason, Trained(pair.number, dropped))
+        self._switch(pair)
+        self._remove(pair, dropped)
+
+    def _drop(self, pair: LearnedPair, digest: str, reason: str) -> None:
+        """Heads could not be loaded."""
+        self._totals.num_failed += 1
+        if pair.candidate == digest:
+            pair.candidate = ""
+        if pair.digest == digest:
+            pair.digest = pair.replaced = ""
+            pair.replaced_acceptance = 0.0
+        self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(pair.number, digest))
+        self._switch(pair)
+
+    def _switch(self, pair: LearnedPair) -> None:
+        """Let running requests use the heads that the pair has now."""
+        pair.acceptance, pair.num_below = Acceptance(), 0
+        self._scheduler.learned_heads.adopt(pair.pair, pair.digest)
+        self._scheduler.swap_heads(pair.pair)
+        self._records.write(pair.record())
+
+    def _remove(self, pair: LearnedPair, digest: str) -> None:
+        """Heads that will not be used again. Those that requests came with are not ours."""
+        if digest and digest not in (pair.given_digest, pair.digest, pair.candidate, pair.replaced):
+            self._scheduler.adapters.unload(digest)
+            self._records.remove(digest)
+
+    def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
+        found = about.heads_digest, about.tokens_per_step, about.tokens_per_step_before, about.num_rows, about.seconds
+        pair.decisions.append(Decision(time.time(), decision, reason, *found))
+        self._records.write(pair.record())
+        log.info("learning_decision", decision=decision, reason=reason, adapter=pair.pair[1][:16])
