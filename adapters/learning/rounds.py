@@ -11,7 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -36,7 +36,7 @@ from lorikeet.proto.learning import Job, Trained, TrainerSettings
 log = structlog.get_logger()
 
 RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=256)
-"""Of a round."""
+"""Of a round; on processors without instructions for bfloat16, in float32."""
 MOST_PAIRS = 8
 """Pairs whose heads stay in memory; others continue from the heads in use."""
 PROPOSED_ROWS = 256
@@ -54,6 +54,7 @@ class _Facts:
 
     head: BaseHead
     base: Base
+    recipe: Recipe
 
 
 class Rounds:
@@ -86,7 +87,7 @@ class Rounds:
         facts = self._facts = self._facts or self._load()
         if self._changes_output(job.adapter_digest, facts.head.name):
             raise HeadsError(OWN_OUTPUT)
-        optimizer = self._optimizer(job, facts.head)
+        optimizer = self._optimizer(job, facts)
         rows = JobRows(self._arrays, job, RECIPE.num_heads)
         if not len(rows.indices) or not rows.num_held_out:
             raise HeadsError("there are too few texts: some are held out of training")
@@ -108,17 +109,19 @@ class Rounds:
         skeleton = Skeleton(settings.model_path, settings.trust_remote_code)
         values = BaseValues(skeleton)
         base = Base(of_config, of_weights, getattr(torch, dtype), frozenset(), values)
-        return _Facts(BaseHead(skeleton, values, torch.bfloat16), base)
+        bf16 = _has_fast_bf16()
+        head = BaseHead(skeleton, values, torch.bfloat16 if bf16 else torch.float32)
+        return _Facts(head, base, replace(RECIPE, bf16=bf16))
 
-    def _optimizer(self, job: Job, head: BaseHead) -> HeadsOptimizer:
+    def _optimizer(self, job: Job, facts: _Facts) -> HeadsOptimizer:
         """The pair's heads as they are, else those in use if they have the recipe's shape, else untrained ones."""
-        optimizer = self._pairs.pop(job.pair, None)
+        optimizer, head = self._pairs.pop(job.pair, None), facts.head
         if optimizer is None:
             shape = HeadsShape(RECIPE.num_heads, RECIPE.num_layers, head.hidden_size)
             heads = MedusaHeads(shape)
             if job.heads_digest and (used := self._served(job.heads_digest, head)).shape == shape:
                 heads = used
-            optimizer = HeadsOptimizer(heads, RECIPE, head.logits, head.vocab_size)
+            optimizer = HeadsOptimizer(heads, facts.recipe, head.logits, head.vocab_size)
         self._pairs[job.pair] = optimizer
         while len(self._pairs) > MOST_PAIRS:
             self._pairs.popitem(last=False)
@@ -162,6 +165,22 @@ class Rounds:
                 return name in json.loads((file.metadata() or {}).get("modules", "{}"))
         except FileNotFoundError:
             raise HeadsError("the adapter is no longer in the adapter store") from None
+
+
+def _has_fast_bf16() -> bool:
+    """Whether products in bfloat16 are not slower here than in float32."""
+    seconds = {dtype: _product_seconds(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    return seconds[torch.bfloat16] <= seconds[torch.float32]
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    a = torch.ones(256, 256, dtype=dtype)
+    found = []
+    for _ in range(3):
+        started = time.thread_time()
+        a @ a
+        found.append(time.thread_time() - started)
+    return min(found)
 
 
 def _from_served(file: "safe_open", head: BaseHead) -> MedusaHeads:

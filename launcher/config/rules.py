@@ -53,6 +53,8 @@ def check_device(settings: Settings, device: str) -> None:
         method = settings[name]
         if method is not None and (reason := quantization.reason_against_device(method, device)):
             refuse(f"{settings.given[name]} {method} is refused: {reason}")
+    if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
+        refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
 
 
 def kv_cache_dtype(settings: Settings) -> str:
@@ -94,7 +96,7 @@ def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[st
     if pooled is None:
         return
     kind = f"a model of the task {pooled.task}"
-    for name in ("draft-model-id", "speculative-tokens"):
+    for name in ("draft-model-id", "speculative-tokens", "learn-heads"):
         if name in settings.given and settings[name]:
             refuse(f"{settings.given[name]} is refused: {kind} generates no text")
     if settings["shard-address"]:
@@ -241,9 +243,22 @@ def _check_speculation(settings: Settings) -> None:
                 refuse(f"{settings.given[name]} {value} needs --draft-model-id")
     else:
         _check_revision(settings, "draft-model-id", "draft-revision")
+    if settings["learn-heads"]:
+        _check_learning(settings)
     wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
     if wanted > most:
         refuse(f"--speculative-tokens {wanted} must be at most --speculative-tokens-max {most}")
+
+
+def _check_learning(settings: Settings) -> None:
+    """What keeps heads from being learned, or learned ones from being used."""
+    origin = settings.given["learn-heads"]
+    if settings["draft-model-id"] is not None:
+        refuse(f"{origin} is refused with --draft-model-id: the heads would take the place of the draft model")
+    if settings["speculative-method"] not in ("auto", "medusa"):
+        refuse(f"{origin} needs --speculative-method auto or medusa")
+    if not settings["learning-memory"] and not settings["shard-address"]:
+        refuse(f"{origin} needs --learning-memory")
 
 
 def _check_quantization(settings: Settings) -> None:

@@ -36,7 +36,7 @@ class LearningMetrics:
         self._gone.ring_bytes = 0
 
     def collect(self) -> Iterator[Metric]:
-        """The families, where a shard learns."""
+        """The families of all shards."""
         everything = [self._gone, *self._newest.values()]
         for name, (field, text) in _COUNTERS.items():
             yield counter_family(
