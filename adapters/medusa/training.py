@@ -85,13 +85,13 @@ class HeadsOptimizer:
         """One step on `rows` [S, H] and `labels` [S, heads]; returns its loss in nats per prediction."""
         for group in self.state.param_groups:
             group["lr"] = lr
-        loss = self._loss(rows, labels)
+        loss = self.loss(rows, labels)
         loss.backward()
         self.state.step()
         self.state.zero_grad(set_to_none=True)
         return loss.item()
 
-    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, rows: Tensor, labels: Tensor) -> Tensor:
         """Mean over rows of the sum over heads, divided by heads."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             ahead = self.heads(rows.float()).flatten(0, 1)

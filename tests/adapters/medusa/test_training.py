@@ -12,7 +12,7 @@ from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
-from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
+from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsTrainer, Recipe
 from tests.adapters.medusa import small
 
 RECIPE = Recipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)
@@ -84,20 +84,20 @@ def test_the_loss_is_cross_entropy_and_its_gradient_that_of_the_plain_computatio
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "LOGITS_AT_ONCE", {"cpu": 5 * target.vocab_size})  # pieces smaller than the step
-    trainer = trainer_of(target, rows_of(target, texts, tmp_path))
-    trainer.heads = MedusaHeads.of(small.heads(trainer.heads.shape))
-    shard = trainer._files.load(0, torch.device("cpu"))
+    files = rows_of(target, texts, tmp_path)
+    heads = MedusaHeads.of(small.heads(trainer_of(target, files).heads.shape))
+    shard = files.load(0, torch.device("cpu"))
     rows, labels = shard.rows[:32], shard.labels(2)[:32]
-    loss = trainer._loss(rows, labels)
+    loss = HeadsOptimizer(heads, RECIPE, target.logits, target.vocab_size).loss(rows, labels)
     loss.backward()
-    found = [parameter.grad.clone() for parameter in trainer.heads.parameters()]
-    trainer.heads.zero_grad()
+    found = [parameter.grad.clone() for parameter in heads.parameters()]
+    heads.zero_grad()
     matrix = target.model.get_output_embeddings().weight.clone()
-    logits = trainer.heads.logits(rows.float(), lambda x: x @ matrix.T)
+    logits = heads.logits(rows.float(), lambda x: x @ matrix.T)
     plain = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOTHING)
     plain.backward()
     torch.testing.assert_close(loss, plain)
-    for ours, parameter in zip(found, trainer.heads.parameters(), strict=True):
+    for ours, parameter in zip(found, heads.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
     assert (labels == NOTHING).any()
 
