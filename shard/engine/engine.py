@@ -293,8 +293,7 @@ class Engine:
         results, seconds = step.to_host(), step.timer.seconds()
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
         for part in step.layout.parts:
-            phases = sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]
-            self._commit_part(part, results, phases, step.hidden)
+            self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
@@ -304,10 +303,7 @@ class Engine:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)
         self._committed_at = now
 
-    def _commit_part(
-        self, part: Part, results: HostResults, seconds: tuple[float, float, float], hidden: torch.Tensor | None
-    ) -> None:
-        """hidden: [S, H] rows of the step, where they are collected."""
+    def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
         if item.request.pooling is not None:
             self._commit_pooled(part, results)
@@ -327,8 +323,8 @@ class Engine:
             self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
-            if hidden is not None:
-                self.learning.collect(item, hidden, part.sampled.start, token_ids[:num_taken])
+            if results.hidden is not None:
+                self.learning.collect(item, results.hidden, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
             if part.heads:
                 first = part.heads.start + (num_taken - 1) * item.num_heads

@@ -181,6 +181,8 @@ class HostResults:
     head_ids: list[int]
     # [S, size] float32
     pooled: torch.Tensor
+    # [S, H], of requests whose outputs heads are learned from
+    hidden: torch.Tensor | None = None
 
 
 @dataclass
@@ -217,6 +219,7 @@ class Step:
             self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
             self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
+            self.hidden,
         )
 
 

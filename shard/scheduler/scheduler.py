@@ -6,7 +6,7 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
@@ -17,6 +17,7 @@ from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
 from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.request_slots import RequestSlots
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 
 
@@ -35,6 +36,7 @@ class Scheduler:
         self.adapters = NoAdapters() if adapters is None else adapters
         self.proposer = Proposer(cache, draft_sources)
         self.learned_heads = LearnedHeads()
+        self._slots = RequestSlots(self)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -221,7 +223,7 @@ class Scheduler:
         """Let the learned heads of a pair draft for its running requests too. Call this between steps."""
         for request in self.running:
             if pair_of(request) == pair and not request.num_launched:
-                self._swap_heads(request)
+                self._slots.swap_heads(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
@@ -306,12 +308,12 @@ class Scheduler:
         while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
             may_run = request.constraint.is_ready and self._may_compute(request)
-            if budget.is_spent(request) or not may_run or not self._take_slots(request):
+            if budget.is_spent(request) or not may_run or not self._slots.take(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))
             if admission is not Admission.ADMITTED:
-                self._release_slots(request)
+                self._slots.release(request)
             if admission is Admission.FULL:
                 return
             if admission is Admission.AWAITS:
@@ -328,53 +330,6 @@ class Scheduler:
             if num_tokens:
                 scheduled.append(self._launch(request, num_tokens, budget))
 
-    def _take_slots(self, request: Request) -> bool:
-        """Acquire all slots that the request needs, or none and return False."""
-        if pair_of(request) is not None:
-            request.heads_digest = self._wanted_heads(request)
-        slots: dict[str, int] = {}
-        for digest in request.digests:
-            slot = self.adapters.acquire(digest)
-            if slot is None:
-                for taken in slots:
-                    self.adapters.release(taken)
-                return False
-            slots[digest] = slot
-        request.slot = slots.get(request.adapter_digest, -1)
-        self._set_heads(request, slots)
-        return True
-
-    def _set_heads(self, request: Request, slots: Mapping[str, int]) -> None:
-        heads_digest = request.heads_digest or request.adapter_digest
-        if heads_digest and request.speculation.takes_heads:
-            request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)
-
-    def _wanted_heads(self, request: Request) -> str:
-        """The learned heads if they have a slot, else those that the request came with: it does not wait for a slot."""
-        learned = self.learned_heads.of(request)
-        return learned if learned and self.adapters.settle(learned) else request.given_heads_digest
-
-    def _swap_heads(self, request: Request) -> None:
-        """Other heads draft from the next step on, if they have a slot."""
-        before, wanted = request.digests, self._wanted_heads(request)
-        if wanted == request.heads_digest:
-            return
-        if wanted and wanted not in before and self.adapters.acquire(wanted) is None:
-            return
-        request.heads_digest, request.heads_slot, request.num_heads = wanted, -1, 0
-        request.head_ids = ()
-        for digest in set(before) - set(request.digests):
-            self.adapters.release(digest)
-        self._set_heads(request, {request.adapter_digest: request.slot, wanted: self.adapters.slot(wanted)})
-
-    def _release_slots(self, request: Request) -> None:
-        for digest in request.digests:
-            self.adapters.release(digest)
-        request.slot = request.heads_slot = -1
-        request.num_heads = 0
-        if pair_of(request) is not None:
-            request.heads_digest = request.given_heads_digest
-
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: other.order)
         self.num_waiting_tokens += len(request.token_ids)
@@ -386,7 +341,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.cache.release(request)
-        self._release_slots(request)
+        self._slots.release(request)
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1
