@@ -10,6 +10,8 @@ import select
 import signal
 import sys
 
+from lorikeet.proto.process import signal_at_parent_death
+
 
 def step_back() -> None:
     """Take the lowest priority, before anything is computed."""
@@ -26,6 +28,7 @@ def is_abandoned() -> bool:
 def main() -> int:
     """Run the process."""
     step_back()
+    signal_at_parent_death()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the shard ends it
     from lorikeet.adapters.learning.rounds import Abandoned, Rounds

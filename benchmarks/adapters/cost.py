@@ -57,7 +57,7 @@ def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases
     size = size or Size()
     with _running(base, size, (BARE, ROOMY, TIGHT)) as (model, running):
         for number in range(-1, size.rounds):
-            case = _round(number, ways(number, model, size), running, size)
+            case = run_round(number, ways(number, model, size), running, size)
             if number >= 0:
                 yield case
 
@@ -72,7 +72,7 @@ def without(base: adapted.Base | None = None, size: Size | None = None) -> Cases
             first, second = in_turn((ROOMY, BARE), number)
             order = (first, second, second, first)
             asked = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
-            case = _round(number, asked, running, size)
+            case = run_round(number, asked, running, size)
             if number >= 0:
                 yield case
 
@@ -90,7 +90,7 @@ def against_vllm(rounds: int = ROUNDS) -> Cases:
         both[OURS] = stack.enter_context(adapted.serving(OURS, base))
         for number in range(-1, rounds):
             asked = {name: (name, ATTENTION) for name in in_turn((OURS, VLLM), number)}
-            case = _round(number, asked, both, Size(), PEER_SEED)
+            case = run_round(number, asked, both, Size(), PEER_SEED)
             if number >= 0:
                 yield case
 
@@ -130,14 +130,22 @@ def ways(number: int, model: str, size: Size) -> Ways:
     return {way: asked[way] for way in in_turn(list(asked), number)}
 
 
-def _round(number: int, asked: Ways, running: Mapping[str, servers.Server], size: Size, seed: int = SEED) -> Case:
+def run_round(
+    number: int,
+    asked: Ways,
+    running: Mapping[str, servers.Server],
+    size: Size,
+    seed: int = SEED,
+    end: str = "",
+) -> Case:
+    """One case: every way in turn. `end`: of every prompt."""
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
     for way, (name, models) in asked.items():
         extra = EXTRA[VLLM if name == VLLM else OURS]
         chosen = replace(size, requests_per_client=PEER_REQUESTS.get(name, size.requests_per_client))
         with alone(name, running, errors):
-            answers = uvloop.run(ask(running[name].port, models, seed + 1 + number, chosen, extra))
+            answers = uvloop.run(ask(running[name].port, models, seed + 1 + number, chosen, extra, end))
         raw[way] = summary(answers)
         errors += [f"{way}: {answer.error}" for answer in answers if answer.error]
     return Case(f"round {number}", raw, "; ".join(errors[:3]))
@@ -153,17 +161,17 @@ async def _load(port: int, names: Sequence[str]) -> None:
 
 
 async def ask(
-    port: int, models: Sequence[str], seed: int, size: Size, extra: Mapping[str, Any]
+    port: int, models: Sequence[str], seed: int, size: Size, extra: Mapping[str, Any], end: str = ""
 ) -> list[completions.Answer]:
-    """A closed loop in which each client asks for the models in turn, beginning with its own."""
-    texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt, seed)
+    """A closed loop in which each client asks for the models in turn, beginning with its own. `end`: of all prompts."""
+    texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt - len(end.split()), seed)
 
     async def client(index: int) -> list[completions.Answer]:
         answers = []
         for turn in range(size.requests_per_client):
             number = turn * CLIENTS + index
             target = completions.Target(port, models[number % len(models)], extra)
-            answers.append(await completions.complete(target, texts[number], size.length))
+            answers.append(await completions.complete(target, texts[number] + end, size.length))
         return answers
 
     return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]

@@ -2,13 +2,15 @@
 
 from functools import partial
 
-from benchmarks.adapters import alias_memory, catalogue_check, cost, fairness, loading, replica_misses, tiers
+from benchmarks.adapters import activated, alias_memory, catalogue_check, cost, fairness, loading, replica_misses, tiers
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import ADAPTERS, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
 
 LLAMA, TINY = "random Llama, 200 M", "random Llama, tiny"
+ACTIVATED = (*SERVER, *ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/adapters/activated.py",
+             "benchmarks/adapters/cost.py")  # fmt: skip
 HTTP = (*SERVER, *ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD)
 
 SUITES: tuple[Suite, ...] = (
@@ -17,6 +19,15 @@ SUITES: tuple[Suite, ...] = (
            Figure("8 adapters on all linears over the base", partial(speedup, "all", "base"), 0.78),
            Figure("256 adapters over 16 slots, of 8 resident", partial(speedup, "rotation", "attention"), 0.80)),
           (*HTTP, "benchmarks/adapters/cost.py"), LLAMA, "bfloat16"),
+    Suite("alora-first-token", activated.measure, activated.ROUNDS,
+          (Figure("time to first token of an activated LoRA over the base model, after 2048 tokens",
+                  partial(activated.ratio, activated.ACTIVATED, activated.BASE), 1.15, at_least=False),
+           Figure("time to first token of the same weights as LoRA over activated LoRA, after 2048 tokens",
+                  partial(activated.ratio, activated.PLAIN, activated.ACTIVATED), 20.0, unit="×")),
+          ACTIVATED, LLAMA, "bfloat16"),
+    Suite("alora-mixed", activated.mixed, activated.MIXED_ROUNDS,
+          (Figure("throughput of base, LoRA and activated LoRA in one batch over LoRA alone",
+                  partial(speedup, activated.MIXED, activated.LORA), 1.0),), ACTIVATED, LLAMA, "bfloat16"),
     Suite("adapters-idle", cost.without, cost.IDLE_ROUNDS,
           (Figure("requests without an adapter, over a server without adapters", cost.idle_share, 0.99),),
           (*HTTP, "benchmarks/adapters/cost.py"), LLAMA, "bfloat16"),

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RANK = 16
@@ -20,19 +21,35 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def make(
-    base: Path, root: Path, names: Sequence[str], targets: Sequence[str] = ATTENTION, *, rank: int = RANK, seed: int = 0
+    base: Path,
+    root: Path,
+    names: Sequence[str],
+    targets: Sequence[str] = ATTENTION,
+    *,
+    rank: int = RANK,
+    seed: int = 0,
+    invocation_ids: Sequence[int] = (),
 ) -> list[Path]:
-    """Folders `root/name`, made where they are missing; the same seed and name's place give the same numbers."""
+    """Folders `root/name`, made where they are missing; the same seed and name's place give the same numbers.
+
+    With `invocation_ids` they are activated LoRA.
+    """
     folders = [root / name for name in names]
     missing = [number for number, folder in enumerate(folders) if not (folder / CONFIG).exists()]
     if missing:
         config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), task_type="CAUSAL_LM")
         config.base_model_name_or_path = str(base)
         config.inference_mode = True
+        config.alora_invocation_tokens = list(invocation_ids) or None
         shapes = _shapes(base, config)
         for number in missing:
             _save(folders[number], config, shapes, torch.Generator().manual_seed(seed + number))
     return folders
+
+
+def token_ids(base: Path, text: str) -> list[int]:
+    """Of a text in the middle of a prompt."""
+    return list(Tokenizer.from_file(str(base / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
 
 
 def _shapes(base: Path, config: peft.LoraConfig) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -2,15 +2,16 @@
 
 from functools import partial
 
-from benchmarks.evidence.figure import Figure, Over, Suite
+from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import ADAPTERS, EMBEDDED_MODEL, ENGINE, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
-from benchmarks.speculation import counts, heads, history, lookup, speed
+from benchmarks.speculation import counts, heads, history, learning, lookup, speed
 
 LLAMA, EMBEDDED = "random Llama, 200 M", "embedded model"
 FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "tests/oracles/*.py")
 COUNTS = (*FAMILY, "benchmarks/speculation/counts.py")
+LEARNING = (*FAMILY, "adapters/medusa/*.py", "demo/training/heads.py", "benchmarks/speculation/learning.py")
 TIMED = (*ENGINE, *RANDOM_MODEL, "benchmarks/speculation/speed.py", "benchmarks/speculation/timed_pair.py",
          "benchmarks/speculation/synthetic_draft.py", "tests/oracles/replay.py", "tests/shard/engine/harness.py",
          *HTTP_LOAD)  # fmt: skip
@@ -63,6 +64,20 @@ SUITES: tuple[Suite, ...] = (
           (Figure("throughput with history drafts over without, nothing repeated",
                   partial(speedup, history.ON, history.OFF), 0.99),),
           (*FAMILY, "benchmarks/speculation/history.py"), EMBEDDED, "float32"),
+    Suite("learning-switch", learning.measure, 1,
+          (Figure("tokens per step of heads learned while serving over those trained offline, traffic switched",
+                  learning.over_offline, 0.85, over=Over.WORST),
+           Figure("p99 time per token with learning over without, half of capacity", learning.p99_ratio, 1.05,
+                  at_least=False, over=Over.WORST),
+           Figure("throughput with learning over without, half of capacity",
+                  partial(speedup, learning.ON, learning.OFF), 0.97, over=Over.WORST),
+           Figure("texts that learning changed", partial(raw_value, "differing_texts"), 0.0, at_least=False,
+                  over=Over.WORST),
+           Figure("processor that trainings got", learning.trainer_share, over=Over.WORST)),
+          LEARNING, EMBEDDED, "float32"),
+    Suite("learning-poison", learning.poison, learning.ROUNDS,
+          (Figure("a tenant's throughput next to another one's flood, with learning over without",
+                  partial(speedup, learning.ON, learning.OFF), 0.97),), LEARNING, EMBEDDED, "float32"),
     Suite("speculation-speed", speed.measure, speed.ROUNDS,
           (Figure("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15, at_least=False),
            Figure("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30, at_least=False),

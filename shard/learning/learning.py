@@ -234,6 +234,10 @@ class Learning(NoLearning):
         self._totals.ring_bytes = self.rings.num_bytes
         return self._totals
 
+    def flush(self) -> None:
+        """Wait until all records are written."""
+        self._records.flush()
+
     def answer(self, purge: bool) -> pb.LearningReply:
         if purge:
             self._purge()

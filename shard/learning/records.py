@@ -97,11 +97,15 @@ class Records:
         self.release(digest)
         self._tasks.put(lambda: (self._root / f"{digest}.safetensors").unlink(missing_ok=True))
 
-    def purge(self) -> None:
-        """Delete all records of this base, and the heads that they name. Waits for it."""
+    def flush(self) -> None:
+        """Wait until everything is written."""
         done = threading.Event()
         self._tasks.put(done.set)
         done.wait()
+
+    def purge(self) -> None:
+        """Delete all records of this base, and the heads that they name. Waits for it."""
+        self.flush()
         for record in self.read():
             named = {record.digest, record.replaced, *(decision.heads_digest for decision in record.decisions)}
             for digest in named - {""}:

@@ -10,6 +10,7 @@ KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_what_is_emitted_follows_the_target",
     f"{DISTRIBUTION}::test_every_position_follows_the_target",
 )
+LEARNING = "tests/shard/learning/test_learning.py"
 ENGINE_DISTRIBUTION = (
     "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_distribution[drafts, rejection]"
 )
@@ -44,6 +45,41 @@ MUTANTS = [
         "if self.key is not None and self.key.is_marked_isolate:",
         "if False:",
         "tests/router/api/routes/test_history.py::test_with_a_key_its_name_is_the_tenant_and_isolated_keys_have_none",
+    ),
+    Mutant(
+        "heads that one tenant's outputs trained draft for another",
+        "shard/scheduler/learned_heads.py",
+        "return request.learner, request.adapter_digest",
+        'return "", request.adapter_digest',
+        f"{LEARNING}::test_only_the_tenant_that_heads_were_learned_from_uses_them[values0]",
+    ),
+    Mutant(
+        "a purge leaves learned heads in use",
+        "shard/learning/learning.py",
+        'self._scheduler.learned_heads.adopt(pair.pair, "")\n            self._scheduler.swap_heads',
+        "self._scheduler.swap_heads",
+        f"{LEARNING}::test_a_purge_deletes_rows_heads_and_decisions",
+    ),
+    Mutant(
+        "swapped heads stay in use by the request",
+        "shard/scheduler/request_slots.py",
+        "for digest in set(before) - set(request.digests):",
+        "for digest in ():",
+        f"{LEARNING}::test_texts_are_the_same_while_heads_are_swapped_under_them",
+    ),
+    Mutant(
+        "rows of a replaced block are learned from",
+        "adapters/learning/rows.py",
+        "labels[torch.from_numpy(~self._is_current(indices))] = NOTHING",
+        "labels[torch.from_numpy(~self._is_current(indices))] += 0",
+        "tests/shard/learning/test_rings.py::test_nothing_is_learned_from_rows_that_were_replaced_meanwhile",
+    ),
+    Mutant(
+        "a key that is marked isolate is learned from",
+        "router/api/service.py",
+        'return caller.tenant(salt) if (self.config.learn_heads if wanted is None else wanted) else ""',
+        'return "x" if (self.config.learn_heads if wanted is None else wanted) else ""',
+        "tests/router/api/routes/test_learning.py::test_keys_that_are_marked_isolate_take_no_part",
     ),
     Mutant(
         "M1 the residual's highest is taken",

@@ -60,6 +60,10 @@ class ScriptedShard:
     max_total_tokens: int = 2048
     vocab_size: int = 300
     credit_requests: int = 256
+    learning: shard_pb2.LearningReply = field(default_factory=shard_pb2.LearningReply)
+    """What it answers about learning."""
+    purges: list[bool] = field(default_factory=list)
+    """By call of Learning."""
     submits: list[shard_pb2.Submit] = field(default_factory=list)
     commands: list[shard_pb2.Command] = field(default_factory=list)
     abort_ids: list[int] = field(default_factory=list)
@@ -123,6 +127,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             draft_model_id=shard.draft_model_id,
             grammars=True,
             history=True,
+            learning=True,
             prefix_caching=True,
             chunked_prefill=True,
             watermark_gamma=0.25,
@@ -137,6 +142,12 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
         if not self._shard.base_digest:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the model's files have changed")
         return shard_pb2.DigestReply(sha256=self._shard.base_digest)
+
+    async def Learning(
+        self, request: shard_pb2.LearningRequest, context: grpc.aio.ServicerContext
+    ) -> shard_pb2.LearningReply:
+        self._shard.purges.append(request.purge)
+        return self._shard.learning
 
     async def Serve(
         self, commands: AsyncIterator[shard_pb2.Command], context: grpc.aio.ServicerContext

@@ -57,7 +57,7 @@ class Learner:
         assert isinstance(self.engine.learning, Learning)
         return self.engine.learning
 
-    def submit(self, prompts: Sequence[list[int]], num_tokens: int = 48, **values: Any) -> list[int]:
+    def submit(self, prompts: Sequence[list[int]], num_tokens: int = 40, **values: Any) -> list[int]:
         """Ask for texts; returns the numbers of the requests."""
         numbers = list(range(self.num_made, self.num_made + len(prompts)))
         self.num_made += len(prompts)
@@ -66,7 +66,7 @@ class Learner:
         self.inbox.put(Commands(1, submits=list[Any](requests)))
         return numbers
 
-    def run(self, prompts: Sequence[list[int]], num_tokens: int = 48, **values: Any) -> list[Output]:
+    def run(self, prompts: Sequence[list[int]], num_tokens: int = 40, **values: Any) -> list[Output]:
         """The outputs of requests that run together."""
         numbers = self.submit(prompts, num_tokens, **values)
         self.turn(lambda: all(n in self.outputs and self.outputs[n].finish_reason for n in numbers))

@@ -1,14 +1,23 @@
 """Heads learned while serving: better ones are adopted between steps, worse ones reverted, and texts do not change."""
 
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.learning import Trained
+from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.scheduler.speculation.types import Schedule, Source, Speculation
 from tests.shard.learning import learners
-from tests.shard.learning.learners import PROMPT_IDS, DirectTrainer, Learner, tokens_per_step
+from tests.shard.learning.learners import HEADS, PROMPT_IDS, DirectTrainer, Learner, tokens_per_step
+
+Make = Callable[[], Learner]
 
 
 @pytest.fixture(scope="module")
@@ -16,21 +25,197 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(learners.config_of(tmp_path_factory.mktemp("store")))
 
 
-@pytest.fixture
-def learner(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Learner:
+def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.shard.startup.build.Trainer", DirectTrainer)
     monkeypatch.setattr(module, "MIN_ROWS", 400)
-    return learners.make(model, learners.config_of(tmp_path))
+    monkeypatch.setattr(module, "MOST_WAITS", 1)
 
 
-def test_heads_are_learned_adopted_and_change_no_text(learner: Learner) -> None:
-    before = learner.run(PROMPT_IDS)
-    assert tokens_per_step(before) == 1.0
+@pytest.fixture
+def make(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Starts a shard; all of one test share their adapter store."""
+    prepare(monkeypatch)
+    return lambda: learners.make(model, learners.config_of(tmp_path))
+
+
+@dataclass
+class Learned:
+    """What a shard has learned."""
+
+    store: Path
+    runs: list[list[Output]]
+    """The same requests again and again."""
+    reply: pb.LearningReply
+
+
+@pytest.fixture(scope="module")
+def learned(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """A shard has adopted heads for the tenant `one` and has ended."""
+    store, runs = tmp_path_factory.mktemp("learned"), list[list[Output]]()
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch)
+        learner = learners.make(model, learners.config_of(store))
+        while not (runs and tokens_per_step(runs[-1]) > 1.3):
+            assert len(runs) < 8, "nothing was adopted"
+            runs.append(learner.run(PROMPT_IDS))
+        reply = learner.ask()
+        learner.end()
+        learner.learning.flush()
+    return Learned(store, runs, reply)
+
+
+@pytest.fixture
+def learner(learned: Learned, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Learner:
+    """The next shard over the same store, which trains nothing."""
+    shutil.copytree(learned.store, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
+    found = make()
+    found.turn(lambda: bool(found.learning.pairs["one", ""].digest))
+    return found
+
+
+def num_from_heads(shard: Learner, **values: Any) -> int:
+    return sum(output.sources.count(Source.MEDUSA) for output in shard.run(PROMPT_IDS, **values))
+
+
+def stored(folder: Path) -> list[str]:
+    return sorted(path.suffix for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+def test_heads_are_learned_from_rows_and_adopted(learned: Learned) -> None:
+    assert tokens_per_step(learned.runs[0]) == 1.0 and tokens_per_step(learned.runs[-1]) > 1.3
+    assert len({repr([output.token_ids for output in run]) for run in learned.runs}) == 1
+    (pair,) = learned.reply.pairs
+    num_rows = sum(len(output.token_ids) for run in learned.runs for output in run)
+    assert (pair.tenant, pair.adapter_digest, pair.num_rows, pair.num_collected) == ("one", "", num_rows, num_rows)
+    decision = next(each for each in pair.decisions if each.decision == "adopted")
+    assert decision.tokens_per_step >= 1.02 * decision.tokens_per_step_before
+    assert learned.reply.totals.num_adopted >= 1 and learned.reply.totals.num_rows == num_rows
+
+
+def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are adopted for the first time in the middle of running requests, greedy and sampled."""
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
+    plain, learner = make(), make()
+    groups: list[dict[str, Any]] = [{}, {"sampling": learners.sampled(7)}]
+    expected = [each.token_ids for values in groups for each in plain.run(PROMPT_IDS[:8], 70, learner="", **values)]
+    for _ in range(2):
+        learner.run(PROMPT_IDS)
+    numbers = [number for values in groups for number in learner.submit(PROMPT_IDS[:8], 70, **values)]
+    learner.turn(lambda: all(n in learner.outputs and len(learner.outputs[n].token_ids) > 10 for n in numbers))
+    monkeypatch.setattr(module, "MIN_ROWS", 400)
+    learner.turn(lambda: bool(learner.learning.pairs["one", ""].digest))
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
+    learner.turn(lambda: all(learner.outputs[number].finish_reason for number in numbers))
+    assert [learner.outputs[number].token_ids for number in numbers] == expected
+    sources = [learner.outputs[number].sources for number in numbers]
+    assert sum(each.count(Source.MEDUSA) for each in sources) > 10
+    assert all(Source.MEDUSA not in each[:10] for each in sources)  # they began without heads
+    learner.end()
+    plain.end()
+
+
+@pytest.mark.parametrize("values", [{"learner": "two"}, {"learner": ""}, {"speculation": replace(HEADS, num_heads=0)}])
+def test_only_the_tenant_that_heads_were_learned_from_uses_them(learner: Learner, values: dict[str, Any]) -> None:
+    assert num_from_heads(learner, **values) == 0
+    assert num_from_heads(learner) > 20
+    learner.end()
+
+
+def test_a_schedule_chooses_the_number_of_drafts(learned: Learned, learner: Learner) -> None:
+    found = learner.run(PROMPT_IDS, speculation=Speculation(HEADS.method, 0, 255, Schedule.AUTO))
+    assert [output.token_ids for output in found] == [output.token_ids for output in learned.runs[0]]
+
+
+def test_adopted_heads_and_decisions_survive_a_restart_and_rows_do_not(learned: Learned, learner: Learner) -> None:
+    assert set(stored(learned.store)) == {".json", ".safetensors"}
+    (before,), (pair,) = learned.reply.pairs, learner.ask().pairs
+    assert (pair.heads_digest, pair.num_rows) == (before.heads_digest, 0)
+    assert list(pair.decisions) == list(before.decisions)
+    learner.end()
+
+
+def test_a_purge_deletes_rows_heads_and_decisions(learned: Learned, learner: Learner, tmp_path: Path) -> None:
+    numbers = learner.submit(PROMPT_IDS)
+    learner.turn(lambda: len(learner.outputs) > numbers[-1])
+    reply = learner.ask(purge=True)
+    assert not reply.pairs and reply.totals.ring_bytes == 0
+    assert stored(tmp_path) == []
+    learner.turn(lambda: all(learner.outputs[number].finish_reason for number in numbers))
+    outputs = [learner.outputs[number] for number in numbers]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in learned.runs[0]]
+    assert num_from_heads(learner) == 0
+    learner.end()
+
+
+def test_heads_that_do_worse_than_those_before_are_reverted(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REVERT_STEPS", 20)
+    pair = learner.learning.pairs["one", ""]
+    dropped, pair.replaced_acceptance = pair.digest, 2.0
     learner.run(PROMPT_IDS)
-    pair = learner.ask().pairs[0]
-    assert (pair.tenant, pair.adapter_digest, pair.num_rows) == ("one", "", 24 * 48)
-    after = learner.run(PROMPT_IDS)
-    assert [output.token_ids for output in after] == [output.token_ids for output in before]
-    assert tokens_per_step(after) > 1.5
-    assert sum(output.sources.count(Source.MEDUSA) for output in after) > 50
+    assert pair.digest != dropped
+    assert (pair.decisions[-1].decision, pair.decisions[-1].heads_digest) == ("reverted", dropped)
+    assert "for 20 steps in a row" in pair.decisions[-1].reason
+    learner.learning.flush()
+    assert not (tmp_path / f"{dropped}.safetensors").exists()
+    learner.end()
+
+
+def test_heads_whose_file_is_damaged_are_dropped_and_no_request_fails(
+    learned: Learned, make: Make, tmp_path: Path
+) -> None:
+    shutil.copytree(learned.store, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{learned.reply.pairs[0].heads_digest}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    learner = make()
+    learner.turn(lambda: not learner.learning.pairs["one", ""].candidate)
+    assert learner.ask().pairs[0].decisions[-1].decision == "failed"
+    assert len(learner.run(PROMPT_IDS[:2])) == 2
+    learner.end()
+
+
+class Scripted(DirectTrainer):
+    """Answers when it is told to."""
+
+    def train(self, job: object) -> None:
+        self.jobs.append(job)  # type: ignore[arg-type]
+
+    @property
+    def state(self) -> str:
+        return "training" if len(self.jobs) > self.num_answers else "idle"
+
+    num_answers = 0
+
+    def answer(self, **values: object) -> None:
+        self.num_answers += 1
+        self._answer(Trained(self.jobs[-1].pair, **values))  # type: ignore[arg-type]
+
+
+def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.shard.startup.build.Trainer", Scripted)
+    monkeypatch.setattr(module, "MIN_ROWS", 100)
+    monkeypatch.setattr(module, "MOST_WAITS", 4)
+    learner = make()
+    trainer = learner.learning.trainer
+    assert isinstance(trainer, Scripted)
+    for _ in range(3):  # `flood` has three times the rows of `one`
+        learner.run(PROMPT_IDS[:6], learner="flood")
+    learner.run(PROMPT_IDS[:6])
+    assert len(trainer.jobs) == 1  # one at a time
+    trainer.answer()
+    learner.run(PROMPT_IDS[:1], 4, learner="")
+    trainer.answer(error="it broke")
+    learner.run(PROMPT_IDS[:1], 4, learner="")
+    flood, one = (learner.learning.pairs[tenant, ""] for tenant in ("flood", "one"))
+    assert [job.pair for job in trainer.jobs[:2]] == [flood.number, one.number]
+    assert trainer.jobs[1].num_new == 6 * 40
+    assert flood.num_waits == one.num_waits == 2
+    assert (flood.decisions[0].decision, one.decisions[0].decision) == ("rejected", "failed")
+    assert one.decisions[0].reason == "it broke"
     learner.end()

@@ -1,0 +1,140 @@
+"""Activated LoRA on the 200 M Llama: the time to its first token after a turn of the base model, next to the base model
+and to the same weights as plain LoRA; with `--mixed` the throughput of batches that mix all three.
+
+    python -m benchmarks.adapters.activated [--quick] [--mixed] [--rounds N]
+"""
+
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from benchmarks.adapters import cost
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load import adapted, completions
+from benchmarks.load.rounds import in_turn, speedup
+from benchmarks.models.prompts import prompts, words
+
+ROUNDS, MIXED_ROUNDS = 8, 12
+TIMES = 3
+"""Conversations per round."""
+NUM_PROMPT, NUM_OUTPUT = 2048, 16
+"""Tokens of the base model's turn."""
+NUM_UNCACHED = 16
+"""Tokens after it: the invocation, or another text of the same length."""
+VOCABULARY = 8192
+SEED = 51_000
+BASE, ACTIVATED, PLAIN = "base", "alora", "lora"
+MIXED, LORA = "mixed", "lora"
+
+
+MIXED_SIZE = cost.Size(MIXED_ROUNDS, 0, 3)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    rounds: int = ROUNDS
+    times: int = TIMES
+    num_prompt: int = NUM_PROMPT
+    cost: cost.Size = MIXED_SIZE
+
+
+QUICK = Size(1, 1, 128, cost.QUICK)
+
+
+def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round: after a turn of the base model, the same conversation goes on in three ways."""
+    base, size = base or adapted.full(), size or Size()
+    _adapters(base, 1)
+    with adapted.serving("activated", base) as server:
+        model = str(base.model)
+        for number in range(-1, size.rounds):
+            raw, error = uvloop.run(_round(server.port, model, size, number))
+            if number >= 0:
+                yield Case(f"round {number}", raw, error)
+
+
+def mixed(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round: eight clients with LoRA alone, and with base model, LoRA and activated LoRA in one batch."""
+    base, size = base or adapted.full(), size or Size()
+    _adapters(base, cost.CLIENTS)
+    plain, activated = ([f"{kind}-{i}" for i in range(cost.CLIENTS)] for kind in (PLAIN, ACTIVATED))
+    blend = [(str(base.model), plain[i], activated[i])[i % 3] for i in range(cost.CLIENTS)]
+    asked = {LORA: ("activated", plain), MIXED: ("activated", blend)}
+    with adapted.serving("activated", base) as server:
+        for number in range(-1, size.cost.rounds):
+            ways = {way: asked[way] for way in in_turn(list(asked), number)}
+            case = cost.run_round(number, ways, {"activated": server}, size.cost, SEED, _invocation())
+            if number >= 0:
+                yield case
+
+
+def _invocation() -> str:
+    """Four words, each a token: the last in every prompt of an activated LoRA."""
+    return " " + " ".join(words(VOCABULARY)[:4])
+
+
+def _adapters(base: adapted.Base, count: int) -> None:
+    """The same weights as LoRA and as activated LoRA."""
+    from benchmarks.models import adapter_files  # torch
+
+    ids = adapter_files.token_ids(base.model, _invocation())
+    adapter_files.make(base.model, base.root, [f"{PLAIN}-{i}" for i in range(count)])
+    adapter_files.make(base.model, base.root, [f"{ACTIVATED}-{i}" for i in range(count)], invocation_ids=ids)
+
+
+async def _round(port: int, model: str, size: Size, number: int) -> tuple[dict[str, Any], str]:
+    """Times to the first token."""
+    raw: dict[str, Any] = {BASE: [], ACTIVATED: [], PLAIN: [], "load_average": os.getloadavg()[0]}
+    texts = prompts(size.times, size.num_prompt, SEED + 1 + number, VOCABULARY)
+    other = " " + " ".join(words(VOCABULARY)[100 : 100 + NUM_UNCACHED])
+    filler = " " + " ".join(words(VOCABULARY)[200 : 200 + NUM_UNCACHED - 4])
+    for place, text in enumerate(texts):
+        reply = await adapted.generate(port, text, model, NUM_OUTPUT, return_full_text=True)
+        turn = reply.json["generated_text"]
+        ways = {BASE: (model, other), ACTIVATED: (f"{ACTIVATED}-0", filler + _invocation())}
+        ways[PLAIN] = (f"{PLAIN}-0", filler + _invocation())
+        for way in in_turn(list(ways), number + place):
+            name, end = ways[way]
+            seconds, cached, error = await _first_token(port, name, turn + end)
+            if error or (cached >= size.num_prompt - 64) != (way != PLAIN):
+                return raw, error or f"{way}: {cached} tokens were cached"
+            raw[way].append(round(seconds, 5))
+    return raw, ""
+
+
+async def _first_token(port: int, name: str, prompt: str) -> tuple[float, int, str]:
+    """Seconds, cached tokens of the prompt by the server's counter, and an error."""
+    before = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0)
+    target = completions.Target(port, name, {"ignore_eos_token": True, "temperature": 0})
+    answer = await completions.complete(target, prompt, completions.Length(0, 1))
+    cached = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0) - before
+    error = "" if answer.num_output == 1 else answer.error
+    return (answer.first_token_s if answer.events else 0.0), int(cached), error
+
+
+def ratio(of: str, over: str, raw: Raw) -> float:
+    """Median time to the first token of one way over that of another."""
+    return float(statistics.median(raw[of]) / statistics.median(raw[over]))
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
+    parser.add_argument("--mixed", action="store_true", help="throughput of batches that mix adapters")
+    options = parser.parse_args()
+    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
+    if options.mixed:
+        return arguments.print_cases(mixed(base, size), {"mixed over LoRA": partial(speedup, MIXED, LORA)})
+    pairs = ((ACTIVATED, BASE), (PLAIN, ACTIVATED))
+    return arguments.print_cases(measure(base, size), {f"{a}/{b}": partial(ratio, a, b) for a, b in pairs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

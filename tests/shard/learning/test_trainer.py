@@ -1,0 +1,95 @@
+"""The trainer's process: its priority, its answers, its end with the shard, and its restart."""
+
+import os
+import queue
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lorikeet.proto.learning import Job, RowsLayout, Trained, TrainerSettings
+from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.trainer import ENDED, Trainer
+from tests import tiny
+from tests.e2e.launched import alive
+
+WAIT_S = 300.0
+PAIR = ("one", "")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="idle priority is Linux's")]
+
+
+class Running:
+    """A trainer of a tiny model with rows of two texts that repeat themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        base = tiny.make("llama", folder / "base")
+        self.rings = Rings(RowsLayout.within(1 << 20, 32))
+        random = np.random.default_rng(0)
+        for text in range(20):
+            tokens = np.arange(64, dtype=np.int32) % 5 + 3
+            hidden = np.full((64, 32), 0x3F80, np.uint16) ^ random.integers(0, 64, (64, 32)).astype(np.uint16)
+            self.rings.append(PAIR, text, tokens, hidden)
+        settings = TrainerSettings(
+            str(base), False, "float32", str(folder / "store"), 1 << 30, self.rings.fd, self.rings.layout
+        )
+        self.answers: queue.SimpleQueue[Trained] = queue.SimpleQueue()
+        self.trainer = Trainer(settings, self.answers.put)
+
+    def train(self) -> int:
+        """Start a job; returns the process."""
+        self.trainer.train(Job(1, self.rings.blocks(PAIR), 10**6, "", "", 0.0))
+        assert self.trainer._process is not None
+        return self.trainer._process.pid
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    found = Running(tmp_path)
+    yield found
+    found.trainer.stop()
+
+
+def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path: Path) -> None:
+    pid = running.train()
+    assert running.trainer.state == "training"
+    while os.sched_getscheduler(pid) != os.SCHED_IDLE:  # it steps back before it imports anything large
+        assert alive(pid)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    speed_up(pid)
+    answer = running.answers.get(timeout=WAIT_S)
+    assert answer.error == "" and answer.num_rows > 0 and answer.tokens_per_step >= 1
+    assert (tmp_path / "store" / f"{answer.heads_digest}.safetensors").is_file()
+    assert running.trainer.state == "idle" and running.train() == pid
+
+
+def test_one_that_ends_answers_and_is_started_again(running: Running) -> None:
+    pid = running.train()
+    os.kill(pid, signal.SIGKILL)
+    assert running.answers.get(timeout=WAIT_S) == Trained(1, error=ENDED)
+    assert running.trainer.state == "stopped"
+    again = running.train()
+    assert again != pid
+    running.trainer.stop()
+    assert not alive(again) and running.trainer.state == "stopped"
+    assert running.answers.empty()
+
+
+def test_it_ends_when_the_shard_is_gone(running: Running) -> None:
+    pid = running.train()
+    speed_up(pid)
+    process = running.trainer._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(WAIT_S) == 0
+
+
+def speed_up(pid: int) -> None:
+    """Where other tests keep every processor busy, the lowest priority would wait for their end."""
+    try:
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+    except PermissionError:
+        pass
