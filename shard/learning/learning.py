@@ -30,8 +30,8 @@ MIN_ROWS = 2048
 """Rows of a pair that have come since its last training before the next …"""
 MOST_WAITS = 16
 """… times two after each training without a gain, up to this factor."""
-MOST_BLOCKS = 8192
-"""The newest blocks of a pair that one training reads."""
+MOST_BLOCKS = 2048
+"""The newest blocks of a pair that one training reads: so many fit the buffer of a pipe."""
 MIN_GAIN = 1.02
 """Tokens per step of new heads over those in use, from which on they are adopted."""
 REVERT_STEPS = 256
@@ -99,6 +99,11 @@ class LearnedPair:
         """The heads in use, "" for none."""
         return self.digest or self.given_digest
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there are rows for the next training, and no new heads that are yet to be loaded."""
+        return self.num_new >= MIN_ROWS * self.num_waits and not self.candidate
+
     def record(self) -> Record:
         """What survives a restart."""
         return Record(self.pair, self.digest, self.replaced, self.replaced_acceptance, tuple(self.decisions))
@@ -156,14 +161,16 @@ class Learning(NoLearning):
         self.trainer = trainer
         self._scheduler, self._heads, self._records = scheduler, heads, records
         self._num_pairs = self._num_jobs = 0
+        self._due: dict[int, LearnedPair] = {}
+        """Pairs that have rows for a training."""
         for record in records.read():
             pair = self._pair(record.pair)
             pair.decisions.extend(record.decisions)
             if record.digest and records.hold(record.digest):
-                pair.candidate = record.digest
+                pair.digest = record.digest  # its first request loads it
                 pair.replaced, pair.replaced_acceptance = record.replaced, record.replaced_acceptance
                 records.hold(record.replaced)
-                scheduler.adapters.prefetch(record.digest)
+                scheduler.learned_heads.adopt(record.pair, record.digest)
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
         self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
@@ -185,6 +192,8 @@ class Learning(NoLearning):
         pair.num_collected += len(token_ids)
         pair.num_new += len(token_ids)
         self._totals.num_rows += len(token_ids)
+        if pair.is_due:
+            self._due[pair.number] = pair
         if item.source is Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
             self._observe(pair, token_ids[0] == item.draft_ids[0])
 
@@ -192,6 +201,8 @@ class Learning(NoLearning):
         for pair in list(self.pairs.values()):
             if pair.candidate == digest and residency is Residency.RESIDENT:
                 self._use(pair, digest)
+            elif pair.digest == digest and residency is Residency.RESIDENT:
+                self._scheduler.swap_heads(pair.pair)
             elif residency is Residency.FAILED and digest in (pair.candidate, pair.digest):
                 self._drop(pair, digest, reason)
 
@@ -218,12 +229,13 @@ class Learning(NoLearning):
         pair.num_waits = min(2 * pair.num_waits, MOST_WAITS)
 
     def update(self) -> None:
-        if self.trainer.state == "training":
+        if not self._due or self.trainer.state == "training":
             return
-        due = [each for each in self.pairs.values() if each.num_new >= MIN_ROWS * each.num_waits and not each.candidate]
+        due = [pair for pair in self._due.values() if pair.is_due]
         if not due:
             return
         pair = min(due, key=lambda each: each.trained)  # pairs take turns, whatever their traffic
+        del self._due[pair.number]
         self._num_jobs += 1
         pair.trained = self._num_jobs
         blocks = self.rings.blocks(pair.pair)[-MOST_BLOCKS:]
@@ -272,6 +284,7 @@ class Learning(NoLearning):
                 self._scheduler.adapters.unload(digest)
         self._records.purge()
         self.pairs.clear()
+        self._due.clear()
         log.info("learning_purged")
 
     def _pair(self, key: Pair) -> LearnedPair:
@@ -288,6 +301,7 @@ class Learning(NoLearning):
         """A pair that was not used for long starts anew when it is."""
         pair = self.pairs.pop(key)
         self._scheduler.learned_heads.adopt(key, "")
+        self._due.pop(pair.number, None)
         for digest in {pair.digest, pair.candidate} - {""}:
             self._records.release(digest)
 
@@ -303,13 +317,11 @@ class Learning(NoLearning):
 
     def _use(self, pair: LearnedPair, digest: str) -> None:
         """New heads are in a slot: they draft from the next step on."""
-        if digest != pair.digest and pair.digest:
-            self._remove(pair, pair.replaced)
-        if pair.digest or not pair.replaced:  # not after a restart
-            pair.replaced = pair.heads
-            pair.replaced_acceptance = pair.acceptance.value if pair.heads and pair.acceptance.is_known else 0.0
+        oldest, pair.replaced = pair.replaced, pair.heads
+        pair.replaced_acceptance = pair.acceptance.value if pair.heads and pair.acceptance.is_known else 0.0
         pair.candidate, pair.digest = "", digest
         self._switch(pair)
+        self._remove(pair, oldest)
         self._totals.num_adopted += 1
         log.info("learned_heads_adopted", digest=digest[:16], adapter=pair.pair[1][:16])
 

@@ -1,6 +1,6 @@
 """The trainer's process: started at the first job, ended by a purge, started again where it has ended by itself."""
 
-import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -14,8 +14,6 @@ from lorikeet.proto.learning import Job, Trained, TrainerSettings, read_trained,
 log = structlog.get_logger()
 
 MODULE = "lorikeet.adapters.learning"
-PIPE_BYTES = 1 << 20
-"""Of the pipe's buffer: more than a job has."""
 ENDED = "the trainer ended: its log has the reason"
 
 
@@ -25,6 +23,8 @@ class Trainer:
     def __init__(self, settings: TrainerSettings, answer: Callable[[Trained], None]) -> None:
         """`answer` is called in a thread of this object."""
         self._settings, self._answer = settings, answer
+        self._cpus = os.sched_getaffinity(0)
+        """Before the shard's threads were bound to one each."""
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
         self._started = 0.0
@@ -72,8 +72,7 @@ class Trainer:
             pass_fds=[self._settings.rows_fd],
         )
         assert process.stdin is not None
-        if sys.platform == "linux":
-            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.sched_setaffinity(process.pid, self._cpus)
         process.stdin.write(write_line(self._settings))
         self._process = process
         threading.Thread(target=self._read, args=(process,), name="trainer answers", daemon=True).start()

@@ -1,5 +1,6 @@
 """Builds the engine of a loaded model, and the description of the shard that routers get."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -112,6 +113,8 @@ def learning_obstacle(config: ShardConfig, model: Model) -> str:
     """Why this shard cannot learn heads; "" if it can."""
     if config.adapter_store is None:
         return "it needs an adapter store"
+    if not hasattr(os, "memfd_create"):
+        return "heads are learned on Linux only"
     if not config.learning_memory:
         return "--learning-memory is 0"
     if model.info.device.type != "cpu":

@@ -3,23 +3,29 @@ and pages, and pages before it are the base model's.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+from transformers import AutoConfig
 
+from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.router.requests.adapter_content import last_occurrence
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
 from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Speculation
 from lorikeet.shard.startup.build import build_engine
+from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny
+from tests.adapters.medusa import small
 from tests.shard.engine import adapter_exactness
 from tests.shard.engine.adapter_exactness import LLAMA, TARGETS, Text, Tried, compare, lay_out, make_adapters, oracle
 from tests.shard.engine.exactness import NEW_TOKENS, prompts_of
@@ -53,37 +59,57 @@ class Scene:
         return oracle(self.base, self.adapters, [name for name, _ in prompts], [ids for _, ids in prompts])
 
     def run(
-        self, prompts: Sequence[tuple[str, list[int]]], speculation: Speculation = NO_SPECULATION, **settings: Any
+        self,
+        prompts: Sequence[tuple[str, list[int]]],
+        speculation: Speculation = NO_SPECULATION,
+        emitted: Sequence[list[int]] = (),
+        after_step: Callable[[Engine], None] = lambda engine: None,
+        num_runs: int = 1,
+        **settings: Any,
     ) -> list[Output]:
-        """All requests at once."""
+        """The outputs of all requests at once, in the last of several runs. `emitted`: tokens of each that an earlier
+        shard had emitted.
+        """
         config = ShardConfig(
             self.name, str(self.base), "unix:/dev/null", dtype="float32", max_total_tokens=128, threads=1,
             adapter_store=str(self.store), max_active_adapters=4, history_memory=0, **{**SMALL_PAGES, **settings},
         )  # fmt: skip
         inbox, outbox = Inbox(), Outbox()
-        engine = build_engine(config, load_model(config), inbox, outbox)
+        model = load_model(config)
+        engine = build_engine(config, model, inbox, outbox, load_draft_model(config, model))
         outbox.open(1, wake=lambda: None)
         inbox.put(StreamOpened(1))
+        outputs: dict[int, Output] = {}
+        for _ in range(num_runs):
+            outputs.clear()
+            inbox.put(Commands(1, submits=list[Any](self._requests(prompts, speculation, emitted))))
+            while not all(each.finish_reason for each in outputs.values()) or len(outputs) < len(prompts):
+                engine.step()
+                after_step(engine)
+                if not engine.scheduler.running:
+                    inbox.wait(0.05)
+                for output in outbox.take(1).outputs:
+                    assert not output.error, output.error
+                    earlier = outputs.setdefault(output.key[1], output)
+                    if earlier is not output:
+                        earlier.merge(output)
+            engine.scheduler.check()
+        return [outputs[number] for number in range(len(prompts))]
+
+    def _requests(
+        self, prompts: Sequence[tuple[str, list[int]]], speculation: Speculation, emitted: Sequence[list[int]]
+    ) -> list[Request]:
         requests = []
         for number, (name, ids) in enumerate(prompts):
-            request = Request((1, number), list(ids), len(ids), NEW_TOKENS, speculation=speculation)
+            known = [*ids, *(emitted[number] if emitted else [])]
+            request = Request((1, number), known, len(ids), NEW_TOKENS, speculation=speculation)
             start = last_occurrence(ids, INVOCATION) if name in ("one", "two") else 0
             if name and start >= 0:
                 request.adapter_digest, request.adapter_start = self.digests[name], start
+            if speculation.method is Method.MEDUSA:
+                request.heads_digest = self.digests["heads"]
             requests.append(request)
-        inbox.put(Commands(1, submits=list(requests)))
-        outputs: dict[int, Output] = {}
-        while not all(each.finish_reason for each in outputs.values()) or len(outputs) < len(prompts):
-            engine.step()
-            if not engine.scheduler.running:
-                inbox.wait(0.05)
-            for output in outbox.take(1).outputs:
-                assert not output.error, output.error
-                earlier = outputs.setdefault(output.key[1], output)
-                if earlier is not output:
-                    earlier.merge(output)
-        engine.scheduler.check()
-        return [outputs[number] for number in range(len(prompts))]
+        return requests
 
 
 def make(name: str, folder: Path) -> Scene:
@@ -99,7 +125,10 @@ def make(name: str, folder: Path) -> Scene:
     }
     base = tiny.make(name, folder / "base", seed=tiny.SEEDS.get(name, 0))
     adapters = make_adapters(base, folder / "adapters", configs, seed=1)
-    return Scene(name, base, folder / "store", adapters, lay_out(base, folder / "store", adapters))
+    hidden_size = AutoConfig.from_pretrained(base).get_text_config().hidden_size
+    files.write(folder / "heads", small.heads(HeadsShape(3, 1, hidden_size), scale=0.01))
+    digests = lay_out(base, folder / "store", {**adapters, "heads": folder / "heads"})
+    return Scene(name, base, folder / "store", adapters, digests)
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +153,49 @@ def expected(scene: Scene) -> list[Text]:
     return scene.expected(scene.prompts())
 
 
-def differences(scene: Scene, expected: list[Text], outputs: list[Output]) -> list[str]:
+def differences(
+    scene: Scene, expected: list[Text], outputs: list[Output], emitted: Sequence[list[int]] = ()
+) -> list[str]:
     tried = Tried(scene.name, 4)
-    compare(tried, expected, [output.token_ids for output in outputs], [name for name, _ in scene.prompts()])
+    before = emitted or [[] for _ in outputs]
+    found = [[*known, *output.token_ids] for known, output in zip(before, outputs, strict=True)]
+    compare(tried, expected, found, [name for name, _ in scene.prompts()])
     return tried.differences
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "no drafts": {},
+    "lookup": {"speculation": Speculation(Method.LOOKUP, 4)},
+    "heads": {"speculation": Speculation(Method.MEDUSA, 0, 3)},
+    "draft model": {"speculation": Speculation(Method.DRAFT, 3)},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks of 7": {"step_tokens": 7},
+    "preempted": {"num_pages": 30, "step_tokens": 24},
+    "prefix hits": {"num_runs": 2},
+    "lag 1": {"commit_lag": 1, "step_tokens": 64},
+}
+
+
+def check_pair(scene: Scene, expected: list[Text], source: str, way: str, num_emitted: int) -> None:
+    """A draft source and a way to run, on requests of which an earlier shard has emitted some tokens."""
+    settings = {**SOURCES[source], **WAYS[way]}
+    if source == "draft model":
+        draft = tiny.make(scene.name, scene.base.parent / "draft", seed=3, num_hidden_layers=1)
+        settings |= {"draft_model": str(draft), "draft_model_id": "draft", "draft_dtype": "float32"}
+    emitted = [text.token_ids[:num_emitted] for text in expected]
+    preempted: list[int] = []
+    outputs = scene.run(
+        scene.prompts(),
+        emitted=emitted,
+        after_step=lambda engine: preempted.append(engine.scheduler.num_preempted),
+        **settings,
+    )
+    assert differences(scene, expected, outputs, emitted) == []
+    assert way != "preempted" or preempted[-1] > 0
+    assert way != "prefix hits" or sum(output.num_cached for output in outputs) > 0
+    is_busy = source == "draft model" and way == "chunks of 7"  # with prompts, which it has to take in
+    assert is_busy or source in ("no drafts", "lookup") or sum(sum(output.num_drafted) for output in outputs) > 0
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -143,6 +211,41 @@ def test_the_adapters_change_texts_only_where_they_are_activated(scene: Scene, e
     for (name, ids), text, own in zip(prompts, expected, bare, strict=True):
         is_active = name == "plain" or (name != "" and last_occurrence(ids, INVOCATION) >= 0)
         assert (text.token_ids != own.token_ids) == is_active
+
+
+@pytest.mark.parametrize(("source", "way", "num_emitted"), [("heads", "preempted", 0), ("draft model", "lag 1", 5)])
+def test_draft_sources_and_ways_to_run(
+    scene: Scene, expected: list[Text], source: str, way: str, num_emitted: int
+) -> None:
+    check_pair(scene, expected, source, way, num_emitted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_emitted", [0, 5])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_pair_of_them(scene: Scene, expected: list[Text], source: str, way: str, num_emitted: int) -> None:
+    check_pair(scene, expected, source, way, num_emitted)
+
+
+def test_pages_before_the_activation_are_held_once(scene: Scene) -> None:
+    """Three requests on one conversation: each adapter holds no more pages of its own than its part needs."""
+    ids = [token + 10 for token in prompts_of("llama", (41,))[0]]
+    asked = [("", ids), ("one", ids + INVOCATION), ("two", ids + INVOCATION)]
+    held: list[dict[str, set[int]]] = []
+
+    def note(engine: Engine) -> None:
+        if len(engine.scheduler.running) == len(asked):
+            held.append({asked[each.key[1]][0]: set(each.page_ids) for each in engine.scheduler.running})
+
+    scene.run(asked, after_step=note, num_runs=2)  # in the second run all of them find the conversation's pages
+    shared = len(ids) // PAGE
+    most = -(-(len(INVOCATION) + NEW_TOKENS) // PAGE) + 1
+    for pages in held[-NEW_TOKENS // 2 :]:
+        assert len(pages["one"] & pages["two"] & pages[""]) == shared
+        for name, other in (("one", "two"), ("two", "one")):
+            assert len(pages[name] - pages[other] - pages[""]) <= most
+    assert held
 
 
 @pytest.mark.long
