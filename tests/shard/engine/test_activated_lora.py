@@ -171,7 +171,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"step_tokens": 7},
-    "preempted": {"num_pages": 30, "step_tokens": 24},
+    "preempted": {"num_pages": 32, "step_tokens": 24},
     "prefix hits": {"num_runs": 2},
     "lag 1": {"commit_lag": 1, "step_tokens": 64},
 }
