@@ -85,7 +85,8 @@ def measure(size: Size | None = None) -> Cases:
     errors: list[str] = []
     with _both() as running:
         with alone(OFF, running, errors):
-            rate = LOAD * uvloop.run(_capacity(running[OFF].port, first[: size.segment])) / NUM_TOKENS
+            others = _prompts(FIRST_TASK, size.first + size.segment)[size.first :]
+            rate = LOAD * uvloop.run(_capacity(running[OFF].port, others)) / NUM_TOKENS
         raw["requests_per_second"] = rate
         texts: dict[str, list[Streamed]] = {ON: [], OFF: []}
         seconds = {ON: 0.0, OFF: 0.0}
@@ -154,8 +155,9 @@ def _both() -> Iterator[dict[str, servers.Server]]:
     with contextlib.ExitStack() as stack:
         running = {}
         for way, own in flags.items():
-            roots = ("--local-adapter-root", str(folder / "heads"), "--adapter-store", str(folder / way))
-            command = family.command(*roots, *own, draft=None)
+            files = ("--local-adapter-root", str(folder / "heads"), "--adapter-store", str(folder / way))
+            room = ("--cpu-memory", "512MiB", "--dtype", "float32", "--default-adapter-source", "local")
+            command = servers.lorikeet(family.BASE, *files, *room, *own)
             command = replace(command, environment={**command.environment, "ADMIN_KEY": adapted.ADMIN_KEY})
             running[way] = stack.enter_context(servers.running(f"learning-{way}", command))
         yield running
@@ -256,7 +258,7 @@ async def _learning(port: int) -> dict[str, Any]:
 async def _evaluate(port: int, prompts: Sequence[str], heads: Path) -> dict[str, float]:
     """Tokens per step with all drafts, by the server's own count."""
     found = {}
-    for name, own in (("learned", {}), ("offline", {"heads_id": str(heads)})):
+    for name, own in (("learned", {}), ("offline", {"heads_id": heads.name})):
         tokens = steps = 0
         for first in range(0, len(prompts), CLIENTS):
             parameters = {**_parameters(1), "details": True, "speculative_schedule": "constant", **own}

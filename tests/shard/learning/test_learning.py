@@ -182,7 +182,7 @@ def test_heads_whose_file_is_damaged_are_dropped_and_no_request_fails(
 
 
 class Scripted(DirectTrainer):
-    """Answers when it is told to."""
+    """Answers when the test lets it."""
 
     def train(self, job: object) -> None:
         self.jobs.append(job)  # type: ignore[arg-type]
