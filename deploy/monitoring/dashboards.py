@@ -254,6 +254,22 @@ SPECULATION = {
             width=12,
         ),
     ],
+    "Heads learned from traffic": [
+        Panel("Trained heads", {"{{decision}}": rate("lorikeet_learning_decisions_total", "decision")}),
+        Panel(
+            "Training",
+            {
+                "running": rate("lorikeet_learning_training_seconds_total"),
+                "on a processor": rate("lorikeet_learning_cpu_seconds_total"),
+            },
+            "percentunit",
+            "Counted at the end of each training. It runs only where a processor is idle.",
+        ),
+        Panel(
+            "Collected tokens",
+            {"per second": rate("lorikeet_learning_rows_total"), "bytes kept": total("lorikeet_learning_ring_bytes")},
+        ),
+    ],
 }
 RECOVERY = {
     "Shards": [
