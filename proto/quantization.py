@@ -15,6 +15,7 @@ _NO_HQQ_FILES = "transformers 5 does not read such checkpoints: use the plain mo
 _NO_FP8_FILES = (
     "transformers downloads the kernels for them from the hub while serving: use the plain model with --quantize fp8"
 )
+_NO_GGUF_FLAG = "give a .gguf file as the model, without --quantize"
 _EETQ = "its kernels are downloaded from the hub while serving: use bitsandbytes or fp8 for 8 bits"
 _EXL2 = "transformers has no loader for it: use gptq or awq checkpoints, or hqq for 2, 3 and 4 bits"
 
@@ -37,6 +38,10 @@ class Method:
 
 INTEGERS = {"int8": 8, "int4": 4}
 """Methods of ours, which round plain weights to so many bits."""
+ROUNDING = (*INTEGERS, "gguf")
+"""Methods whose products are of integers, so that activations are rounded."""
+GGUF_KEY, GGUF_NAME = "lorikeet_gguf", "model.gguf"
+"""In config.json: the name of the `.gguf` file that has the weights. Every folder made for such a file has the same."""
 FP8_KV = "fp8-kv"
 """Not a method for weights, though a value of `--quantize`: LoRAX's name for a KV cache in fp8."""
 _BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
@@ -48,6 +53,7 @@ METHODS = {
     "bitsandbytes-fp4": _BITSANDBYTES,
     "gptq": Method(("gptqmodel", "optimum"), "gptq", refused_at_load=_AFTER_SAMPLES),
     "awq": Method(("gptqmodel",), "gptq", refused_at_load=_AFTER_SAMPLES),
+    "gguf": Method(("gguf",), refused_at_load=_NO_GGUF_FLAG),
     "eetq": Method(refused=_EETQ),
     "exl2": Method(refused=_EXL2),
     "fp8": Method(("torchao",), "torchao", refused_in_files=_NO_FP8_FILES),
@@ -73,6 +79,8 @@ def reason_against(name: str) -> str:
 
 def reason_against_device(name: str, device: str) -> str:
     """Why weights quantised by `name` cannot be served on `device`; empty if they can."""
+    if name == "gguf" and not device.startswith("cpu"):
+        return ".gguf files are computed on CPU only: use the original checkpoint on CUDA"
     if name in INTEGERS and not device.startswith("cpu"):
         others = "bitsandbytes or fp8" if INTEGERS[name] == 8 else "bitsandbytes-nf4 or a GPTQ or AWQ checkpoint"
         return f"{name} is computed on CPU only: use {others} on CUDA"
@@ -83,16 +91,16 @@ def activations_of(name: str | None, wanted: str | None) -> str:
     """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. Raises ValueError
     where the method leaves no choice.
     """
-    if name in INTEGERS:
+    if name in ROUNDING:
         return wanted or "int8"
     if wanted is not None:
-        raise ValueError(f"only {' and '.join(INTEGERS)} can choose how activations are rounded")
+        raise ValueError(f"only {', '.join(ROUNDING)} can choose how activations are rounded")
     return "none"
 
 
 def describe(name: str | None, activations: str) -> str:
     """What receipts say: the method, and its activations where they are not as usual."""
-    return f"{name}, activations none" if name in INTEGERS and activations == "none" else name or ""
+    return f"{name}, activations none" if name in ROUNDING and activations == "none" else name or ""
 
 
 def of_weights(wanted: str | None) -> str | None:
@@ -102,6 +110,8 @@ def of_weights(wanted: str | None) -> str | None:
 
 def of_checkpoint(config: Mapping[str, Any]) -> str | None:
     """The quantization method in a config.json, by the name of our flag if it has one; None for plain weights."""
+    if config.get(GGUF_KEY):
+        return "gguf"
     found = config.get("quantization_config")
     if not isinstance(found, Mapping):
         return None

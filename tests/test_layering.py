@@ -44,8 +44,8 @@ FOLDERS = {
     "shard": (
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
-        "model/adapters", "model/fusion", "model/pooling", "model", "ranks", "grpc", "grammar", "learning", "engine",
-        "adapters", "startup", "",
+        "model/adapters", "model/fusion", "model/pooling", "model/gguf", "model", "ranks", "grpc", "grammar",
+        "learning", "engine", "adapters", "startup", "",
     ),
     "launcher": ("config/flags", "config", "models", "processes", "cli", "bench", ""),
     "demo": ("data/tasks", "data", "training", "evaluation", ""),

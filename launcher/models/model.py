@@ -43,18 +43,30 @@ def embedded() -> ModelFolder:
     raise LauncherError(Exit.DOWNLOAD_ERROR, "this installation lacks the built-in demo model: give --model-id")
 
 
-def named(settings: Settings) -> refs.Ref | ModelFolder:
-    """The base model of the settings: a local folder, or a reference to the hub."""
+@dataclass(frozen=True)
+class GgufFile:
+    """A model in a single file, for which a folder has to be made."""
+
+    id: str
+    """The path that the operator gave."""
+
+
+def named(settings: Settings) -> refs.Ref | ModelFolder | GgufFile:
+    """The base model of the settings: a local folder or file, or a reference to the hub."""
     text = settings["model-id"]
     return embedded() if text is None else found("model-id", text, settings["revision"])
 
 
-def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder:
+def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder | GgufFile:
     """The model that the flag names; `revision` is the value of the flag for its revision."""
     if Path(text).is_dir():
         return folder(text)
+    if Path(text).is_file() and text.endswith(".gguf"):
+        return GgufFile(text)
     if Path(text).is_file():
-        raise LauncherError(Exit.DOWNLOAD_ERROR, f"--{flag} {text} is a file: give a model's folder, or a hub id")
+        raise LauncherError(
+            Exit.DOWNLOAD_ERROR, f"--{flag} {text} is a file: give a model's folder, a .gguf file, or a hub id"
+        )
     if _is_path(text):
         raise LauncherError(Exit.DOWNLOAD_ERROR, f"the folder {text} does not exist (--{flag})")
     try:

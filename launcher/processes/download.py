@@ -3,6 +3,7 @@
 A download runs in a separate process: see fetch.py.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 from lorikeet.adapters.refs import Ref
 from lorikeet.launcher.config.flags.speculation import TOKENS_WITH_A_DRAFT
 from lorikeet.launcher.config.settings import Settings
-from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.launcher.exits import Exit, LauncherError, refuse
 from lorikeet.launcher.models import fetch, model, vocabulary
-from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.launcher.models.model import GgufFile, ModelFolder
 from lorikeet.launcher.models.servable import Use
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Signals
+from lorikeet.proto.quantization import reason_against
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,14 @@ class _Downloads:
     folder: Path
     signals: Signals
 
-    def get(self, role: str, named: Ref | ModelFolder, weights: bool, use: Use) -> ModelFolder:
+    def get(self, role: str, named: Ref | ModelFolder | GgufFile, weights: bool, use: Use) -> ModelFolder:
         """The folder of `named`. Raises LauncherError or _Interrupted."""
         if isinstance(named, ModelFolder):
             return named
-        read, answer = self.settings, self.folder / f"fetched-{role}.json"
+        answer = self.folder / f"fetched-{role}.json"
+        if isinstance(named, GgufFile):
+            return self._made_for(role, named, use, answer)
+        read = self.settings
         request = fetch.Request(
             id=named.id,
             revision=named.revision,
@@ -89,14 +94,40 @@ class _Downloads:
         )
         path = self.folder / f"fetch-{role}.json"
         request.write(path)
-        child = Child("the download", "lorikeet.launcher.models.fetch", path, environment_of_children(os.environ))
+        ending = self._run("the download", "lorikeet.launcher.models.fetch", path)
+        found = fetch.read_answer(answer)
+        if found is None:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
+        return found
+
+    def _made_for(self, role: str, file: GgufFile, use: Use, answer: Path) -> ModelFolder:
+        """A folder for a file, which lasts as long as this run."""
+        if reason := reason_against("gguf"):
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{file.id} cannot be read: {reason}")
+        request = {
+            "id": file.id,
+            "file": str(Path(file.id).resolve()),
+            "folder": str(self.folder / f"gguf-{role}"),
+            "answer": str(answer),
+            "needs_tokenizer": use.needs_tokenizer or role == "draft",
+        }
+        path = self.folder / f"gguf-{role}.json"
+        path.write_text(json.dumps(request))
+        ending = self._run("reading the .gguf file", "lorikeet.shard.model.gguf.folder", path)
+        if not answer.is_file():
+            raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
+        found = json.loads(answer.read_text())
+        if "error" in found:
+            refuse(found["error"])
+        return ModelFolder(found["id"], Path(found["path"]))
+
+    def _run(self, name: str, module: str, request: Path) -> str:
+        """Run a module with a request until it ends. Returns how it ended. Raises _Interrupted."""
+        child = Child(name, module, request, environment_of_children(os.environ))
         try:
             while child.exit_code is None:
                 if self.signals.wait(0.05) is not None:
                     raise _Interrupted
         finally:
             child.kill()
-        found = fetch.read_answer(answer)
-        if found is None:
-            raise LauncherError(Exit.DOWNLOAD_ERROR, child.ending)
-        return found
+        return child.ending

@@ -62,7 +62,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     try:
         if method is not None:
             matrices = quantized_matrices(network)
-            check_batch_invariance(matrices, device)
+            if matrices or method != "gguf":  # all its tensors may be plain
+                check_batch_invariance(matrices, device)
             if device.type == "cuda" and not all(matrix.reads_few_bytes(device) for matrix in matrices):
                 log.warning("quantization_saves_memory_not_time", method=method)
     except ValueError as reason:

@@ -19,8 +19,10 @@ from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
 from lorikeet.shard.model.attention_binding import AttentionBinding, is_attention, replace_legacy
+from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.fusion.select import choose
-from lorikeet.shard.model.kernels.packing import SharedMatrix, can_pack, pack
+from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.integers import pack_rounded, rounding_of
@@ -47,11 +49,13 @@ def replace_layers(
     for module in list(network.modules()):
         if is_attention(module):
             module.lorikeet_binding = AttentionBinding(backend, inputs)
-    _take_over_quantized(network, dtype)
+    if rounding_of(network) is None:
+        _take_over_quantized(network, dtype)
     tied = _shared_weights(network)
     fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
     if fusion is not None:
         fusion.place(network)
+    _take_over_quantized(network, dtype)  # rounded weights, unless they are fused
     _round_experts(network)
     is_packed = inputs.device.type == "cpu" and can_pack(dtype)
     replace_router_weights(network, dtype, is_packed)
@@ -86,8 +90,15 @@ def _round_experts(network: nn.Module) -> None:
 
 
 def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
-    """Of the layers that replace quantised ones."""
-    matrices = [module.matrix for module in network.modules() if isinstance(module, PackedLinear)]
+    """Of the layers that replace quantised ones, and of fused ones."""
+    matrices: list[PackedMatrix] = []
+    for module in network.modules():
+        if isinstance(module, PackedLinear):
+            matrices.append(module.matrix)
+        elif isinstance(module, FusedAttention):
+            matrices.append(module.qkv)
+        elif isinstance(module, FusedMlp):
+            matrices += module.ups
     return [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lorikeet.proto import pooling
+from lorikeet.proto import pooling, quantization
 from lorikeet.proto.pooling import PooledModel
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
@@ -183,6 +183,8 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
     if method is None:
         plain: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
         return plain
+    if method == "gguf":
+        return _load_gguf(config, options)
     try:
         options |= quantized.loading(method, options["config"], options["dtype"], config.device)
         network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
@@ -192,3 +194,19 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {sentence}") from failure
     return network
+
+
+def _load_gguf(config: ShardConfig, options: dict[str, Any]) -> nn.Module:
+    """The network of a `.gguf` file. Raises ValueError with a reason."""
+    from lorikeet.shard.model.gguf.file import GgufFile
+    from lorikeet.shard.model.gguf.network import load_gguf
+
+    made_by = {name: options[name] for name in ("attn_implementation", "experts_implementation")}
+    rounds = config.quantize_activations != "none"
+    try:
+        if reason := quantization.reason_against_device("gguf", config.device):
+            raise ValueError(reason)
+        file = GgufFile(Path(config.model_path) / quantization.GGUF_NAME)
+        return load_gguf(file, options["config"], options["dtype"], made_by, rounds)
+    except (ValueError, NotImplementedError) as reason:
+        raise ValueError(f"cannot serve {config.model_id}: {reason}") from reason

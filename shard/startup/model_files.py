@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import digest
+from lorikeet.proto.quantization import GGUF_NAME
 from lorikeet.shard.system.process import lower_priority
 
 log = structlog.get_logger()
@@ -63,7 +64,7 @@ class ModelFiles:
 def loaded_names(folder: Path, has_code: bool) -> list[str]:
     """Names of the configuration, the weights and, with `has_code`, Python files."""
     names = {CONFIGURATION} if (folder / CONFIGURATION).is_file() else set()
-    for weights in WEIGHTS:
+    for weights in (*WEIGHTS, GGUF_NAME):
         index = f"{weights}.index.json"
         if (folder / weights).is_file():
             names.add(weights)

@@ -15,7 +15,7 @@ from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.fusion.kernels import FusionKernels, HeadNorms
 from lorikeet.shard.model.fusion.parts import fuse_norm
-from lorikeet.shard.model.fusion.patterns import AttentionParts, attention_parts
+from lorikeet.shard.model.fusion.patterns import AttentionParts, attention_parts, sample
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings
 
 
@@ -64,8 +64,8 @@ def fuse_attention(
     norms = _norms(parts, kernels)
     if parts.norms is not None and norms is None:
         return None
-    weight = parts.qkv[0].weight
-    x, angles = verify.tokens(weight.shape[1], rotary_width or parts.head_dim, weight)
+    first = parts.qkv[0]
+    x, angles = verify.tokens(first.in_features, rotary_width or parts.head_dim, sample(first))
 
     def make(plain: verify.Recorder) -> FusedAttention | None:
         shapes = [(seen.shape[1], seen.shape[3]) for seen in plain.seen]

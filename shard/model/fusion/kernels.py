@@ -6,8 +6,9 @@ plain one (verify.py).
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,10 @@ from lorikeet.shard.batch.inputs import NO_ADAPTERS
 from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings
-from lorikeet.shard.model.kernels import cpu
+from lorikeet.shard.model.kernels import cpu, integer
 from lorikeet.shard.model.kernels.packing import PackedMatrix, StreamedMatrix
 from lorikeet.shard.model.lora.targets import compiled
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 
 HeadNorms = tuple[Norm, Norm] | None
 """Of each head of q and of k, alike but for their weights."""
@@ -45,7 +47,7 @@ class FusionKernels(Protocol):
     def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
         return True
 
-    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+    def join(self, parts: Sequence[Any]) -> PackedMatrix:
         """The weights of linear layers with one input as one matrix."""
 
     def output(self, part: nn.Module) -> nn.Module:
@@ -79,6 +81,8 @@ class CpuKernels(FusionKernels):
     forms = FORMS[:1]
     joins_gate_and_up = False
     compiles_layers = True
+    code: ModuleType = cpu
+    """Has the kernels between products, and the decoder layer."""
 
     def supports_norm(self, norm: Norm) -> bool:
         return norm.weight.dtype == torch.bfloat16 and norm.weight.shape[0] % 16 == 0
@@ -86,37 +90,80 @@ class CpuKernels(FusionKernels):
     def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
         if len(parts.ups) != 2 or is_tanh or not parts.has_plain_output:
             return False
-        linears = (*parts.ups, parts.down)
-        return _can_stream(*linears) and all(part.bias is None for part in linears)
+        linears: tuple[Any, ...] = (*parts.ups, parts.down)
+        return self._can_multiply(*linears) and all(part.bias is None for part in linears)
 
     def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
         if len(parts.qkv) != 3 or parts.norms is not None or not parts.has_plain_output:
             return False
         is_whole = rotary_width in (None, parts.head_dim)
-        return is_whole and parts.head_dim % 32 == 0 and _can_stream(*parts.qkv, parts.out)
+        return is_whole and parts.head_dim % 32 == 0 and self._can_multiply(*parts.qkv, parts.out)
 
-    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+    def join(self, parts: Sequence[Any]) -> PackedMatrix:
         return StreamedMatrix(torch.cat([part.weight.detach() for part in parts]), joined_bias(parts))
 
     def output(self, part: Any) -> nn.Module:
         return PackedLinear(self.join([part]), target_of(part))
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return cpu.rms_norm(x, norm.weight, norm.epsilon)
+        made: Tensor = self.code.rms_norm(x, norm.weight, norm.epsilon)
+        return made
 
     def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         sums = x + added
         return sums, self.rms_norm(sums, norm)
 
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
-        return cpu.silu_times(*products)
+        made: Tensor = self.code.silu_times(*products)
+        return made
 
     def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
-        cpu.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
+        self.code.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
         (gate, up), down = mlp.ups, mlp.down.matrix
         return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, down.packed, down.out_features)
+
+    def describe(self, layer: cpu.DecoderLayer, matrices: Mapping[str, Any]) -> None:
+        """Enter the matrices of a decoder layer."""
+        for name, matrix in matrices.items():
+            setattr(layer, name, _address(matrix.packed))
+
+    def _can_multiply(self, *parts: Any) -> bool:
+        """Whether the code can multiply by the weights of these linear layers."""
+        return all(
+            isinstance(part, nn.Linear) and part.weight.dtype == torch.bfloat16 and part.in_features % 2 == 0
+            for part in parts
+        )
+
+
+class IntegerKernels(CpuKernels):
+    """Compiled C (integer.c) for rounded weights, on any processor, bfloat16."""
+
+    code = integer
+
+    def join(self, parts: Sequence[Any]) -> PackedMatrix:
+        first = parts[0]
+        if len(parts) > 1:
+            weight = first.integers.joined([part.integers for part in parts[1:]])
+            first = IntegerLinear(weight, joined_bias(parts), first.rounds_activations, first.sample.dtype)
+        matrix = IntegerMatrix(first, first.sample.dtype)
+        matrix.copy_from_mmap()
+        return matrix
+
+    def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
+        return None
+
+    def describe(self, layer: cpu.DecoderLayer, matrices: Mapping[str, Any]) -> None:
+        for name, matrix in matrices.items():
+            setattr(layer, name, matrix.packed.address)
+        layer.row_bytes = max(matrix.packed.row_bytes for matrix in matrices.values())
+
+    def _can_multiply(self, *parts: Any) -> bool:
+        """Those with one input must round it alike."""
+        if not all(isinstance(part, IntegerLinear) for part in parts):
+            return False
+        return len({part.integers.kind for part in parts[:-1]}) == 1
 
 
 class CudaKernels(FusionKernels):
@@ -131,7 +178,7 @@ class CudaKernels(FusionKernels):
             raise ValueError(f"{reason}: {missing}") from missing
         self._triton = triton
 
-    def join(self, parts: Sequence[nn.Linear]) -> PackedMatrix:
+    def join(self, parts: Sequence[Any]) -> PackedMatrix:
         return FusedMatrix(parts)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -169,10 +216,10 @@ class FusedMatrix(PackedMatrix):
 
 
 class CompiledLayer:
-    """A fused decoder layer as one call of cpu.c, where the attention can be called from compiled code."""
+    """A fused decoder layer as one call of compiled code, where the attention can be called from it."""
 
-    def __init__(self, layer: Any) -> None:
-        self._attention, self._mlp = layer.attention, layer.mlp
+    def __init__(self, layer: Any, kernels: CpuKernels) -> None:
+        self._attention, self._mlp, self._kernels = layer.attention, layer.mlp, kernels
         self._norms: tuple[Norm, Norm] = layer.input_norm.norm, layer.mlp_norm.norm
         of_output = [part.adapters for part in (self._attention.out, self._mlp.down)]
         qkv, *ups = (fused.targets for fused in (self._attention.qkv_adapters, *self._mlp.up_adapters))
@@ -197,8 +244,8 @@ class CompiledLayer:
             out_bias=_address(out.bias),
             input_epsilon=norms[0].epsilon,
             post_epsilon=norms[1].epsilon,
-            **{name: _address(matrix.packed) for name, matrix in matrices.items()},
         )
+        self._kernels.describe(layer, matrices)
         for index, target in enumerate(self._targets):
             layer.base_bias[index] = _address(target.base_bias)
         return layer
@@ -210,7 +257,10 @@ class CompiledLayer:
         adapters = None if native is None else self._adapters()
         if native is None or adapters is None:
             return None
-        return cpu.decoder_layer(self._layer, native, adapters, hidden_states.contiguous(), *_contiguous(angles))
+        made: Tensor = self._kernels.code.decoder_layer(
+            self._layer, native, adapters, hidden_states.contiguous(), *_contiguous(angles)
+        )
+        return made
 
     def _adapters(self) -> cpu.AdapterStep | None:
         """This step's adapters for compiled code; None where it cannot reach them."""
@@ -228,11 +278,6 @@ class CompiledLayer:
 def _contiguous(angles: PositionEmbeddings) -> PositionEmbeddings:
     cos, sin = angles
     return cos[0].contiguous(), sin[0].contiguous()
-
-
-def _can_stream(*parts: Any) -> bool:
-    """Whether cpu.c can multiply by the weights of these linear layers."""
-    return all(part.weight.dtype == torch.bfloat16 and part.in_features % 2 == 0 for part in parts)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.fusion.attention import FusedAttention
-from lorikeet.shard.model.fusion.kernels import CompiledLayer, FusionKernels
+from lorikeet.shard.model.fusion.kernels import CompiledLayer, CpuKernels, FusionKernels
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -37,7 +37,7 @@ class FusedDecoderLayer(nn.Module):
         self.output_norm: FusedNorm | None = getattr(layer, after_mlp) if after_mlp else None
         self.next_norm: list[FusedNorm] = []
         """The norm that follows the layer, if known; in a list, because it is not a submodule of the layer."""
-        self._compiled = CompiledLayer(self) if kernels.compiles_layers else None
+        self._compiled = CompiledLayer(self, kernels) if isinstance(kernels, CpuKernels) else None
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """hidden_states: [1, T, H]; options: for the attention. Returns [1, T, H]."""

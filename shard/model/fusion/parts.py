@@ -13,7 +13,7 @@ from torch.nn import functional
 from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.fusion.kernels import FusionKernels
-from lorikeet.shard.model.fusion.patterns import MlpParts, Norm, mlp_parts, norm_of
+from lorikeet.shard.model.fusion.patterns import MlpParts, Norm, mlp_parts, norm_of, sample
 
 _SAME = 1e-5
 """Largest difference between two computations of the same activation function."""
@@ -94,7 +94,7 @@ def fuse_mlp(module: nn.Module, kernels: FusionKernels, shared: set[int]) -> Fus
     if parts is None or is_tanh is None or not kernels.supports_mlp(parts, is_tanh):
         return None
     fused = FusedMlp(kernels, parts, is_tanh)
-    x = verify.rows(parts.ups[0].in_features, parts.ups[0].weight)
+    x = verify.rows(parts.ups[0].in_features, sample(parts.ups[0]))
     return fused if verify.difference(module, fused, x) <= verify.TOLERANCES[x.dtype] else None
 
 
@@ -103,7 +103,7 @@ def _is_tanh(parts: MlpParts) -> bool | None:
     """The activation of an MLP: False is SiLU, True GELU's tanh formula, None neither."""
     if parts.activation is None:  # the comparison with the plain module decides
         return False
-    x = torch.linspace(-8, 8, 257, device=parts.ups[0].weight.device)
+    x = torch.linspace(-8, 8, 257, device=sample(parts.ups[0]).device)
     found = parts.activation(x)
     for is_tanh, known in ((False, functional.silu(x)), (True, functional.gelu(x, approximate="tanh"))):
         if (found - known).abs().max() <= _SAME:

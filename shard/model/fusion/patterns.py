@@ -10,7 +10,10 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
+from lorikeet.shard.model.quantization.integers import IntegerLinear
 from lorikeet.shard.model.quantization.layers import is_quantized
+
+Linear = nn.Linear | IntegerLinear
 
 
 class NormForm(NamedTuple):
@@ -40,7 +43,7 @@ class Norm:
 class MlpParts:
     """Of a possible gated MLP."""
 
-    ups: tuple[nn.Linear, ...]
+    ups: tuple[Linear, ...]
     """Gate and up, or one module whose output is both, side by side."""
     down: nn.Module
     has_plain_output: bool
@@ -52,7 +55,7 @@ class MlpParts:
 class AttentionParts:
     """Of a possible attention block with rotary positions."""
 
-    qkv: tuple[nn.Linear, ...]
+    qkv: tuple[Linear, ...]
     """q, k and v, or one module whose output is all of them, side by side."""
     out: nn.Module
     has_plain_output: bool
@@ -101,23 +104,34 @@ def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
     return AttentionParts(qkv, out, is_plain(out, shared), num_heads, num_kv_heads, head_dim, norms)
 
 
-def is_plain(part: Any, shared: set[int]) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer whose weight is not quantised and held by no other module."""
+def is_plain(part: Any, shared: set[int]) -> TypeGuard[Linear]:
+    """Whether it is a linear layer whose weight is held by no other module, and plain or rounded when it was loaded."""
+    if isinstance(part, IntegerLinear):
+        return part.rounds_activations
     return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
 
 
-def joined_bias(parts: Sequence[nn.Linear]) -> torch.Tensor | None:
+def joined_bias(parts: Sequence[Linear]) -> torch.Tensor | None:
     """[out of all parts], zeros where one has none; None where none has one."""
     if all(part.bias is None for part in parts):
         return None
     return torch.cat(
-        [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+        [
+            torch.zeros_like(sample(part, part.out_features)) if part.bias is None else part.bias.detach()
+            for part in parts
+        ]
     )
 
 
-def _plain(module: nn.Module, names: tuple[str, ...], shared: set[int]) -> tuple[nn.Linear, ...] | None:
+def sample(part: Linear, size: int = 0) -> torch.Tensor:
+    """[size] any values with the dtype and the device of a layer's activations."""
+    like = part.sample if isinstance(part, IntegerLinear) else part.weight
+    return like.new_empty(size)
+
+
+def _plain(module: nn.Module, names: tuple[str, ...], shared: set[int]) -> tuple[Linear, ...] | None:
     """The linear layers of these names, if they are all there."""
-    found: list[nn.Linear] = []
+    found: list[Linear] = []
     for name in names:
         part = getattr(module, name, None)
         if not is_plain(part, shared):

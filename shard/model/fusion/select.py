@@ -2,6 +2,7 @@
 
 A fused module computes what the module that it replaces computes, in fewer calls. `auto` takes the device's kernels:
 compiled C for bfloat16 on CPU, Triton elsewhere. `device` takes Triton everywhere, for tests in its interpreter.
+Weights that were rounded at load have compiled C of their own.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 from lorikeet.shard.model.fusion.attention import fuse_attention
-from lorikeet.shard.model.fusion.kernels import CpuKernels, CudaKernels, FusionKernels
+from lorikeet.shard.model.fusion.kernels import CpuKernels, CudaKernels, FusionKernels, IntegerKernels
 from lorikeet.shard.model.fusion.layer import connect_layers, fuse_layer
 from lorikeet.shard.model.fusion.parts import fuse_mlp, fuse_norm
-from lorikeet.shard.model.kernels import cpu
+from lorikeet.shard.model.kernels import cpu, integer
+from lorikeet.shard.model.quantization.integers import rounding_of
 from lorikeet.shard.model.rotary import rotary_width
 
 CHOICES = ("auto", "none", "device")
@@ -60,6 +62,9 @@ def choose(
         raise ValueError(f"unknown fusions {fusions!r}; known: {', '.join(CHOICES)}")
     if fusions == "none":
         return None
+    if rounding_of(network) is not None:
+        can_fuse = dtype == torch.bfloat16 and integer.available()
+        return Fusion(IntegerKernels(), shared, rotary_width(network)) if can_fuse else None
     if fusions == "device" or device.type != "cpu":
         return Fusion(CudaKernels(), shared, rotary_width(network))
     if dtype == torch.bfloat16 and cpu.available():

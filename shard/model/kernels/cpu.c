@@ -1,4 +1,4 @@
-// Matrix products, gated MLP, RMS norm, rotary positions and whole decoder layers in bfloat16 on a CPU: the products by
+// Matrix products, gated MLP and, with decoder_layer.h, whole decoder layers in bfloat16 on a CPU: the products by
 // AVX512-BF16, by AMX where the processor and the system have it, and elsewhere by multiplications in float32.
 //
 // Every output element is one sum in float32 over its row in order, one term at a time (two with AVX512-BF16, 32 with
@@ -8,7 +8,7 @@
 #include <math.h>
 #include <omp.h>
 #define BF16 1
-#include "model/lora/targets.h"
+#include "model/kernels/decoder_layer.h"
 #if defined(__AMX_BF16__) && defined(WITH_AVX512) && !defined(WITHOUT_TILES)
 #define WITH_TILES
 #include <sys/syscall.h>
@@ -33,44 +33,6 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
                 memcpy(packed + ((b * (k / 2) + p) * BLOCK + c) * 2, row < n ? weight + row * k + 2 * p : zeros, 4);
             }
 }
-
-#ifdef WITH_AVX512
-// e to the x, within 2 units in the last place, by powers of two and a polynomial
-static inline __m512 exp16(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(f, f), _mm512_add_ps(f, _mm512_set1_ps(1.f)));
-    return _mm512_scalef_ps(p, n);
-}
-#else
-static inline vec16 choose16(ivec16 mask, vec16 a, vec16 b) { return (vec16)((mask & (ivec16)a) | (~mask & (ivec16)b)); }
-
-// e to the x, within 2 units in the last place, by powers of two and a polynomial
-static inline vec16 exp16(vec16 x) {
-    x = choose16(x < splat16(-87.f), splat16(-87.f), x);
-    x = choose16(x > splat16(88.f), splat16(88.f), x);
-    const vec16 shifter = splat16(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    vec16 shifted = x * splat16(1.44269504f) + shifter, n = shifted - shifter;
-    vec16 f = x - n * splat16(0.693359375f);
-    f = f - n * splat16(-2.12194440e-4f);
-    vec16 p = splat16(1.9875691500e-4f);
-    p = p * f + splat16(1.3981999507e-3f);
-    p = p * f + splat16(8.3334519073e-3f);
-    p = p * f + splat16(4.1665795894e-2f);
-    p = p * f + splat16(1.6666665459e-1f);
-    p = p * f + splat16(5.0000001201e-1f);
-    p = p * (f * f) + (f + splat16(1.f));
-    return p * (vec16)(((uvec16)shifted - (uvec16)shifter + 127) << 23);
-}
-#endif
 
 static inline void store(bf16 *y, int64_t width, const vec16 *sums, const float *bias) {
     for (int v = 0; v < VECTORS && 16 * v < width; v++) {
@@ -343,21 +305,6 @@ void plain_linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *wei
     }
 }
 
-// h = silu(gate) * up, each rounded as the plain modules round
-static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
-    for (int64_t c = 0; c < width; c += 16) {
-        vec16 g = load16(gate + c);
-        vec16 silu = round16(g / (splat16(1.f) + exp16(splat16(0.f) - g)));
-        store_lanes(h + c, first_lanes(width - c), silu * load16(up + c));
-    }
-}
-
-// h = silu(gate) * up, all [rows, n]; h may be gate
-void silu_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, bf16 *h, int threads) {
-#pragma omp parallel for num_threads(rows * n < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n);
-}
-
 // y = down(silu(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
                int64_t m, bf16 *hidden, bf16 *y, int threads) {
@@ -383,140 +330,13 @@ void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const b
     linear(hidden, rows, n, down, m, n, 0, y, threads);
 }
 
-// y = weight * bf16(x / rms(x)); x, y: [rows, k], weight: [k]; k a multiple of 16
-void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float epsilon, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        vec16 squares = splat16(0.f);
-        for (int64_t c = 0; c < k; c += 16) {
-            vec16 v = load16(x + r * k + c);
-            squares = squares + v * v;
-        }
-        vec16 scale = splat16(1.f / sqrtf(sum16(squares) / (float)k + epsilon));
-        for (int64_t c = 0; c < k; c += 16) {
-            vec16 v = round16(load16(x + r * k + c) * scale);
-            store16(y + r * k + c, v * load16(weight + c));
-        }
-    }
+static void multiply(const bf16 *x, int64_t rows, int64_t k, const void *packed, int64_t n, const float *bias,
+                     void *spare, bf16 *y, int threads) {
+    linear(x, rows, k, packed, n, k, bias, y, threads);
 }
 
-// x[t, h, :] rotated by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
-// product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
-void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
-            int threads) {
-    int64_t half = dim / 2;
-#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t c = 0; c < half; c += 16) {
-                bf16 *p = x + r * stride + h * dim + c, *q = p + half;
-                const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
-                vec16 a = load16(p), b = load16(q);
-                store16(p, round16(a * load16(cp)) - round16(b * load16(sp)));
-                store16(q, round16(b * load16(cp + half)) + round16(a * load16(sp + half)));
-            }
-}
-
-// y = bf16(x + h), all [n], 16 divides n; y may be x
-static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
-    for (int64_t c = 0; c < n; c += 16)
-        store16(y + c, load16(x + c) + load16(h + c));
-}
-
-typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,
-                             const bf16 *value, const int64_t *strides, bf16 *output, int threads);
-
-// `adapt` of targets.c.
-typedef void adapt_function(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads);
-
-enum { Q, K, V, OUT, GATE, UP, DOWN, NUM_MODULES };
-
-typedef struct {
-    int64_t width, num_heads, num_kv_heads, head_dim, num_hidden;
-    const bf16 *input_norm, *post_norm;          // [width]
-    const bf16 *qkv, *out, *gate, *up, *down;    // packed
-    const float *qkv_bias, *out_bias;            // or NULL
-    float input_epsilon, post_epsilon;
-    const Weights *adapters[NUM_MODULES]; // by slot
-    const float *base_bias[NUM_MODULES];         // each module's part of qkv_bias or out_bias, or NULL
-} DecoderLayer;
-
-// The rows of this step that belong to adapters; num_tasks may be 0.
-typedef struct {
-    adapt_function *adapt;
-    const Task *tasks;
-    int64_t num_tasks;
-} AdapterStep;
-
-static Part part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
-                        int64_t num_out) {
-    Part made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
-    return made;
-}
-
-// Whether an adapter of this step changes the module.
-static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *adapters) {
-    const Weights *slots = layer->adapters[module];
-    for (int64_t i = 0; i < adapters->num_tasks; i++) {
-        if (!is_empty(slots + adapters->tasks[i].slot)) return 1;
-    }
-    return 0;
-}
-
-// The gated MLP; where adapters change gate or up, both are computed entirely first. hidden: [2 rows, n] scratch
-static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, const bf16 *x, int64_t rows, bf16 *hidden,
-                        bf16 *y, int threads) {
-    const int64_t width = layer->width, n = layer->num_hidden;
-    if (is_changed(layer, GATE, adapters) || is_changed(layer, UP, adapters)) {
-        bf16 *up = hidden + rows * n;
-        linear(x, rows, width, layer->gate, n, width, 0, hidden, threads);
-        linear(x, rows, width, layer->up, n, width, 0, up, threads);
-        Part both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
-        adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
-        silu_times(hidden, up, rows, n, hidden, threads);
-        linear(hidden, rows, n, layer->down, width, n, 0, y, threads);
-    } else {
-        gated_mlp(x, rows, width, layer->gate, layer->up, n, layer->down, width, hidden, y, threads);
-    }
-    Part down = part(layer, DOWN, hidden, n, y, width, width);
-    adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
-}
-
-// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
-// the attention computes `attended` rows, and a row beyond them gets the first one's output.
-// scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden)
-void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
-                   const AdapterStep *adapters, const bf16 *x,
-                   int64_t rows, int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y,
-                   int threads) {
-    const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
-    const int64_t rotated = layer->num_heads + layer->num_kv_heads, columns = (rotated + layer->num_kv_heads) * dim;
-    const int64_t strides[6] = {columns, dim, columns, dim, columns, dim};
-    bf16 *h = scratch, *qkv = h + rows * width, *seen = qkv + rows * columns, *hidden = seen + rows * out_width;
-
-    rms_norm(x, rows, width, layer->input_norm, layer->input_epsilon, h, threads);
-    linear(h, rows, width, layer->qkv, columns, width, layer->qkv_bias, qkv, threads);
-    if (adapters->num_tasks) {
-        const int64_t keys = layer->num_kv_heads * dim;
-        Part parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
-                               part(layer, K, h, width, qkv + out_width, columns, keys),
-                               part(layer, V, h, width, qkv + out_width + keys, columns, keys)};
-        adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
-    }
-    rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
-    attend(kv, step, qkv, qkv + out_width, qkv + rotated * dim, strides, seen, threads);
-    for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
-    linear(seen, rows, out_width, layer->out, width, out_width, layer->out_bias, h, threads);
-    if (adapters->num_tasks) {
-        Part out = part(layer, OUT, seen, out_width, h, width, width);
-        adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
-    }
-    add(x, h, rows * width, y, threads);
-    rms_norm(y, rows, width, layer->post_norm, layer->post_epsilon, h, threads);
-    if (adapters->num_tasks)
-        adapted_mlp(layer, adapters, h, rows, hidden, h, threads);
-    else
-        gated_mlp(h, rows, width, layer->gate, layer->up, layer->num_hidden, layer->down, width, hidden, h, threads);
-    add(y, h, rows * width, y, threads);
+static void plain_mlp(const DecoderLayer *layer, const bf16 *x, int64_t rows, bf16 *hidden, void *spare, bf16 *y,
+                      int threads) {
+    gated_mlp(x, rows, layer->width, layer->gate, layer->up, layer->num_hidden, layer->down, layer->width, hidden, y,
+              threads);
 }

@@ -47,6 +47,8 @@ class DecoderLayer(ctypes.Structure):
         ("adapters", _POINTER * NUM_MODULES),
         ("base_bias", _POINTER * NUM_MODULES),
     ]
+    row_bytes = 0
+    """Of the most scratch that a product of integers needs per row."""
 
     @property
     def scratch_width(self) -> int:

@@ -7,18 +7,21 @@ in one order. So both, on any processor and for any number of rows, give equal b
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lorikeet.shard.model.kernels.cpu import HugePagePool
+from lorikeet.shard.attention import NativeAttention
+from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayer, HugePagePool
 from lorikeet.shard.system.native import CompilerMissing, library
 
 _SOURCE = Path(__file__).with_name("integer.c")
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_ARGUMENTS = {
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "outputs_of_a_block": ([], _SIZE),
     "zero_in_8_bits": ([], _SIZE),
     "row_bytes": ([_POINTER], _SIZE),
@@ -26,10 +29,29 @@ _ARGUMENTS = {
     "pack_groups": ([_POINTER, _SIZE, _SIZE, _POINTER], None),
     "linear": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT], None),
 }
+_OF_LAYERS: dict[str, tuple[list[Any], Any]] = {
+    "silu_times": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT], None),
+    "rms_norm": ([_POINTER, _SIZE, _SIZE, _POINTER, _FLOAT, _POINTER, _INT], None),
+    "rotate": ([_POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _INT], None),
+    "decoder_layer": (
+        [
+            ctypes.POINTER(DecoderLayer),
+            *[_POINTER] * 3,
+            ctypes.POINTER(AdapterStep),
+            _POINTER,
+            _SIZE,
+            _SIZE,
+            *[_POINTER] * 4,
+            _INT,
+        ],
+        None,
+    ),
+}
 SMALLEST = 2.0**-100
 """Rows of smaller values count as zeros; SMALLEST of integer.c."""
 MOST_INPUTS = 2**16
 """Longer sums of products may exceed 32 bits."""
+_ALIGNMENT = 64
 MIDDLE = 8
 """What is subtracted from weights in 4 bits that have no minimum."""
 
@@ -65,6 +87,22 @@ class IntegerWeight:
     def middle(self) -> int:
         """What is subtracted from each value."""
         return MIDDLE if self.bits == 4 and self.minimums is None else 0
+
+    def joined(self, others: "Sequence[IntegerWeight]") -> "IntegerWeight":
+        """The rows of this weight, then those of others of the same kind."""
+        parts = [self, *others]
+        minimums = [part.minimums for part in parts if part.minimums is not None]
+        return IntegerWeight(
+            self.bits,
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat(minimums) if minimums else None,
+        )
+
+    @property
+    def kind(self) -> tuple[int, int, int, bool]:
+        """What weights must have in common to be joined, or to be multiplied by the same rounded input."""
+        return self.values.shape[1], self.bits, self.group, self.minimums is None
 
     def dense(self) -> torch.Tensor:
         """[out, in] float32."""
@@ -139,18 +177,23 @@ class PackedIntegers:
         held = [None if each is None else each.data_ptr() for each in (self.packed, self.scales, self.minimums)]
         self._without_bias = _Matrix(*sizes, *held, None)
         self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
-        self._row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
+        self.row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
 
     @property
     def nbytes(self) -> int:
         """Of the weight and its scales."""
         return sum(each.nbytes for each in (self.packed, self.scales, self.minimums) if each is not None)
 
+    @property
+    def address(self) -> int:
+        """Of the matrix for compiled code, with its bias."""
+        return ctypes.addressof(self._matrix)
+
     def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """x: [rows, in] float32 or bfloat16. Returns [rows, out]."""
         x = x if x.stride(1) == 1 else x.contiguous()
         y = x.new_empty(len(x), self.num_out)
-        scratch = torch.empty(len(x) * self._row_bytes, dtype=torch.uint8)
+        scratch = torch.empty(len(x) * self.row_bytes, dtype=torch.uint8)
         matrix = ctypes.byref(self._matrix if with_bias else self._without_bias)
         _load(x.dtype).linear(
             matrix, x.data_ptr(), len(x), x.stride(0), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads()
@@ -163,6 +206,60 @@ def _packed_groups(code: ctypes.CDLL, values: torch.Tensor, num_padded: int) -> 
     packed = torch.empty(num_padded * values.shape[1])
     code.pack_groups(values.contiguous().data_ptr(), *values.shape, packed.data_ptr())
     return packed
+
+
+def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, rounded as the plain modules round. gate, up: [rows, n] contiguous. Returns [rows, n]."""
+    h = torch.empty_like(gate)
+    pointers = (gate.data_ptr(), up.data_ptr())
+    _load(gate.dtype).silu_times(*pointers, *gate.shape, h.data_ptr(), torch.get_num_threads())
+    return h
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`weight * rounded(x / sqrt(mean(x²) + epsilon))` over the last axis, which 16 divides. weight: [H]."""
+    x = x.contiguous()
+    width = x.shape[-1]
+    y = torch.empty_like(x)
+    _load(x.dtype).rms_norm(
+        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads()
+    )
+    return y
+
+
+def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate the first `num_heads` heads of each row of x by the row's angles, in place.
+
+    x: [T, columns] contiguous; cos, sin: [T, D] contiguous, both halves of D alike in meaning.
+    """
+    angles = (cos.data_ptr(), sin.data_ptr())
+    _load(x.dtype).rotate(
+        x.data_ptr(), x.shape[0], x.stride(0), num_heads, cos.shape[1], *angles, torch.get_num_threads()
+    )
+
+
+def decoder_layer(
+    layer: DecoderLayer,
+    attention: NativeAttention,
+    adapters: AdapterStep,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Norm, attention, residual, norm, gated MLP and residual in one call.
+
+    x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
+    """
+    num_rows = x.shape[1]
+    num_attended = min(num_rows, attention.num_tokens)
+    y = torch.empty_like(x)
+    num_spare = -(-(num_rows * layer.row_bytes + _ALIGNMENT) // x.element_size())
+    scratch = x.new_empty(num_rows * layer.scratch_width + num_spare)
+    _load(x.dtype).decoder_layer(
+        layer, attention.function, attention.layer, attention.step, adapters, x.data_ptr(), num_rows, num_attended,
+        cos.data_ptr(), sin.data_ptr(), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
 
 
 @cache
@@ -180,7 +277,8 @@ def available() -> bool:
 @cache
 def _load(dtype: torch.dtype, *defines: str) -> ctypes.CDLL:
     loaded = library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}", *defines)
-    for name, (arguments, result) in _ARGUMENTS.items():
+    of_layers = _OF_LAYERS if dtype == torch.bfloat16 else {}
+    for name, (arguments, result) in (_ARGUMENTS | of_layers).items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, result
     return loaded

@@ -29,13 +29,30 @@ class Rounding(NamedTuple):
 class IntegerLinear(nn.Module):
     """A linear layer with a rounded weight, until the layer pass replaces it."""
 
-    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None, rounds_activations: bool) -> None:
-        """bias: [out]."""
+    def __init__(
+        self, weight: IntegerWeight, bias: torch.Tensor | None, rounds_activations: bool, dtype: torch.dtype
+    ) -> None:
+        """bias: [out]; `dtype`: of activations."""
         super().__init__()
         self.out_features, self.in_features = weight.values.shape
+        # [0]
+        self.sample = torch.empty(0, dtype=dtype)
         self.integers, self.bias, self.rounds_activations = weight, bias, rounds_activations
         self.num_shared = 0
         """Weights that another module holds too, not rounded."""
+        self._packed: PackedIntegers | None = None
+
+    def packed(self) -> PackedIntegers:
+        """The weight in the layout of its product. Raises CompilerMissing."""
+        if self._packed is None:
+            bias = None if self.bias is None else self.bias.float()
+            self._packed = PackedIntegers(self.integers, bias)
+        return self._packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]. Returns [..., out], without adapters."""
+        rows = x.reshape(-1, self.in_features)
+        return self.packed().product(rows, with_bias=True).view(*x.shape[:-1], self.out_features)
 
 
 class IntegerMatrix(QuantizedMatrix):
@@ -48,6 +65,7 @@ class IntegerMatrix(QuantizedMatrix):
         # [out] float32
         self._bias = None if self.bias is None else self.bias.float()
         self._packed: PackedIntegers | None = None
+        self._module = module
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +76,12 @@ class IntegerMatrix(QuantizedMatrix):
         return sum(each.nbytes for each in (held.values, held.scales, held.minimums) if each is not None)
 
     @property
+    def packed(self) -> PackedIntegers:
+        """Once it is packed."""
+        assert self._packed is not None
+        return self._packed
+
+    @property
     def weight(self) -> IntegerWeight:
         """Before it is packed."""
         assert self._weight is not None
@@ -65,7 +89,8 @@ class IntegerMatrix(QuantizedMatrix):
 
     def copy_from_mmap(self) -> None:
         if self._rounds_activations and integer.available():
-            self._packed, self._weight = PackedIntegers(self.weight, self._bias), None
+            self._packed, self._weight = self._module.packed(), None
+        del self._module
 
     def dense(self) -> torch.Tensor:
         return self.weight.dense().to(self.dtype)
@@ -108,7 +133,8 @@ def rounding_of(network: nn.Module) -> Rounding | None:
 def pack_rounded(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> IntegerMatrix:
     """weight: [out, in], of the activations' dtype; bias: [out]. Raises ValueError as `round_weight` does."""
     bias = None if bias is None else bias.clone()
-    matrix = IntegerMatrix(IntegerLinear(round_weight(weight, rounding.bits), bias, *rounding[1:]), weight.dtype)
+    module = IntegerLinear(round_weight(weight, rounding.bits), bias, rounding.rounds_activations, weight.dtype)
+    matrix = IntegerMatrix(module, weight.dtype)
     matrix.copy_from_mmap()
     return matrix
 
@@ -121,7 +147,7 @@ def _rounded(module: nn.Linear | Conv1D, bits: int, rounds_activations: bool) ->
     # Conv1D keeps its weight as [in, out]
     weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
     bias = None if module.bias is None else module.bias.detach().clone()
-    return IntegerLinear(round_weight(weight, bits), bias, rounds_activations)
+    return IntegerLinear(round_weight(weight, bits), bias, rounds_activations, weight.dtype)
 
 
 def round_weight(weight: torch.Tensor, bits: int) -> IntegerWeight:

@@ -1,0 +1,1 @@
+"""Models in a single `.gguf` file, read with the package `gguf` and transformers' tables of names."""

@@ -1,0 +1,74 @@
+"""`python -m lorikeet.shard.model.gguf.folder REQUEST.json`: makes a model folder for a `.gguf` file.
+
+The folder has what other processes read, made from the file's metadata: configuration, tokenizer and chat template; and
+a link to the file.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorikeet.proto.config_file import ConfigFile
+from lorikeet.proto.quantization import GGUF_KEY, GGUF_NAME
+
+DTYPES = {0: "float32", 1: "float16"}
+"""By `general.file_type`, the type of most tensors; others have blocks."""
+
+
+@dataclass(frozen=True)
+class Request(ConfigFile):
+    """Which file, and where to write."""
+
+    id: str
+    """As the operator gave it."""
+    file: str
+    folder: str
+    """Is created."""
+    answer: str
+    """Path of the answer: the folder, or an error."""
+    needs_tokenizer: bool
+
+
+def make_folder(request: Request) -> None:
+    """Raises ValueError with the reason why the file cannot be served."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from lorikeet.shard.model.gguf.file import GgufFile
+
+    file = GgufFile(request.file)
+    folder = Path(request.folder)
+    folder.mkdir()
+    (folder / GGUF_NAME).symlink_to(Path(request.file).resolve())
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, gguf_file=GGUF_NAME)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME) if request.needs_tokenizer else None
+    except (ValueError, KeyError, TypeError, NotImplementedError, OSError) as failure:
+        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise ValueError(f"transformers cannot read its metadata: {reason}") from failure
+    config.dtype = DTYPES.get(file.value("general.file_type"), "bfloat16")
+    setattr(config, GGUF_KEY, GGUF_NAME)
+    config.save_pretrained(folder)
+    ends = {name: file.value(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
+    text = json.dumps({name: value for name, value in ends.items() if value is not None})
+    (folder / "generation_config.json").write_text(text)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def main(path: str) -> int:
+    """Run the request in the file at `path`."""
+    request = Request.read(path)
+    try:
+        make_folder(request)
+    except ValueError as reason:
+        answer = {"error": f"{request.id} cannot be served: {reason}"}
+    else:
+        answer = {"id": request.id, "path": request.folder}
+    Path(request.answer).write_text(json.dumps(answer))
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

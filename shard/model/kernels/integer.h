@@ -1,0 +1,351 @@
+// Matrix products of weights in 8 or 4 bits and activations that are rounded to 8 bits, on any CPU.
+//
+// Products are summed as integers, which is exact in any order; what follows in float32 has one order, and no product
+// is fused with a sum. So every processor computes the same bits, for any number of rows.
+//
+// A block is OUTPUTS rows of the matrix. It has a 32-bit word per row for each four terms of a sum in 8 bits, and for
+// each eight in 4 bits: the first four are the low halves of its bytes. Stored weights have no sign.
+#pragma once
+#include <math.h>
+#include <omp.h>
+#include "system/simd.h"
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Bytes of a vector, and what adds products to its sums. With WORDS each sum gets four products of bytes at once. Without,
+// products of bytes exist only as sums of two that saturate at 16 bits: weights in 8 bits are multiplied in 16.
+#if defined(WITHOUT_INSTRUCTIONS)  // for tests: vectors of so many bytes
+#define VECTOR WITHOUT_INSTRUCTIONS
+#define WORDS
+#elif defined(__AVX512BW__)
+#define VECTOR 64
+#define I512(x) (__m512i)(x)
+#define ADD_WORDS(sum, weights, x) (ints)_mm512_dpbusd_epi32(I512(sum), I512(weights), I512(x))
+#define ADD_PAIRS(a, b) (ints)_mm512_madd_epi16(I512(a), I512(b))
+#define ADD_BYTES(a, b) (shorts)_mm512_maddubs_epi16(I512(a), I512(b))
+#ifdef __AVX512VNNI__
+#define WORDS
+#endif
+#elif defined(__AVX2__)
+#define VECTOR 32
+#define I256(x) (__m256i)(x)
+#define ADD_WORDS(sum, weights, x) (ints)_mm256_dpbusd_avx_epi32(I256(sum), I256(weights), I256(x))
+#define ADD_PAIRS(a, b) (ints)_mm256_madd_epi16(I256(a), I256(b))
+#define ADD_BYTES(a, b) (shorts)_mm256_maddubs_epi16(I256(a), I256(b))
+#ifdef __AVXVNNI__
+#define WORDS
+#endif
+#elif defined(__SSSE3__)
+#define VECTOR 16
+#define ADD_PAIRS(a, b) (ints)_mm_madd_epi16((__m128i)(a), (__m128i)(b))
+#define ADD_BYTES(a, b) (shorts)_mm_maddubs_epi16((__m128i)(a), (__m128i)(b))
+#else
+#define VECTOR 16
+#define WORDS
+#endif
+#if defined(__ARM_NEON) && !defined(WITHOUT_INSTRUCTIONS)
+#define ZERO 0  // stored for a weight of 0 in 8 bits: products are of signed bytes
+#else
+#define ZERO 128
+#endif
+
+#define LANES (VECTOR / 4)
+#if VECTOR == 64
+#define OUTPUTS 64
+#define TILE 6  // rows of one pass
+#else
+#define OUTPUTS 16
+#define TILE 4
+#endif
+#define VECTORS (OUTPUTS / LANES)
+#define SEGMENT 32          // terms whose products in 4 bits are summed in 16: 16 x 15 x 127 < 2^15
+#define FEW 4               // rows that are rounded before threads start
+#define ALONE (1 << 18)     // multiplications below which a second thread costs more than it saves
+#define SMALLEST 0x1p-100f  // rows of smaller values count as zeros
+
+typedef int32_t ints __attribute__((vector_size(VECTOR), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(VECTOR), aligned(4)));
+typedef int16_t shorts __attribute__((vector_size(VECTOR), aligned(4)));
+typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
+
+#ifdef WORDS
+#define WIDE(bits) 0  // whether activations are kept in 16 bits
+#else
+#define WIDE(bits) ((bits) == 8)
+#endif
+
+typedef struct {
+    int64_t num_out, num_in, group, bits;
+    int64_t zero;           // what is subtracted from each stored weight
+    const uint8_t *packed;  // [blocks, words of a row, OUTPUTS, 4]
+    const float *scales;    // [blocks, groups, OUTPUTS]
+    const float *minimums;  // of the same shape: what is added to each weight; or NULL
+    const float *bias;      // [num_out] or NULL
+} Matrix;
+
+// A row of activations, rounded: followed by the sums of its groups and its values in 8 or 16 bits.
+typedef struct {
+    float scale;
+    int32_t sums[];
+} Row;
+
+int64_t outputs_of_a_block(void) { return OUTPUTS; }
+int64_t zero_in_8_bits(void) { return ZERO; }
+
+static inline int64_t num_groups(const Matrix *m) { return m->num_in / m->group; }
+static inline int64_t values_at(const Matrix *m) { return (4 + 4 * num_groups(m) + 63) / 64 * 64; }
+
+// Bytes of a row of activations
+int64_t row_bytes(const Matrix *m) { return values_at(m) + (m->num_in + 31) / 32 * 32 * (WIDE(m->bits) ? 2 : 1); }
+
+// weights: [num_out, num_in] of `bits`, without sign -> packed, with `filler` beyond num_out and num_in
+void pack(const uint8_t *weights, int64_t num_out, int64_t num_in, int64_t bits, int64_t filler, uint8_t *packed) {
+    const int64_t blocks = (num_out + OUTPUTS - 1) / OUTPUTS, terms = bits == 8 ? 4 : 8;
+    const int64_t width = (num_in + terms - 1) / terms;
+#pragma omp parallel for
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t p = 0; p < width; p++)
+            for (int64_t c = 0; c < OUTPUTS; c++)
+                for (int64_t i = 0; i < 4; i++) {
+                    const int64_t n = b * OUTPUTS + c, k = p * terms + i;
+                    const uint8_t *row = weights + n * num_in;
+                    uint8_t byte = n < num_out && k < num_in ? row[k] : filler;
+                    if (bits == 4) byte |= (n < num_out && k + 4 < num_in ? row[k + 4] : filler) << 4;
+                    packed[((b * width + p) * OUTPUTS + c) * 4 + i] = byte;
+                }
+}
+
+// values: [num_out, groups] -> [blocks, groups, OUTPUTS], zeros beyond num_out
+void pack_groups(const float *values, int64_t num_out, int64_t groups, float *packed) {
+    for (int64_t n = 0; n < (num_out + OUTPUTS - 1) / OUTPUTS * OUTPUTS; n++)
+        for (int64_t g = 0; g < groups; g++)
+            packed[(n / OUTPUTS * groups + g) * OUTPUTS + n % OUTPUTS] = n < num_out ? values[n * groups + g] : 0;
+}
+
+// a * b, rounded: the compiler cannot fuse it with a sum
+INLINE floats times(floats a, floats b) {
+    floats made = a * b;
+#if defined(__aarch64__) && VECTOR == 16
+    __asm__("" : "+w"(made));
+#elif VECTOR == 16 || (VECTOR == 32 && defined(__AVX__)) || defined(__AVX512F__)
+    __asm__("" : "+v"(made));
+#else
+    __asm__("" : "+m"(made));
+#endif
+    return made;
+}
+
+INLINE floats splat(float x) { return x - (floats){0}; }
+
+INLINE words splat_word(const void *p) {
+    uint32_t word;
+    memcpy(&word, p, 4);
+    return word - (words){0};
+}
+
+#ifdef WORDS
+// Add to each sum the products of four weights and four activations.
+INLINE ints add_words(ints sum, words weights, words x) {
+#if defined(WITHOUT_INSTRUCTIONS) || !(defined(__x86_64__) || defined(__ARM_NEON))
+    for (int shift = 0; shift < 32; shift += 8)
+        sum += (ints)(weights >> shift & 255) * ((ints)(x << (24 - shift)) >> 24);
+    return sum;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)x);
+#elif defined(__ARM_NEON)
+    const int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)weights), vget_low_s8((int8x16_t)x));
+    const int16x8_t high = vmull_high_s8((int8x16_t)weights, (int8x16_t)x);
+    return sum + (ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#else
+    return ADD_WORDS(sum, weights, x);
+#endif
+}
+#endif
+
+// sums[r][v] += products of `count` words of weights in 8 bits, from `w` on, with the rows from `x` on.
+INLINE void sum_8(const int rows, const uint8_t *w, const int8_t *x, int64_t stride, int64_t count,
+                  ints sums[TILE][VECTORS]) {
+    for (int64_t p = 0; p < count; p++, w += 4 * OUTPUTS) {
+#ifdef WORDS
+        words weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = *(const words *)(w + v * VECTOR);
+        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+            const words four = splat_word(x + r * stride + 4 * p);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = add_words(sums[r][v], weights[v], four);
+        }
+#else
+        words even[VECTORS], odd[VECTORS];  // the first and third of each word, the second and fourth
+        for (int v = 0; v < VECTORS; v++) {
+            const words weights = *(const words *)(w + v * VECTOR);
+            even[v] = weights & 0x00ff00ff;
+            odd[v] = weights >> 8 & 0x00ff00ff;
+        }
+        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+            const words x_even = splat_word(x + r * stride + 8 * p), x_odd = splat_word(x + r * stride + 8 * p + 4);
+            for (int v = 0; v < VECTORS; v++)
+                sums[r][v] += ADD_PAIRS(even[v], x_even) + ADD_PAIRS(odd[v], x_odd);
+        }
+#endif
+    }
+}
+
+// The same for weights in 4 bits; `count` is a multiple of SEGMENT / 8.
+INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t stride, int64_t count,
+                  ints sums[TILE][VECTORS]) {
+    for (int64_t segment = 0; segment < count; segment += SEGMENT / 8) {
+#ifndef WORDS
+        shorts pairs[TILE][VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) pairs[r][v] = (shorts){0};
+#endif
+        _Pragma("GCC unroll 4") for (int p = 0; p < SEGMENT / 8; p++, w += 4 * OUTPUTS) {
+            words low[VECTORS], high[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const words weights = *(const words *)(w + v * VECTOR);
+                low[v] = weights & 0x0f0f0f0f;
+                high[v] = weights >> 4 & 0x0f0f0f0f;
+            }
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+                const int8_t *eight = x + r * stride + 8 * (segment + p);
+                const words first = splat_word(eight), second = splat_word(eight + 4);
+                for (int v = 0; v < VECTORS; v++) {
+#ifdef WORDS
+                    sums[r][v] = add_words(add_words(sums[r][v], low[v], first), high[v], second);
+#else
+                    pairs[r][v] += ADD_BYTES(low[v], first) + ADD_BYTES(high[v], second);
+#endif
+                }
+            }
+        }
+#ifndef WORDS
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += ADD_PAIRS(pairs[r][v], (shorts){0} + 1);
+#endif
+    }
+}
+
+// y[r, 0..width) of one block: by group the integer sum times its scale, plus the sum of x times the minimum; then times
+// the scale of the row, plus the bias.
+INLINE void block_rows(const int rows, const int bits, const Matrix *m, int64_t block, const uint8_t *x, int64_t stride,
+                       element *y) {
+    const int64_t groups = num_groups(m), terms = bits == 8 ? 4 : 8, count = (m->group + terms - 1) / terms;
+    const uint8_t *w = m->packed + block * groups * count * 4 * OUTPUTS;
+    const int8_t *values = (const int8_t *)x + values_at(m);
+    floats totals[TILE][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = (floats){0};
+    for (int64_t g = 0; g < groups; g++) {
+        ints sums[TILE][VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = (ints){0};
+        const int64_t at = g * count;
+        if (bits == 8)
+            sum_8(rows, w + at * 4 * OUTPUTS, values + at * (WIDE(8) ? 8 : 4), stride, count, sums);
+        else
+            sum_4(rows, w + at * 4 * OUTPUTS, values + at * 8, stride, count, sums);
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t place = (block * groups + g) * OUTPUTS + v * LANES;
+            const floats scales = *(const floats *)(m->scales + place);
+            for (int r = 0; r < rows; r++) {
+                const int32_t sum = ((const Row *)(x + r * stride))->sums[g];
+                const ints exact = sums[r][v] - (int32_t)m->zero * sum;
+                totals[r][v] += times(scales, __builtin_convertvector(exact, floats));
+                if (m->minimums) totals[r][v] += times(*(const floats *)(m->minimums + place), splat((float)sum));
+            }
+        }
+    }
+    const int64_t first = block * OUTPUTS, width = m->num_out - first < OUTPUTS ? m->num_out - first : OUTPUTS;
+    float made[OUTPUTS];
+    for (int r = 0; r < rows; r++) {
+        const floats scale = splat(((const Row *)(x + r * stride))->scale);
+        for (int v = 0; v < VECTORS; v++) *(floats *)(made + v * LANES) = times(totals[r][v], scale);
+        if (m->bias)
+            for (int64_t c = 0; c < width; c++) made[c] += m->bias[first + c];
+        for (int64_t c = 0; c < width; c++) y[r * m->num_out + first + c] = from_float(made[c]);
+    }
+}
+
+#define DEFINE_ROWS(R)                                                                                             \
+    static void rows_##R(const Matrix *m, int64_t block, const uint8_t *x, int64_t stride, element *y) {           \
+        if (m->bits == 8)                                                                                          \
+            block_rows(R, 8, m, block, x, stride, y);                                                              \
+        else                                                                                                       \
+            block_rows(R, 4, m, block, x, stride, y);                                                              \
+    }
+DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4)
+typedef void some_rows(const Matrix *, int64_t, const uint8_t *, int64_t, element *);
+#if TILE == 6
+DEFINE_ROWS(5) DEFINE_ROWS(6)
+static some_rows *const by_rows[TILE] = {rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
+#else
+static some_rows *const by_rows[TILE] = {rows_1, rows_2, rows_3, rows_4};
+#endif
+
+// Round a row of x by its own largest value. Without a finite one, its scale is NaN.
+static void round_row(const Matrix *m, const element *x, uint8_t *place) {
+    Row *row = (Row *)place;
+    const int64_t k = m->num_in, whole = (k + 31) / 32 * 32;
+    int8_t *values = (int8_t *)place + values_at(m);
+    int8_t *narrow = WIDE(m->bits) ? values + whole : values;  // widened in place, from the front
+    uint32_t largest = 0;  // bits of absolute values have their order, NaN above all
+    for (int64_t c = 0; c < k; c++) {
+        const float value = to_float(x[c]);
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float top;
+    memcpy(&top, &largest, 4);
+    const int is_finite = largest < 0x7f800000, is_zero = top < SMALLEST;
+    row->scale = !is_finite ? NAN : is_zero ? 0 : top / 127.f;
+    memset(narrow, 0, whole);
+    if (is_finite && !is_zero) {
+        const float inverse = 127.f / top;
+        for (int64_t c = 0; c < k; c++) narrow[c] = (int8_t)(int32_t)rintf(to_float(x[c]) * inverse);
+    }
+    for (int64_t g = 0; g < num_groups(m); g++) {
+        int32_t sum = 0;
+        for (int64_t c = 0; c < m->group; c++) sum += narrow[g * m->group + c];
+        row->sums[g] = sum;
+    }
+    if (WIDE(m->bits))
+        for (int64_t c = 0; c < whole; c += 4) {
+            const int16_t four[4] = {narrow[c], narrow[c + 2], narrow[c + 1], narrow[c + 3]};
+            memcpy(values + 2 * c, four, 8);
+        }
+}
+
+// The products of matrices of the same shape of rows with one input. x: [rows, num_in]; scratch: [rows, row_bytes]
+// -> ys[i]: [rows, num_out]
+static void multiply_all(const Matrix *const *matrices, int count, const element *x, int64_t rows, int64_t x_stride,
+                         uint8_t *scratch, element *const *ys, int threads) {
+    const Matrix *first = matrices[0];
+    const int64_t stride = row_bytes(first);
+    const int is_early = rows <= FEW;
+    int64_t outputs = 0;
+    for (int i = 0; i < count; i++) outputs += matrices[i]->num_out;
+    for (int64_t r = 0; is_early && r < rows; r++) round_row(first, x + r * x_stride, scratch + r * stride);
+#pragma omp parallel num_threads(rows * outputs * first->num_in < ALONE ? 1 : threads)
+    {
+        if (!is_early) {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++) round_row(first, x + r * x_stride, scratch + r * stride);
+        }
+        for (int i = 0; i < count; i++) {
+            const Matrix *m = matrices[i];
+            const int64_t blocks = (m->num_out + OUTPUTS - 1) / OUTPUTS;
+#pragma omp for schedule(static) nowait
+            for (int64_t b = 0; b < blocks; b++)
+                for (int64_t r = 0; r < rows; r += TILE) {
+                    const int64_t some = rows - r < TILE ? rows - r : TILE;
+                    by_rows[some - 1](m, b, scratch + r * stride, stride, ys[i] + r * m->num_out);
+                }
+        }
+    }
+}
