@@ -1,0 +1,20 @@
+"""The figures of rounded weights, and what they depend on."""
+
+from functools import partial
+
+from benchmarks.evidence.figure import Figure, Over, Suite
+from benchmarks.evidence.sources import EMBEDDED_MODEL, ENGINE, RANDOM_MODEL
+from benchmarks.quantization import weights
+
+OWN = (*ENGINE, "benchmarks/quantization/weights.py")
+
+SUITES: tuple[Suite, ...] = (
+    Suite("quantization-step", weights.steps, weights.ROUNDS,
+          (Figure("decode step of one request in bfloat16 over int8", partial(weights.speedup, "int8"), 1.8, unit="×"),
+           Figure("decode step of one request in bfloat16 over int4", partial(weights.speedup, "int4"), 2.8, unit="×")),
+          (*OWN, *RANDOM_MODEL), "random Llama, 200 M", "bfloat16"),
+    Suite("quantization-perplexity", weights.perplexities, 1,
+          (Figure("perplexity with int8 over bfloat16", partial(weights.perplexity_ratio, "int8"), over=Over.WORST),
+           Figure("perplexity with int4 over bfloat16", partial(weights.perplexity_ratio, "int4"), over=Over.WORST)),
+          (*OWN, *EMBEDDED_MODEL), "embedded model", "bfloat16"),
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Rounded weights against plain ones, both by our own code on this machine: steps of one request, and perplexity.
+
+python -m benchmarks.quantization.weights       # one round, printed
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.models.random_llama import llama_200m
+from lorikeet.demo.data import corpus
+from lorikeet.demo.training.model import BASE_FOLDER
+from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
+
+PLAIN, METHODS = "bfloat16", ("int8", "int4")
+ROUNDS = 8
+STEPS = 30
+KV_LEN = 288
+PAGES = 40
+NUM_FILES, WINDOW = 40, 512
+
+
+def load(folder: Path, method: str) -> Model:
+    """A model in bfloat16, its weights rounded by `method` unless that is PLAIN."""
+    wanted = None if method == PLAIN else method
+    model = load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="bfloat16", quantize=wanted))
+    model.allocate_kv(PAGES)
+    return model
+
+
+def step_ms(model: Model) -> float:
+    """Median of STEPS steps of one request."""
+    ids, rows = torch.tensor([7]), torch.tensor([0])
+    pages = range(-(-(KV_LEN + 1) // model.page_size))
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        model.inputs.fill([Segment(KV_LEN, 1, pages)], ids, rows)
+        model.forward()
+        times.append(time.perf_counter() - began)
+    return 1e3 * sorted(times)[STEPS // 2]
+
+
+def steps() -> Cases:
+    """Rounds of steps, the methods one after the other."""
+    models = {method: load(llama_200m(), method) for method in (PLAIN, *METHODS)}
+    for number in range(ROUNDS):
+        yield Case(f"round {number + 1}", {name: step_ms(model) for name, model in models.items()})
+
+
+def speedup(method: str, raw: Raw) -> float:
+    """Of a step over bfloat16."""
+    return float(raw[PLAIN] / raw[method])
+
+
+def nats(model: Model, token_ids: Sequence[int]) -> float:
+    """Of all tokens but the first, each given the ones before it."""
+    ids = torch.tensor(token_ids)
+    model.inputs.fill([Segment(0, len(ids) - 1, range(PAGES))], ids[:-1], torch.arange(len(ids) - 1))
+    return float(cross_entropy(model.forward(), ids[1:], reduction="sum"))
+
+
+def texts() -> list[list[int]]:
+    """The first WINDOW tokens of held-out files."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    found = [tokenizer.backend_tokenizer.encode(file.text).ids[:WINDOW] for file in corpus.held_out_files()[:NUM_FILES]]
+    return [ids for ids in found if len(ids) > 1]
+
+
+def perplexities() -> Cases:
+    """One case: the perplexity of the demo's base under each method."""
+    chosen = texts()
+    num_tokens = sum(len(ids) - 1 for ids in chosen)
+    raw: dict[str, float] = {"tokens": num_tokens}
+    for method in (PLAIN, *METHODS):
+        model = load(Path(BASE_FOLDER), method)
+        raw[method] = math.exp(sum(nats(model, ids) for ids in chosen) / num_tokens)
+    yield Case("held-out modules", raw)
+
+
+def perplexity_ratio(method: str, raw: Raw) -> float:
+    """Over bfloat16."""
+    return float(raw[method] / raw[PLAIN])
+
+
+def main() -> None:
+    arguments.parser(__doc__).parse_args()
+    for case in perplexities():
+        print(json.dumps(case.raw))
+    rounds = steps()
+    print(json.dumps(next(rounds).raw))
+
+
+if __name__ == "__main__":
+    main()
