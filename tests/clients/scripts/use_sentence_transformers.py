@@ -19,7 +19,7 @@ class Served(SentenceTransformer):
     """Gets its vectors from the server."""
 
     def encode(self, inputs: Any, *, convert_to_tensor: bool = False, **options: Any) -> Any:
-        assert options.get("precision", "float32") == "float32" and not options.get("prompt")
+        assert options.get("precision") in (None, "float32") and not options.get("prompt")
         assert not options.get("normalize_embeddings") and options.get("truncate_dim") is None
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
         answer = requests.post(
