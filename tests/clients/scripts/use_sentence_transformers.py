@@ -31,7 +31,9 @@ class Served(SentenceTransformer):
         answer.raise_for_status()
         vectors = np.array([each["embedding"] for each in answer.json()["data"]], np.float32)
         vectors = vectors[0] if isinstance(inputs, str) else vectors
-        return torch.from_numpy(vectors) if convert_to_tensor else vectors
+        if convert_to_tensor:
+            return torch.from_numpy(vectors)
+        return vectors if options.get("convert_to_numpy", True) else list(torch.from_numpy(vectors))
 
 
 drawn = random.Random(1)
