@@ -1,6 +1,6 @@
 """Attention by our own Triton kernels over pages: any window, soft cap, sinks, slopes, and heads of up to 256.
 
-One launch stores a step's K and V, and one or two compute all of its segments: single tokens, draft tokens and chunks
+One launch stores a step's K and V, and one computes all of its segments: single tokens, draft tokens and chunks
 of prompts. K and V may be kept in eight bits. Tables and launches are here, the kernels are in paged_triton.py.
 """
 
@@ -53,6 +53,8 @@ class PagedAttention(AttentionBackend):
         # [PARTIAL_FLOATS] float32 rows of single spans' results, and for each row its largest score and sum of weights
         self._partials = torch.empty(0)
         self._stats = torch.empty(0)
+        # int32 zeros, for each tile whose spans programs share and each K and V head: how many have ended
+        self._arrived = torch.empty(0, dtype=torch.int32)
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
@@ -65,6 +67,9 @@ class PagedAttention(AttentionBackend):
         if self._partials.device != device or self._partials.numel() == 0:
             self._partials = torch.empty(PARTIAL_FLOATS, device=device)
             self._stats = torch.empty(2 * PARTIAL_FLOATS // width_of(1), device=device)
+        most = self._num_programs + 2 * spec.num_kv_heads  # as in `capacity`
+        if self._arrived.device != device or self._arrived.numel() < most:
+            self._arrived = torch.zeros(most, dtype=torch.int32, device=device)
         self._kinds.setdefault(kind_of(spec, dtype, device), len(self._kinds))
         return super().allocate(spec, num_pages, dtype, device)
 
@@ -109,17 +114,17 @@ class PagedAttention(AttentionBackend):
         kind = self._kinds[kind_of(spec, query.dtype, query.device)]
         attend_paged(
             query, kv.keys, kv.values, kv.key_scales, kv.value_scales, kv.sinks, kv.slopes, self._numbers,
-            self._partials, self._stats, output, kind, spec.window or 0, self._span,
+            self._partials, self._stats, self._arrived, output, kind, spec.window or 0, self._span,
             self._grid(kind, spec.num_kv_heads), spec.scaling, spec.softcap or 0.0,
         )  # fmt: skip
         return output
 
-    def _grid(self, kind: int, num_kv_heads: int) -> list[int]:
-        """Numbers of programs of `attend` and `fold`: of the step, or of its bounds alone."""
+    def _grid(self, kind: int, num_kv_heads: int) -> int:
+        """Number of programs: of the step, or of its bounds alone."""
         assert self._num_programs is not None
-        if self._bounds is None:
-            return [self._tables.num_items[kind] * num_kv_heads, self._tables.num_folds[kind] * num_kv_heads]
-        return [self._num_programs, self._num_programs if self._bounds.max_kv_len > self._span else 0]
+        if self._tables.num_folds[kind] * num_kv_heads > self._arrived.numel():
+            raise RuntimeError(f"programs share {self._tables.num_folds[kind]} tiles, more than are reserved")
+        return self._num_programs if self._bounds is not None else self._tables.num_items[kind] * num_kv_heads
 
 
 def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

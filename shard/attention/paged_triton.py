@@ -1,8 +1,9 @@
-"""Attention over paged K and V in Triton: `store` writes a step's K and V, `attend` and `fold` read them.
+"""Attention over paged K and V in Triton: `store` writes a step's K and V, `attend` reads them.
 
 The rows of a tile are the query heads of one K and V head, token by token. Keys are divided into spans of a fixed
 number of absolute positions. The results of spans (online softmax, Dao 2023) are merged in the order of positions, with
-the same operations either by the program that computes all spans of a tile or, if programs share them, by `fold`.
+the same operations either by the program that computes all spans of a tile or, if programs share them, by the last of
+these to end.
 Bits: a row's result is one sequence of operations, determined by the layer, the row's position and the keys it sees.
 Invisible keys leave its sums unchanged, tiles have one shape per dtype and head size, and no sum is atomic. So a row
 has equal bits in any batch, in any chunks, on pages of any size and however spans are shared, provided that a matrix
@@ -12,13 +13,12 @@ unit computes all rows of a tile alike.
 # (Triton compiles the kernels' source, annotations included)
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from lorikeet.shard.attention.spans import FOLD_ROWS, HEADER, RECORD
+from lorikeet.shard.attention.spans import HEADER, RECORD
 from lorikeet.shard.system import gpu
 
 MOST_DIM = 256
@@ -30,6 +30,8 @@ SMALL_MEMORY = ((8, 6), (8, 9), (12, 0))
 LOG2E = 1.4426950408889634
 _NOTHING = tl.constexpr(float("-inf"))
 _HEADER, _RECORD = tl.constexpr(HEADER), tl.constexpr(RECORD)
+_FOLD_ROWS = tl.constexpr(8)
+"""Rows whose spans are merged at once: few registers."""
 _LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -106,9 +108,43 @@ def _divide(most, total, sums, sinks, heads, valid, HAS_SINKS: tl.constexpr):
     return sums / tl.where(valid, total, 1.0)[:, None]
 
 
+@triton.jit
+def _fold(
+    partials, stats, sinks, output, partial, num_spans, first_row, first, count, kv_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    HAS_SINKS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile's results of single spans in the order of positions; AHEAD of them are read in advance. They are
+    read past the first cache, which does not see what other multiprocessors write.
+    """
+    dims = tl.arange(0, VALUE_WIDTH)
+    for block in range(0, count, _FOLD_ROWS):
+        lanes = block + tl.arange(0, _FOLD_ROWS)
+        valid = lanes < count
+        spans = tl.where(valid, num_spans, 0)
+        heads = kv_head * GROUP + (first + lanes) % GROUP
+        rows = (first_row + (first + lanes) // GROUP).to(tl.int64)
+        most = tl.full((_FOLD_ROWS,), _NOTHING, tl.float32)
+        total = tl.zeros((_FOLD_ROWS,), tl.float32)
+        sums = tl.zeros((_FOLD_ROWS, VALUE_WIDTH), tl.float32)
+        for begin in range(0, num_spans, AHEAD):
+            for ahead in tl.static_range(AHEAD):
+                mask = spans > begin + ahead
+                place = (partial + (begin + ahead) * count + lanes).to(tl.int64) * KV_HEADS + kv_head
+                span_most = tl.load(stats + place * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                span_total = tl.load(stats + place * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                offsets = place[:, None] * VALUE_WIDTH + dims[None, :]
+                span_sums = tl.load(partials + offsets, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+                most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+        mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
+        offsets = (rows * (KV_HEADS * GROUP) + heads)[:, None] * VALUE_DIM + dims[None, :]
+        mask = valid[:, None] & (dims < VALUE_DIM)[None, :]
+        tl.store(output + offsets, mean.to(output.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["kind"])
 def attend(
-    query, keys, values, key_scales, value_scales, sinks, slopes, tables, partials, stats, output,
+    query, keys, values, key_scales, value_scales, sinks, slopes, tables, partials, stats, arrived, output,
     kind, query_row, query_head, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
@@ -118,8 +154,8 @@ def attend(
     """Programs iterate over the items of their kind, for every K and V head. Scores are exponents of two: `scale`
     includes log2(e), or with a cap the factor of its tanh, which is computed by exp2.
     """
-    items = tables + tl.load(tables + kind * _HEADER)
-    num_items = tl.load(tables + kind * _HEADER + 1)
+    items, num_items = tables + tl.load(tables + kind * _HEADER), tl.load(tables + kind * _HEADER + 1)
+    folds = tables + tl.load(tables + kind * _HEADER + 2)
     lanes, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     key_dims, value_dims = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     for work in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
@@ -127,7 +163,7 @@ def attend(
         kv_head = work % KV_HEADS
         first_row, first, count, start = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         pages, first_span, end_span = tables + tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-        partial = tl.load(item + 7)
+        fold = tl.load(item + 7)
         valid = lanes < count
         tokens = (first + lanes) // GROUP
         heads = kv_head * GROUP + (first + lanes) % GROUP
@@ -198,53 +234,27 @@ def attend(
                 span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)
             most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
 
-        if partial < 0:
+        if fold < 0:
             mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
             place = (rows * (KV_HEADS * GROUP) + heads) * VALUE_DIM
             mask = valid[:, None] & (value_dims < VALUE_DIM)[None, :]
             tl.store(output + place[:, None] + value_dims[None, :], mean.to(output.dtype.element_ty), mask=mask)
         else:
-            place = (partial + lanes).to(tl.int64) * KV_HEADS + kv_head
+            partial, begin, num_spans = (
+                tl.load(folds + fold * _RECORD),
+                tl.load(folds + fold * _RECORD + 1),
+                tl.load(folds + fold * _RECORD + 2),
+            )
+            place = (partial + (first_span - begin) * count + lanes).to(tl.int64) * KV_HEADS + kv_head
             tl.store(partials + place[:, None] * VALUE_WIDTH + value_dims[None, :], sums, mask=valid[:, None])
             tl.store(stats + place * 2, most, mask=valid)
             tl.store(stats + place * 2 + 1, total, mask=valid)
-
-
-@triton.jit(do_not_specialize=["kind"])
-def fold(
-    tables, partials, stats, sinks, output, kind,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the results of single spans in the order of positions; AHEAD of them are read in advance."""
-    folds = tables + tl.load(tables + kind * _HEADER + 2)
-    num_folds = tl.load(tables + kind * _HEADER + 3)
-    lanes, dims = tl.arange(0, ROWS), tl.arange(0, VALUE_WIDTH)
-    for work in range(tl.program_id(0), num_folds * KV_HEADS, tl.num_programs(0)):
-        record = folds + (work // KV_HEADS) * _RECORD
-        kv_head = work % KV_HEADS
-        first_row, first, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-        partial, stride, num_spans = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
-        valid = lanes < count
-        spans = tl.where(valid, num_spans, 0)
-        heads = kv_head * GROUP + (first + lanes) % GROUP
-        rows = (first_row + (first + lanes) // GROUP).to(tl.int64)
-        most = tl.full((ROWS,), _NOTHING, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-        for begin in range(0, num_spans, AHEAD):
-            for ahead in tl.static_range(AHEAD):
-                mask = spans > begin + ahead
-                place = (partial + (begin + ahead) * stride + lanes).to(tl.int64) * KV_HEADS + kv_head
-                span_most = tl.load(stats + place * 2, mask=mask, other=float("-inf"))
-                span_total = tl.load(stats + place * 2 + 1, mask=mask, other=0.0)
-                offsets = place[:, None] * VALUE_WIDTH + dims[None, :]
-                span_sums = tl.load(partials + offsets, mask=mask[:, None], other=0.0)
-                most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
-        mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
-        offsets = (rows * (KV_HEADS * GROUP) + heads)[:, None] * VALUE_DIM + dims[None, :]
-        mask = valid[:, None] & (dims < VALUE_DIM)[None, :]
-        tl.store(output + offsets, mean.to(output.dtype.element_ty), mask=mask)
+            tl.debug_barrier()  # all threads have written before one announces it
+            counter = arrived + fold * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_spans - 1:
+                tl.store(counter, 0)
+                _fold(partials, stats, sinks, output, partial, num_spans, first_row, first, count, kv_head,
+                      KV_HEADS, GROUP, VALUE_DIM, VALUE_WIDTH, HAS_SINKS, 4)  # fmt: skip
 
 
 _WIDENS = not isinstance(attend, triton.JITFunction)
@@ -305,44 +315,33 @@ def store_kv(
 store_kv.register_fake(lambda *_: None)
 
 
-@torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "output"))
+@torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "arrived", "output"))
 def attend_paged(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, tables: torch.Tensor,
-    partials: torch.Tensor, stats: torch.Tensor, output: torch.Tensor, kind: int, window: int, span: int,
-    grid: list[int], scaling: float, softcap: float,
+    partials: torch.Tensor, stats: torch.Tensor, arrived: torch.Tensor, output: torch.Tensor, kind: int, window: int,
+    span: int, num_programs: int, scaling: float, softcap: float,
 ) -> None:  # fmt: skip
     """query: [T, heads, key_dim], contiguous in the last dimension; keys, values, scales: as in `store_kv`;
     sinks, slopes: [heads] float32; tables: int32 of `spans.pack`; partials, stats: float32 results of single spans;
-    output: [T, heads, value_dim]. window, softcap: 0 for none. grid: programs of `attend` and of `fold`, which is not
-    launched with 0.
+    arrived: int32 zeros, as many as tiles that programs share times kv_heads; output: [T, heads, value_dim]. window,
+    softcap: 0 for none.
     """
     num_kv_heads, page_size = keys.shape[2], keys.shape[1]
     key_dim, value_dim = keys.shape[3], values.shape[3]
     tile = tile_of(query.dtype, key_dim, value_dim, gpu.capability(query.device))
     has_scales = key_scales is not None
     scale = scaling / softcap * 2 * LOG2E if softcap else scaling * LOG2E
-    shared: dict[str, Any] = {
-        "KV_HEADS": num_kv_heads,
-        "GROUP": query.shape[1] // num_kv_heads,
-        "VALUE_DIM": value_dim,
-        "VALUE_WIDTH": width_of(value_dim),
-        "HAS_SINKS": sinks is not None,
-        "enable_fp_fusion": True,
-    }
-    attend[(grid[0],)](
+    attend[(num_programs,)](
         query, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
-        output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, output,
+        output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, arrived, output,
         kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
-        KEY_DIM=key_dim, KEY_WIDTH=width_of(key_dim), PAGE=page_size, SPAN=span, WINDOW=window,
+        KV_HEADS=num_kv_heads, GROUP=query.shape[1] // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_WIDTH=width_of(key_dim), VALUE_WIDTH=width_of(value_dim), PAGE=page_size, SPAN=span, WINDOW=window,
         ROWS=tile.rows, COLUMNS=tile.columns, HAS_SCALES=has_scales, HAS_CAP=softcap > 0,
-        HAS_SLOPES=slopes is not None, WIDENS=_WIDENS, num_warps=tile.num_warps, num_stages=tile.num_stages, **shared,
+        HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None, WIDENS=_WIDENS, enable_fp_fusion=True,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    if grid[1]:
-        fold[(grid[1],)](
-            tables, partials, stats, output if sinks is None else sinks, output, kind,
-            ROWS=FOLD_ROWS, AHEAD=4, **shared,
-        )  # fmt: skip
 
 
 attend_paged.register_fake(lambda *_: None)

@@ -15,14 +15,12 @@ from lorikeet.shard.batch.padding import Bounds
 
 SPAN = 512
 """Positions of a span."""
-FOLD_ROWS = 8
-"""Rows whose spans one program of `fold` merges."""
 HEADER = 4
 """Numbers per kind in `StepTables.numbers`: offset and number of its items, offset and number of its folds."""
 RECORD = 8
 """Numbers of an item (first row of the segment in T, first row of the tile in the segment, rows, the segment's first
-position, offset of its pages, first span, end of spans, first partial row or -1) and of a fold (first row of the
-segment in T, first row in the segment, rows, partial row of the first span, partial rows per span, spans).
+position, offset of its pages, first span, end of spans, the fold that the span belongs to or -1) and of a fold, a tile
+whose spans are shared (partial row of its first span, its first span, number of its spans).
 """
 
 Numbers = npt.NDArray[np.int32]
@@ -91,7 +89,7 @@ def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs
         tiles = bounds.num_rows + bounds.num_rows * kind.group // kind.tile_rows
         split = min(tiles, num_programs // kind.num_kv_heads + 1) if most_spans > 1 else 0
         parts = min(split * most_spans, kind.num_partial_rows)
-        size += RECORD * (tiles + parts + split * -(-kind.tile_rows // FOLD_ROWS))
+        size += RECORD * (tiles + parts + split)
     return size
 
 
@@ -114,16 +112,13 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
 
     whole = np.concatenate([common, np.stack([begins, ends, np.full_like(ends, -1)], axis=1)], axis=1)[num_split:]
     tiles, numbers = _repeat(spans[:num_split])
-    partial = (taken[:num_split] - spans[:num_split] * count[:num_split])[tiles] + numbers * count[tiles]
     span_ids = begins[tiles] + numbers
-    parts = np.concatenate([common[tiles], np.stack([span_ids, span_ids + 1, partial], axis=1)], axis=1)
+    parts = np.concatenate([common[tiles], np.stack([span_ids, span_ids + 1, tiles], axis=1)], axis=1)
     items = np.concatenate([whole, parts]).astype(np.int32)
 
-    tiles, at, size = _split(count[:num_split], FOLD_ROWS)
-    begin_of = taken[:num_split] - spans[:num_split] * count[:num_split]
-    folds = np.zeros((len(tiles), RECORD), np.int32)
-    columns = (common[tiles, 0], first[tiles] + at, size, begin_of[tiles] + at, count[tiles], spans[tiles])
-    folds[:, : len(columns)] = np.stack(columns, axis=1)
+    first_rows = taken[:num_split] - spans[:num_split] * count[:num_split]
+    folds = np.zeros((num_split, RECORD), np.int32)
+    folds[:, :3] = np.stack([first_rows, begins[:num_split], spans[:num_split]], axis=1)
     return items, folds
 
 

@@ -37,12 +37,19 @@ class HostCopy:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[bytes] uint8: all of them in order, each from a multiple of 16 on."""
+    """[bytes] uint8: all of them in order, each from a multiple of 16 on. One alone is not copied."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].view(-1).view(torch.uint8)
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         parts += [flat, flat.new_zeros(-flat.numel() % _ALIGNED)]
     return torch.cat(parts)
+
+
+def packed_size(like: Sequence[torch.Tensor]) -> int:
+    """Bytes of tensors with these shapes and types."""
+    return sum(size + -size % _ALIGNED for tensor in like for size in [tensor.numel() * tensor.element_size()])
 
 
 def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

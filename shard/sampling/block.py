@@ -25,7 +25,6 @@ class Block:
         self.num_alternatives = [
             row.logprobs.alternatives for row, width in zip(rows, widths, strict=True) for _ in range(width)
         ]
-        self.any_plain = any(row.plain for row in rows)
         self.depending_on_history = [
             (row, ids) for row, ids in zip(rows, drafts, strict=True) if row.depends_on_history and ids
         ]

@@ -116,8 +116,10 @@ class DraftDraws:
         members = [(at, replace(self._state.rows[row], logprobs=LogprobParams())) for at, row in enumerate(rows)]
         depending = [(at, row) for at, row in members if row.depends_on_history]
         return DraftPlan(
-            shared_noise=planner.plan_some([member for member in members if not member[1].rejects]).chunks,
-            rejecting=planner.plan_some([member for member in members if member[1].rejects]).chunks,
+            shared_noise=planner.plan_some(
+                [member for member in members if not member[1].rejects], may_fuse=False
+            ).chunks,
+            rejecting=planner.plan_some([member for member in members if member[1].rejects], may_fuse=False).chunks,
             depending_on_history=planner.pair([(at, row.row) for at, row in depending]),
             counted=planner.pair([(at, row.slot) for at, row in depending if row.slot >= 0]),
             recorded=planner.pair([(at, row.row) for at, row in depending if row.reads_history]),

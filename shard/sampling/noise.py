@@ -10,12 +10,12 @@ from enum import IntEnum
 
 import torch
 
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd
-_FIRST = -4658895280553007687  # the two multipliers of the splitmix64 finalizer
-_SECOND = -7723592293110705685
-_UNIT = 2.0**-63
-_LOWEST = 2.0**-64
-_HIGHEST = 1.0 - 2.0**-24
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd
+FIRST = -4658895280553007687  # the two multipliers of the splitmix64 finalizer
+SECOND = -7723592293110705685
+UNIT = 2.0**-63
+LOWEST = 2.0**-64
+HIGHEST = 1.0 - 2.0**-24
 
 
 class Purpose(IntEnum):
@@ -38,8 +38,8 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def mix(x: torch.Tensor) -> torch.Tensor:
     """x: int64, any shape. A bijection of 64-bit integers in which every input bit reaches every output bit."""
-    x = (x ^ _logical_shift(x, 30)) * _FIRST
-    x = (x ^ _logical_shift(x, 27)) * _SECOND
+    x = (x ^ _logical_shift(x, 30)) * FIRST
+    x = (x ^ _logical_shift(x, 27)) * SECOND
     return x ^ _logical_shift(x, 31)
 
 
@@ -50,13 +50,13 @@ def as_signed(value: int) -> int:
 
 def token_words(vocab_size: int, device: torch.device) -> torch.Tensor:
     """[V] int64: the word of each token id."""
-    return mix((torch.arange(vocab_size, dtype=torch.long, device=device) + 1) * _GOLDEN)
+    return mix((torch.arange(vocab_size, dtype=torch.long, device=device) + 1) * GOLDEN)
 
 
 def row_keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
     """seeds, positions: [S] int64. Returns [S] int64, odd: the key of each row."""
-    keys = mix(seeds + as_signed(purpose * _GOLDEN))
-    return mix(keys + (positions + 1) * _GOLDEN) | 1
+    keys = mix(seeds + as_signed(purpose * GOLDEN))
+    return mix(keys + (positions + 1) * GOLDEN) | 1
 
 
 def hash_bits(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def hash_bits(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """
     bits = words * keys[:, None]
     bits ^= bits >> 32
-    bits *= _FIRST
+    bits *= FIRST
     return bits
 
 
@@ -80,5 +80,5 @@ def log_exponentials(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     The negative of one is Gumbel noise. A small exponential, which is what wins, is resolved down to 2^-64.
     """
-    noise = hash_bits(words, keys).to(torch.float32).abs_().mul_(-_UNIT)
-    return noise.clamp_(min=-_HIGHEST, max=-_LOWEST).log1p_().neg_().log_()
+    noise = hash_bits(words, keys).to(torch.float32).abs_().mul_(-UNIT)
+    return noise.clamp_(min=-HIGHEST, max=-LOWEST).log1p_().neg_().log_()

@@ -7,7 +7,7 @@ import torch
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.sampling.noise import Purpose, hash_bits, row_keys
 
-_PROMPT = 1 << 30
+PROMPT = 1 << 30
 _WATERMARK_KEY = 15485863
 
 
@@ -48,7 +48,7 @@ class Penalties:
         penalised = scores.index_select(0, self.rows)
         factor = torch.where(penalised < 0, penalised * self.repetition, penalised / self.repetition)
         penalised = torch.where(known != 0, factor, penalised)
-        known &= _PROMPT - 1
+        known &= PROMPT - 1
         penalised -= known * self.frequency
         penalised -= known.clamp_(max=1) * self.presence
         scores.index_copy_(0, self.rows, penalised)
@@ -60,7 +60,7 @@ class TokenCounts:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # [slots, V] int32: occurrences in the output, plus _PROMPT for tokens of the prompt
+        # [slots, V] int32: occurrences in the output, plus PROMPT for tokens of the prompt
         self.table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free: list[int] = []
 
@@ -71,7 +71,7 @@ class TokenCounts:
         slot = self._free.pop()
         known = torch.tensor(token_ids, dtype=torch.long)
         counts = torch.bincount(known[num_prompt:], minlength=self._vocab_size).to(torch.int32)
-        counts[known[:num_prompt]] |= _PROMPT
+        counts[known[:num_prompt]] |= PROMPT
         self.table[slot].copy_(to_device(counts, self._device))
         return slot
 

@@ -64,9 +64,36 @@ class Row:
         return any(len(word) > 1 for word in self.params.bad_words)
 
     @property
+    def seed(self) -> int:
+        """As a signed number."""
+        return as_signed(self.params.seed)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the kernels of a device can sample its tokens (triton.py)."""
+        return not (self.params.watermark or self.params.bad_words or self.rejects or self.logprobs.alternatives)
+
+    @property
     def plain(self) -> bool:
         """Whether only the arg max of its logits is wanted."""
         return not (self.do_sample or self.has_logit_processors or self.logprobs.wanted)
+
+
+def filters_of(params: SamplingParams) -> tuple[float, float, float, float]:
+    """Temperature, top_p, log of min_p and typical_p, as they are applied."""
+    log_min_p = log(params.min_p) if params.min_p > 0 else -inf
+    return max(params.temperature, _COLDEST), params.top_p, log_min_p, params.typical_p
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The rows of a batch that the kernels of a device sample."""
+
+    # [n] rows of the batch, [n] their device rows
+    indices: torch.Tensor
+    rows: torch.Tensor
+    any_filters: bool
+    """Whether one of them has a filter."""
 
 
 @dataclass(frozen=True)
@@ -132,44 +159,72 @@ class Plan:
 
     # [S] device rows
     rows: torch.Tensor
+    fused: Fused | None
     chunks: list[Chunk]
+    """Of the other rows."""
     any_plain: bool
+    """Whether one of them is the arg max of its logits."""
     needs_positions: bool
     """Whether sampling depends on the positions of the tokens."""
     num_alternatives: list[int]
-    # [n] rows of the batch with penalties, [n] their rows of the token counts
+    # [n] rows of the chunks with penalties, [n] their rows of the token counts
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    # [n] rows of the batch that read the history, [n] their device rows
+    # [n] rows of the chunks that read the history, [n] their device rows
     recorded: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels of the device sample all rows."""
+        return self.fused is not None and self.fused.rows.shape == self.rows.shape
 
 
 class Planner:
     """Makes plans for one device and vocabulary."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, vocab_size: int, device: torch.device, fuses: bool = False) -> None:
+        """`fuses`: whether kernels of the device sample the rows that they support."""
+        self._device, self._fuses = device, fuses
         self._chunk_rows = max(1, _CHUNK_ELEMENTS[device.type] // vocab_size)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         return self.plan_some(list(enumerate(rows)))
 
-    def plan_some(self, indexed: Sequence[tuple[int, Row]]) -> Plan:
-        """Of some rows of the batch, each with its index there."""
-        sampled = [(index, row) for index, row in indexed if row.do_sample]
-        greedy = [(index, row) for index, row in indexed if not row.do_sample and not row.plain]
+    def is_fused(self, row: Row) -> bool:
+        """Whether kernels of the device sample it."""
+        return self._fuses and row.is_fused
+
+    def plan_some(self, indexed: Sequence[tuple[int, Row]], may_fuse: bool = True) -> Plan:
+        """Of some rows of the batch, each with its index there. Without `may_fuse` all rows are in chunks."""
+        fused = [(index, row) for index, row in indexed if may_fuse and self.is_fused(row)]
+        others = [(index, row) for index, row in indexed if not (may_fuse and self.is_fused(row))]
+        sampled = [(index, row) for index, row in others if row.do_sample]
+        greedy = [(index, row) for index, row in others if not row.do_sample and not row.plain]
         chunks = []
         for kind in (sampled, greedy):
             for start in range(0, len(kind), self._chunk_rows):
                 chunks.append(self._chunk(kind[start : start + self._chunk_rows]))
         return Plan(
             rows=self.tensor([row.row for _, row in indexed]),
+            fused=self._fused(fused),
             chunks=chunks,
-            any_plain=any(row.plain for _, row in indexed),
-            needs_positions=any(row.do_sample or row.params.has_masks for _, row in indexed),
+            any_plain=any(row.plain for _, row in others),
+            needs_positions=bool(fused) or any(row.do_sample or row.params.has_masks for _, row in others),
             num_alternatives=[row.logprobs.alternatives for _, row in indexed],
-            counted=self.pair([(index, row.slot) for index, row in indexed if row.slot >= 0]),
-            recorded=self.pair([(index, row.row) for index, row in indexed if row.reads_history]),
+            counted=self.pair([(index, row.slot) for index, row in others if row.slot >= 0]),
+            recorded=self.pair([(index, row.row) for index, row in others if row.reads_history]),
         )
+
+    def _fused(self, members: list[tuple[int, Row]]) -> Fused | None:
+        found = self.pair([(index, row.row) for index, row in members])
+        if found is None:
+            return None
+        defaults = SamplingParams()
+        names = ("top_k", "top_p", "min_p", "typical_p")
+        any_filters = any(
+            row.do_sample and any(getattr(row.params, name) != getattr(defaults, name) for name in names)
+            for _, row in members
+        )
+        return Fused(*found, any_filters)
 
     def tensor(self, values: Sequence[int] | Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
         """[n] on the device, without waiting for it."""
@@ -196,11 +251,11 @@ class Planner:
             bias=self._bias(rows),
             watermarked=self.pair([(at, row.row) for at, row in enumerate(rows) if row.params.watermark]),
             penalties=self._penalties(rows),
-            seeds=self.tensor([as_signed(row.params.seed) for row in rows]),
-            temperature=self._column([max(row.params.temperature, _COLDEST) for row in rows]),
+            seeds=self.tensor([row.seed for row in rows]),
+            temperature=self._column([filters_of(row.params)[0] for row in rows]),
             top_k=self._filter(rows, lambda params: params.top_k, lambda value: value > 0, torch.long),
             top_p=self._filter(rows, lambda params: params.top_p, lambda value: value < 1.0),
-            min_p=self._filter(rows, lambda params: log(params.min_p) if params.min_p > 0 else -inf, isfinite),
+            min_p=self._filter(rows, lambda params: filters_of(params)[2], isfinite),
             typical_p=self._filter(rows, lambda params: params.typical_p, lambda value: value < 1.0),
             raw=self._wanted(members, raw=True),
             processed=self._wanted(members, raw=False),

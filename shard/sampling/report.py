@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from lorikeet.shard.batch.transfer import HostCopy
+from lorikeet.shard.batch.transfer import HostCopy, packed_size, unpack
 from lorikeet.shard.sampling.plan import Wanted
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -28,25 +28,41 @@ class HostSampled:
     """-inf for a token that the row's filters exclude."""
     bad: list[bool]
     """Rows whose scores had a NaN or nothing finite; their token is undefined."""
+    num_overflowed: int = 0
+    """Rows that a device's kernels read again for every bit of a threshold: their filters keep too many tokens."""
 
 
 class Sampled:
     """The tokens of one step on the device: S rows, with room for `k_max` alternatives each."""
 
-    def __init__(self, num_alternatives: list[int], device: torch.device) -> None:
-        """num_alternatives: [S] that each row asked for."""
+    def __init__(self, num_alternatives: list[int], device: torch.device, is_fused: bool = False) -> None:
+        """num_alternatives: [S] that each row asked for. is_fused: whether one launch fills in all rows."""
         num_rows, k_max = len(num_alternatives), max(num_alternatives, default=0)
         self._num_alternatives = num_alternatives
+        shapes = ((num_rows,), torch.long), ((num_rows,), torch.bool), ((num_rows,), torch.uint8)
+        of_logprobs = ((num_rows,), torch.float32), ((num_rows, k_max), torch.long), ((num_rows, k_max), torch.float32)
+        self._like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (*shapes, *of_logprobs)]
+        # [bytes] all results, for one copy
+        self._memory = torch.empty(packed_size(self._like), dtype=torch.uint8, device=device)
         # [S] sampled token of each row
-        self.token_ids = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.token_ids: torch.Tensor
         # [S] bool: scores had a NaN or nothing finite
-        self.bad = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self.bad: torch.Tensor
+        # [S] uint8: 1 where kernels read the row again and again
+        self.overflowed: torch.Tensor
         # [S] float32, NaN where not asked for
-        self._logprobs = torch.full((num_rows,), float("nan"), device=device)
+        self.logprobs: torch.Tensor
         # [S, k_max] most likely or named tokens, as far as a row asked for
-        self._alternative_ids = torch.zeros(num_rows, k_max, dtype=torch.long, device=device)
+        self._alternative_ids: torch.Tensor
         # [S, k_max] float32
-        self._alternative_logprobs = torch.full((num_rows, k_max), float("-inf"), device=device)
+        self._alternative_logprobs: torch.Tensor
+        self.token_ids, self.bad, self.overflowed, self.logprobs, self._alternative_ids, self._alternative_logprobs = (
+            unpack(self._memory, self._like)
+        )
+        if not is_fused:
+            self._memory.zero_()
+            self.logprobs.fill_(float("nan"))
+            self._alternative_logprobs.fill_(float("-inf"))
         self._copy = HostCopy()
 
     def report(self, wanted: Wanted, scores: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -54,7 +70,7 @@ class Sampled:
         scores = scores.index_select(0, wanted.rows)
         token_ids = token_ids.index_select(0, wanted.rows)
         distribution = torch.log_softmax(scores, dim=-1)
-        self._logprobs.index_copy_(0, wanted.batch_rows, distribution.gather(1, token_ids[:, None])[:, 0])
+        self.logprobs.index_copy_(0, wanted.batch_rows, distribution.gather(1, token_ids[:, None])[:, 0])
         k = wanted.num_alternatives
         if k:
             ids = most_likely(scores, k)
@@ -66,17 +82,17 @@ class Sampled:
 
     def start_copy(self) -> Self:
         """Start to copy everything to the host."""
-        logprobs = self._logprobs, self._alternative_ids, self._alternative_logprobs
-        self._copy = HostCopy(self.token_ids, self.bad, *logprobs)
+        self._copy = HostCopy(self._memory)
         return self
 
     def to_host(self) -> HostSampled:
         """The same as Python values. Waits for this step's sampling and nothing later."""
-        token_ids, bad, logprobs, ids, values = (tensor.tolist() for tensor in self._copy.wait())
+        parts = (tensor.tolist() for tensor in unpack(self._copy.wait()[0], self._like))
+        token_ids, bad, overflowed, logprobs, ids, values = parts
         ids, values = (
             [row[:width] for row, width in zip(table, self._num_alternatives, strict=True)] for table in (ids, values)
         )
-        return HostSampled(token_ids, logprobs, ids, values, bad)
+        return HostSampled(token_ids, logprobs, ids, values, bad, sum(overflowed))
 
 
 @dataclass(frozen=True)

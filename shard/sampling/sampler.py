@@ -6,7 +6,9 @@ the one before it is known to the host.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
@@ -19,6 +21,11 @@ from lorikeet.shard.sampling.report import Sampled
 from lorikeet.shard.sampling.state import RowState
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
+if TYPE_CHECKING:
+    from lorikeet.shard.sampling.device import DeviceRows, Tile
+
+log = structlog.get_logger()
+
 
 class Sampler:
     """Samples one token for each of S rows at a time."""
@@ -30,12 +37,21 @@ class Sampler:
         device: torch.device,
         watermark_gamma: float = 0.5,
         watermark_delta: float = 2.0,
+        tile: "Tile | None" = None,
     ) -> None:
+        """`tile`: sample by Triton kernels of this size what they support; by default on CUDA, if there is triton."""
         self.vocab_size = vocab_size
         self._device = torch.device(device)
-        self._state = RowState(vocab_size, max_rows, self._device, watermark_gamma, watermark_delta)
+        kernels = _kernels() if self._device.type == "cuda" or tile is not None else None
+        self._state = RowState(
+            vocab_size, max_rows, self._device, watermark_gamma, watermark_delta, fuses=kernels is not None
+        )
         # [max_rows] newest token of each row, also when the host does not know it yet
         self.last_tokens = self._state.last_tokens
+        self._on_device: DeviceRows | None = None
+        if kernels is not None:
+            state = self._state.last_tokens, self._state.counts
+            self._on_device = kernels.DeviceRows(max_rows, self._device, *state, tile or kernels.Tile())
         self._plan: Plan | None = None
         self._planned: list[int] = []
         self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
@@ -68,22 +84,27 @@ class Sampler:
         )
         if added.reads_history:
             state.history.begin(row, token_ids)
+        if self._on_device is not None and added.is_fused:
+            self._on_device.put(added)
         self.last_tokens[row] = token_ids[-1]
         self._forget_plans()
 
     def remove(self, row: int) -> None:
-        slot = self._state.rows.pop(row).slot
-        if slot >= 0:
-            self._state.counts.give_back(slot)
+        removed = self._state.rows.pop(row)
+        if removed.slot >= 0:
+            self._state.counts.give_back(removed.slot)
+        if self._on_device is not None and removed.is_fused:
+            self._on_device.remove(row)
         self._forget_plans()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
         """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
         plan = self._plan_for(list(rows))
-        found = self._begin(logits, plan.num_alternatives, plan.any_plain)
+        found = self._begin(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
         at = self._state.planner.tensor(positions) if plan.needs_positions else None
-        for chunk in plan.chunks:
-            self._sample_chunk(chunk, logits, at, found)
+        self._sample_plan(plan, logits, at, found, updates=True)
+        if plan.is_fused:
+            return found.start_copy()
         self.last_tokens.index_copy_(0, plan.rows, found.token_ids)
         if plan.counted is not None:
             counted, slots = plan.counted
@@ -110,7 +131,8 @@ class Sampler:
         """
         planner = self._state.planner
         block = Block([self._state.rows[row] for row in rows], positions, drafts)
-        found = self._begin(logits, block.num_alternatives, block.any_plain)
+        any_plain = any(row.plain and not planner.is_fused(row) for row in block.rows)
+        found = self._begin(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
         at = planner.tensor(block.positions)
         distributions = None if draws is None else draws.distributions(block)
         for depth, members in enumerate(block.dependency_levels()):
@@ -121,8 +143,7 @@ class Sampler:
                 members = [member for member in members if member[1].row not in distributions.of]
                 for chunk in planner.plan_some(rejecting).chunks:
                     self._sample_chunk(chunk, logits, at, found, distributions)
-            for chunk in planner.plan_some(members).chunks:
-                self._sample_chunk(chunk, logits, at, found)
+            self._sample_plan(planner.plan_some(members), logits, at, found, updates=False)
         self._commit_state(block, found)
         return found.start_copy()
 
@@ -130,12 +151,23 @@ class Sampler:
         """Begin to sample a step's drafts from a draft model, with each request's own transforms and noise."""
         return DraftDraws(self._state, self._draft_plans)
 
-    def _begin(self, logits: torch.Tensor, num_alternatives: list[int], any_plain: bool) -> Sampled:
-        found = Sampled(num_alternatives, self._device)
+    def _begin(self, logits: torch.Tensor, num_alternatives: list[int], any_plain: bool, is_fused: bool) -> Sampled:
+        found = Sampled(num_alternatives, self._device, is_fused)
         if any_plain:
-            found.token_ids = arg_max(logits)
-            found.bad = _is_bad(logits, found.token_ids)
+            found.token_ids.copy_(arg_max(logits))
+            found.bad.copy_(_is_bad(logits, found.token_ids))
         return found
+
+    def _sample_plan(
+        self, plan: Plan, logits: torch.Tensor, positions: torch.Tensor | None, found: Sampled, updates: bool
+    ) -> None:
+        """logits: [S, V]; positions: [S], needed where tokens are sampled. `updates`: whether the tokens are the newest
+        of their rows, for rows that kernels sample.
+        """
+        if plan.fused is not None and self._on_device is not None and positions is not None:
+            self._on_device.sample(logits, plan.fused, positions, found, updates)
+        for chunk in plan.chunks:
+            self._sample_chunk(chunk, logits, positions, found)
 
     def _assume_accepted(self, block: Block, depth: int) -> None:
         """Continue as if the draft before this depth had been emitted, where the distribution depends on history."""
@@ -214,6 +246,16 @@ class Sampler:
             found.report(chunk.processed, scores, token_ids)
         if chunk.raw is not None:
             found.report(chunk.raw, raw, token_ids)
+
+
+def _kernels() -> Any:
+    """The module with a device's kernels, None without triton."""
+    try:
+        from lorikeet.shard.sampling import device
+    except ImportError:
+        log.warning("sampling_without_triton", effect="a step with sampled tokens launches some tens of kernels more")
+        return None
+    return device
 
 
 def _summed(bias: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -18,8 +18,10 @@ from lorikeet.shard.sampling.plan import Chunk, Filter, Planner, Row
 class RowState:
     """The newest tokens of each row, the counts of penalties, and the parameters of the requests."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device, gamma: float, delta: float) -> None:
-        """`gamma` and `delta` are those of the watermark."""
+    def __init__(
+        self, vocab_size: int, max_rows: int, device: torch.device, gamma: float, delta: float, fuses: bool
+    ) -> None:
+        """`gamma` and `delta` are those of the watermark; `fuses`: whether kernels of the device sample rows."""
         self.vocab_size = vocab_size
         # [max_rows] newest token of each row, also when the host does not know it yet
         self.last_tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
@@ -27,7 +29,7 @@ class RowState:
         self.words = token_words(vocab_size, device)
         self.counts = TokenCounts(vocab_size, device)
         self.history = History(max_rows, device)
-        self.planner = Planner(vocab_size, device)
+        self.planner = Planner(vocab_size, device, fuses)
         self.rows: dict[int, Row] = {}
         self._watermark = Watermark(self.words, gamma, delta)
 

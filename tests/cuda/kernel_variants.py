@@ -14,6 +14,7 @@ from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
 from lorikeet.shard.model.medusa.loading import MOST_HEADS
+from lorikeet.shard.sampling import triton as sampling
 from tests.cuda.launches import Launch, recorded
 
 BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
@@ -68,8 +69,8 @@ class Layer:
         sinks, slopes = (tensor(self.heads, dtype=FP32) if has else None for has in (self.has_sinks, self.has_slopes))
         floats = tensor(1 << 20, dtype=FP32)
         paged.attend_paged(
-            query, *self.pools, sinks, slopes, tensor(4096, dtype=I32), floats, floats, query, 0, self.window, SPAN,
-            [264, 264], self.dim**-0.5, self.softcap,
+            query, *self.pools, sinks, slopes, tensor(4096, dtype=I32), floats, floats, tensor(280, dtype=I32), query, 0,
+            self.window, SPAN, 264, self.dim**-0.5, self.softcap,
         )  # fmt: skip
 
     def store(self) -> None:
@@ -135,6 +136,17 @@ def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool) -> None:
     fused.rotate(tensor(T, 48 * dim, dtype=dtype), cos, cos, [32, 8, dim], weight, weight, 1e-6, 0.0, True)
 
 
+def sample() -> None:
+    rows, shape = tensor(T, dtype=I64), (T, 128256)
+    counts = tensor(4, shape[1], dtype=I32)
+    tables = tensor(256, 8, dtype=I64), tensor(256, 8, dtype=FP32), counts, tensor(256, dtype=I64)
+    outputs = rows, *(tensor(T, dtype=kind) for kind in (torch.uint8, torch.uint8, FP32))
+    logits, parameters = tensor(*shape, dtype=FP32), sampling.Parameters(*tables)
+    sampling.sample_rows(
+        logits, rows, rows, rows, parameters, sampling.Outputs(*outputs), any_filters=True, updates=True
+    )
+
+
 TURING, AMPERE, ADA, NEWEST = (7, 5), (8, 0), (8, 9), (12, 0)
 
 
@@ -170,6 +182,7 @@ def _variants() -> Iterator[Variant]:
     yield Variant(
         "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
     )
+    yield Variant("sampling", sample)
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "the noise of a token is the same at every position",
         NOISE,
-        "keys + (positions + 1) * _GOLDEN",
-        "keys + (positions * 0 + 1) * _GOLDEN",
+        "keys + (positions + 1) * GOLDEN",
+        "keys + (positions * 0 + 1) * GOLDEN",
         f"{DISTRIBUTION}[plain]",
     ),
     Mutant(
@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "repetition forgets the prompt",
         PENALTIES,
-        "counts[known[:num_prompt]] |= _PROMPT",
-        "counts[known[:0]] |= _PROMPT",
+        "counts[known[:num_prompt]] |= PROMPT",
+        "counts[known[:0]] |= PROMPT",
         f"{DISTRIBUTION}[repetition]",
     ),
     Mutant(

@@ -15,11 +15,11 @@ from triton.compiler import ASTSource
 
 from lorikeet.shard.attention import paged_triton as kernels
 from lorikeet.shard.attention.paged import PROGRAMS_PER_PROCESSOR
-from lorikeet.shard.attention.spans import FOLD_ROWS, SPAN
+from lorikeet.shard.attention.spans import SPAN
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",
-    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
+    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "arrived": "*i32", "output": "*bf16",
     "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 MOST_SPILT = 128
@@ -73,13 +73,14 @@ def main() -> None:
             | {"HAS_CAP": layer.get("HAS_CAP", False), "HAS_SLOPES": False, "WIDENS": False},
             types, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-        fold = compiled(kernels.fold, shared | grouped | {"ROWS": FOLD_ROWS, "AHEAD": 4})
         store = compiled(kernels.store, shared | keyed | {"HEADS": 8, "WIDENS": False}, types)
-        for part, kernel in (("attend", attend), ("fold", fold), ("store", store)):
+        for part, kernel in (("attend", attend), ("store", store)):
             ptx = kernel.asm["ptx"]
             registers, kept = resources(kernel)
             print(f"{name} {part}: {registers} registers, {kernel.metadata.shared} bytes shared, {kept} bytes spilt")
-            assert "atom." not in ptx and "\tred." not in ptx, "atomics have no fixed order"
+            atomics = re.findall(r"atom\.[\w.]+|\tred\.[\w.]+", ptx)
+            wanted = ["atom.global.gpu.acq_rel.add.u32"] if part == "attend" else []
+            assert atomics == wanted, f"atomics have no fixed order: {atomics}"
             assert ".local" not in ptx and kept <= MOST_SPILT, "registers are spilt"
             assert "ld.global.v2.b32" in ptx or "ld.global.v4.b32" in ptx or part == "attend"
         # this instruction, and no other, computes all rows of a tile

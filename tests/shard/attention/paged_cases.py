@@ -167,7 +167,7 @@ def test_agrees_with_k_and_v_in_eight_bits(dtype: torch.dtype) -> None:
 
 
 def test_equal_bits_however_programs_share_spans() -> None:
-    """One program computes all spans of a tile, or each program one and `fold` merges them: the bits are equal."""
+    """One program computes all spans of a tile, or each program one and the last merges them: the bits are equal."""
     spec = replace(spec_of("sinks"), window=None)
     rows, other = draw(spec, 5, BFLOAT16), draw(spec, 2, BFLOAT16, 1)
     outputs = []

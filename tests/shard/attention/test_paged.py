@@ -39,17 +39,23 @@ def test_every_row_sees_every_span_once(
     tables = pack([kind], rows_of(*segments), NO_PAGES, num_programs)
     numbers = tables.numbers
     at, num_items, folds_at, num_folds = numbers[:HEADER]
+    folds = numbers[folds_at : folds_at + num_folds * RECORD].reshape(-1, RECORD)
     seen: dict[tuple[int, int], set[int]] = {}
-    partial: dict[tuple[int, int, int], int] = {}
-    for first_row, first, count, start, _, begin, end, memory in numbers[at : at + num_items * RECORD].reshape(-1, 8):
+    places: set[int] = set()
+    merged: dict[int, set[int]] = {}
+    for first_row, first, count, start, _, begin, end, fold in numbers[at : at + num_items * RECORD].reshape(-1, 8):
         assert 0 < count <= 64 and begin < end
         for row in range(count):
             spans = seen.setdefault((int(first_row), int(first + row)), set())
             assert spans.isdisjoint(range(begin, end))
             spans.update(range(begin, end))
-            position = start + (first + row) // group
-            if memory >= 0:
-                partial[int(first_row), int(first + row), int(begin)] = int(memory + row)
+        if fold >= 0:
+            memory, first_span, num_spans, *_ = folds[fold].tolist()
+            assert end == begin + 1 and first_span <= begin < first_span + num_spans
+            merged.setdefault(int(fold), set()).add(int(begin))
+            mine = {memory + (int(begin) - first_span) * int(count) + row for row in range(count)}
+            assert places.isdisjoint(mine)
+            places |= mine
     firsts = [first for first, _ in _firsts(segments)]
     for (start, count), first_row in zip(segments, firsts, strict=True):
         for row in range(count * group):
@@ -57,15 +63,9 @@ def test_every_row_sees_every_span_once(
             needed = range(0 if window is None else max(0, position - window + 1) // 512, position // 512 + 1)
             assert seen.pop((first_row, row)).issuperset(needed)
     assert not seen
-    assert len(set(partial.values())) == len(partial) and max(partial.values(), default=-1) < num_partial_rows
-    for first_row, first, count, memory, stride, num_spans, *_ in (
-        numbers[folds_at : folds_at + num_folds * RECORD].reshape(-1, 8)
-    ):  # fmt: skip
-        for row in range(count):
-            mine = sorted(span for at_row, at, span in partial if (at_row, at) == (first_row, first + row))
-            found = [partial.pop((int(first_row), int(first + row), span)) for span in mine]
-            assert found == [memory + row + number * stride for number in range(num_spans)]
-    assert not partial
+    assert max(places, default=-1) < num_partial_rows and num_folds * 2 <= num_programs
+    assert sorted(merged) == list(range(num_folds))
+    assert all(len(merged[fold]) == num_spans for fold, (_, _, num_spans, *_) in enumerate(folds.tolist()))
 
 
 def _firsts(segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
