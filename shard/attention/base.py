@@ -79,6 +79,17 @@ class PagedKV(LayerKV):
 
 
 @dataclass(frozen=True)
+class Destination:
+    """Where the K and V of a step go."""
+
+    # [T] page id * P + offset in page
+    slots: torch.Tensor
+    # [N, P, num_kv_heads, dim] each, in the dtype of the model
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
 class NativeAttention:
     """One layer's attention in the current step, to be called by compiled code. Valid until the next `prepare`."""
 
@@ -127,6 +138,14 @@ class AttentionBackend(ABC):
         query: [T, num_heads, key_dim], key: [T, num_kv_heads, key_dim], value: [T, num_kv_heads, value_dim].
         Returns [T, num_heads, value_dim].
         """
+
+    def destination(self, kv: LayerKV) -> Destination | None:
+        """Where a kernel may write the step's K and V, to call `read` in place of `attend`; None if it may not."""
+        return None
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        """`attend` of a step whose K and V are stored already, of backends with a `destination`."""
+        raise NotImplementedError
 
     def native(self, kv: LayerKV) -> NativeAttention | None:
         """How compiled code calls `attend` without returning to Python; None if it cannot."""

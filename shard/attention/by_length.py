@@ -10,8 +10,8 @@ import copy
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
-from lorikeet.shard.attention.paged import PagedAttention, store
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
+from lorikeet.shard.attention.paged import PagedAttention, destination, store
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import to_device
@@ -67,6 +67,13 @@ class ByLengthAttention(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(kv, PagedKV)
         store(kv, self._kv_slots, key, value)
+        return self.read(spec, kv, query)
+
+    def destination(self, kv: LayerKV) -> Destination | None:
+        return destination(kv, self._kv_slots)
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        assert isinstance(kv, PagedKV)
         if self._long_rows is None:
             return self._short.read(spec, kv, query)
         if not self._has_short:

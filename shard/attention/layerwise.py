@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV
 from lorikeet.shard.attention.reference import ReferenceAttention
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch.inputs import Segment, StepInputs
@@ -75,6 +75,14 @@ class LayerwiseAttention(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(kv, PlacedKV)
         return kv.owner.attend(spec, kv.kv, query, key, value)
+
+    def destination(self, kv: LayerKV) -> Destination | None:
+        assert isinstance(kv, PlacedKV)
+        return kv.owner.destination(kv.kv)
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        assert isinstance(kv, PlacedKV)
+        return kv.owner.read(spec, kv.kv, query)
 
     def verify_backend(
         self, backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype, device: torch.device

@@ -7,7 +7,7 @@ of prompts. K and V may be kept in eight bits. Tables and launches are here, the
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
 from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack
 from lorikeet.shard.batch.inputs import StepInputs
@@ -106,8 +106,12 @@ class PagedAttention(AttentionBackend):
         store(kv, self._kv_slots, key, value)
         return self.read(spec, kv, query)
 
-    def read(self, spec: AttentionSpec, kv: PagedKV, query: torch.Tensor) -> torch.Tensor:
-        """`attend` of a step whose K and V are stored already. Rows of no segment hold any value."""
+    def destination(self, kv: LayerKV) -> Destination | None:
+        return destination(kv, self._kv_slots)
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        """Rows of no segment hold any value."""
+        assert isinstance(kv, PagedKV)
         query = query if query.stride(2) == 1 else query.contiguous()
         # [T, num_heads, value_dim]
         output = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
@@ -125,6 +129,13 @@ class PagedAttention(AttentionBackend):
         if self._tables.num_folds[kind] * num_kv_heads > self._arrived.numel():
             raise RuntimeError(f"programs share {self._tables.num_folds[kind]} tiles, more than are reserved")
         return self._num_programs if self._bounds is not None else self._tables.num_items[kind] * num_kv_heads
+
+
+def destination(kv: LayerKV, slots: torch.Tensor) -> Destination | None:
+    """Of K and V that are kept as they are, of one head size. slots: [T]."""
+    if not isinstance(kv, PagedKV) or kv.key_scales is not None or kv.keys.shape != kv.values.shape:
+        return None
+    return Destination(slots, kv.keys, kv.values)
 
 
 def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

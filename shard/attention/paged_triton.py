@@ -334,8 +334,8 @@ def attend_paged(
     scale = scaling / softcap * 2 * LOG2E if softcap else scaling * LOG2E
     attend[(num_programs,)](
         query, keys, values, key_scales if has_scales else keys, value_scales if has_scales else values,
-        output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, arrived, output,
-        kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
+        output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, arrived,
+        output, kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=query.shape[1] // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         KEY_WIDTH=width_of(key_dim), VALUE_WIDTH=width_of(value_dim), PAGE=page_size, SPAN=span, WINDOW=window,
         ROWS=tile.rows, COLUMNS=tile.columns, HAS_SCALES=has_scales, HAS_CAP=softcap > 0,

@@ -96,8 +96,9 @@ class VarlenAttention(AttentionBackend):
         self._store(kv, self._kv_slots, key, value)
         return self.read(spec, kv, query)
 
-    def read(self, spec: AttentionSpec, kv: PagedKV, query: torch.Tensor) -> torch.Tensor:
-        """`attend` of a step whose K and V are stored already. query: the rows of its segments alone."""
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        """query: the rows of its segments alone."""
+        assert isinstance(kv, PagedKV)
         most_rows, most_tokens = self._most
         # torch requires cu_seqlens of the keys too, but only the page table determines which keys there are
         arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, self._cu_rows, most_rows, most_tokens)

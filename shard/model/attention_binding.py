@@ -18,6 +18,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
+from lorikeet.shard.attention.base import Destination
 from lorikeet.shard.batch.inputs import StepInputs
 
 NAME = "lorikeet"
@@ -47,6 +48,16 @@ class AttentionBinding(nn.Module):
         num_tokens = self.inputs.kv_slots.shape[0]  # a step of one token is computed as two
         output = self.backend.attend(self.spec, self.kv, query[:num_tokens], key[:num_tokens], value[:num_tokens])
         return output.expand(query.shape[0], -1, -1)[None]
+
+    def destination(self) -> Destination | None:
+        """Where a kernel may write the step's K and V, to call `read` next; None where it may not."""
+        return None if self.kv is None else self.backend.destination(self.kv)
+
+    def read(self, query: torch.Tensor) -> torch.Tensor:
+        """As `forward`, with K and V at their destination."""
+        assert self.spec is not None and self.kv is not None
+        self.num_calls += 1
+        return self.backend.read(self.spec, self.kv, query[0].transpose(0, 1))[None]
 
 
 def is_attention(module: nn.Module) -> bool:

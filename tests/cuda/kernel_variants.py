@@ -69,8 +69,8 @@ class Layer:
         sinks, slopes = (tensor(self.heads, dtype=FP32) if has else None for has in (self.has_sinks, self.has_slopes))
         floats = tensor(1 << 20, dtype=FP32)
         paged.attend_paged(
-            query, *self.pools, sinks, slopes, tensor(4096, dtype=I32), floats, floats, tensor(280, dtype=I32), query, 0,
-            self.window, SPAN, 264, self.dim**-0.5, self.softcap,
+            query, *self.pools, sinks, slopes, tensor(4096, dtype=I32), floats, floats, tensor(280, dtype=I32), query,
+            0, self.window, SPAN, 264, self.dim**-0.5, self.softcap,
         )  # fmt: skip
 
     def store(self) -> None:
@@ -131,9 +131,11 @@ def norms(dtype: torch.dtype, width: int) -> None:
     fused.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
 
 
-def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool) -> None:
+def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool, stores: bool = True) -> None:
     cos, weight = tensor(T, width, dtype=dtype), tensor(dim, dtype=dtype) if has_norms else None
-    fused.rotate(tensor(T, 48 * dim, dtype=dtype), cos, cos, [32, 8, dim], weight, weight, 1e-6, 0.0, True)
+    pool = tensor(PAGES, PAGE, 8, dim, dtype=dtype)
+    place = (tensor(T, dtype=I64), pool, pool) if stores else (None, None, None)
+    fused.rotate(tensor(T, 48 * dim, dtype=dtype), cos, cos, [32, 8, dim], weight, weight, *place, 1e-6, 0.0, True)
 
 
 def sample() -> None:
@@ -179,6 +181,7 @@ def _variants() -> Iterator[Variant]:
     yield Variant("weights in int8 float16", lambda: eight_bits(FP16, torch.int8), TURING, TURING)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
+    yield Variant("rotary, K and V in fp8", lambda: rotary(BF16, 128, 128, False, stores=False), ADA)
     yield Variant(
         "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
     )

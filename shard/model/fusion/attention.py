@@ -43,11 +43,15 @@ class FusedAttention(nn.Module):
         qkv = self.qkv(hidden_states)
         self.qkv_adapters.adapt(hidden_states[0], qkv[0])
         shape = [self.num_heads, self.num_kv_heads, self.head_dim]
-        self._kernels.rotate(qkv[0], position_embeddings, shape, self._norms)
+        destination = self.lorikeet_binding.destination() if self._kernels.stores_kv else None
+        self._kernels.rotate(qkv[0], position_embeddings, shape, self._norms, destination)
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.lorikeet_binding(query, key, value, self._options)
+        if destination is None:
+            output = self.lorikeet_binding(query, key, value, self._options)
+        else:
+            output = self.lorikeet_binding.read(query)
         projected: torch.Tensor = self.out(output.reshape(*hidden_states.shape[:-1], -1))
         return projected, None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lorikeet.shard.attention.base import Destination
 from lorikeet.shard.batch.inputs import NO_ADAPTERS
 from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
@@ -35,6 +36,8 @@ class FusionKernels(Protocol):
     """Of the norms that they compute."""
     joins_gate_and_up: bool = True
     """Whether gate and up are one product."""
+    stores_kv: bool = False
+    """Whether `rotate` can write K and V to their pages."""
     compiles_layers: bool = False
     """Whether a decoder layer of fused parts is one call."""
 
@@ -65,9 +68,11 @@ class FusionKernels(Protocol):
         formula: [rows, n].
         """
 
-    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+    def rotate(
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+    ) -> None:
         """Apply the norms of q's and k's heads, if any, then the rotary positions, in place. qkv: [T, columns]; shape:
-        heads of q, heads of k, width of a head.
+        heads of q, heads of k, width of a head. With `into`, which is where k and v go, of q alone in place.
         """
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
@@ -117,7 +122,9 @@ class CpuKernels(FusionKernels):
         made: Tensor = self.code.silu_times(*products)
         return made
 
-    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+    def rotate(
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+    ) -> None:
         self.code.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
@@ -169,6 +176,8 @@ class IntegerKernels(CpuKernels):
 class CudaKernels(FusionKernels):
     """Triton, any number format."""
 
+    stores_kv = True
+
     def __init__(self) -> None:
         """Raises ValueError without triton."""
         try:
@@ -190,13 +199,16 @@ class CudaKernels(FusionKernels):
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
         return self._triton.gate(products[0], is_tanh)
 
-    def rotate(self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms) -> None:
+    def rotate(
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+    ) -> None:
         cos, sin = _contiguous(angles)
+        place = (None, None, None) if into is None else (into.slots, into.keys, into.values)
         if norms is None:
-            self._triton.rotate(qkv, cos, sin, shape, None, None, 0.0, 0.0, False)
+            self._triton.rotate(qkv, cos, sin, shape, None, None, *place, 0.0, 0.0, False)
         else:
-            of_query, of_key = norms
-            self._triton.rotate(qkv, cos, sin, shape, of_query.weight, of_key.weight, of_query.epsilon, *of_query.form)
+            query, key = norms
+            self._triton.rotate(qkv, cos, sin, shape, query.weight, key.weight, *place, query.epsilon, *query.form)
 
 
 class FusedMatrix(PackedMatrix):

@@ -92,33 +92,50 @@ def _head_weight(q_weight, k_weight, is_query, offsets, mask):
 
 
 @triton.jit
+def _write_heads(values, pool, slot, row_heads, first_head, mask, offsets, KV_HEADS, DIM: tl.constexpr):
+    """Write [heads, offsets] of a row to the pages of K or of V, whose heads begin at `first_head` of the row."""
+    place = (slot * KV_HEADS + row_heads - first_head)[:, None] * DIM + offsets[None, :]
+    is_one = (row_heads >= first_head) & (row_heads < first_head + KV_HEADS)
+    tl.store(pool + place, values.to(pool.dtype.element_ty), mask=is_one[:, None] & mask[None, :])
+
+
+@triton.jit
 def rotate_heads(
-    x, cos, sin, q_weight, k_weight, num_heads, num_rotated, x_stride, epsilon,
+    x, cos, sin, q_weight, k_weight, slots, keys, values, num_heads, num_rotated, x_stride, epsilon,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr,
-    NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
+    NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first WIDTH of the DIM elements of each of the first `num_rotated` heads of x[row], in place; with
-    NORMS after the norm of q (the first `num_heads`) or of k. HALF, TAIL: powers of two that hold half of WIDTH, and
-    what follows WIDTH.
+    NORMS after the norm of q (the first `num_heads`) or of k. With STORES those of k, and of v behind them, are written
+    to their pages instead. HALF, TAIL: powers of two that hold half of WIDTH, and what follows WIDTH.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    num_read, num_written, kv_heads = num_rotated, num_rotated, num_rotated - num_heads
+    if STORES:
+        num_read, num_written = num_rotated + kv_heads, num_heads
+        slot = tl.load(slots + row)
     offsets = tl.arange(0, HALF)
     inside = offsets < WIDTH // 2
-    mask = (heads < num_rotated)[:, None] & inside[None, :]
+    mask, written = (heads < num_read)[:, None] & inside[None, :], (heads < num_written)[:, None] & inside[None, :]
     element: tl.constexpr = x.dtype.element_ty
     first_place = x + row * x_stride + heads[:, None] * DIM + offsets[None, :]
     second_place = first_place + WIDTH // 2
     first = tl.load(first_place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(second_place, mask=mask, other=0.0).to(tl.float32)
+    tail = WIDTH + tl.arange(0, TAIL)
+    if STORES:
+        _write_heads(first, values, slot, heads, num_rotated, inside, offsets, kv_heads, DIM)
+        _write_heads(second, values, slot, heads, num_rotated, inside, WIDTH // 2 + offsets, kv_heads, DIM)
+    if WIDTH < DIM:
+        tail_place = x + row * x_stride + heads[:, None] * DIM + tail[None, :]
+        rest = tl.load(tail_place, mask=(heads < num_read)[:, None] & (tail < DIM)[None, :], other=0.0).to(tl.float32)
+        if STORES:
+            _write_heads(rest, values, slot, heads, num_rotated, tail < DIM, tail, kv_heads, DIM)
     if NORMS:
         is_query = heads < num_heads
         total = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if WIDTH < DIM:
-            tail = WIDTH + tl.arange(0, TAIL)
-            tail_place = x + row * x_stride + heads[:, None] * DIM + tail[None, :]
-            tail_mask = (heads < num_rotated)[:, None] & (tail < DIM)[None, :]
-            rest = tl.load(tail_place, mask=tail_mask, other=0.0).to(tl.float32)
             total += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(total / DIM + epsilon)[:, None]
         weight = _head_weight(q_weight, k_weight, is_query, offsets, inside)
@@ -127,7 +144,11 @@ def rotate_heads(
         second = _weighted(second * scale, weight, OFFSET, ROUNDS, element).to(tl.float32)
         if WIDTH < DIM:
             weight = _head_weight(q_weight, k_weight, is_query, tail, tail < DIM)
-            tl.store(tail_place, _weighted(rest * scale, weight, OFFSET, ROUNDS, element), mask=tail_mask)
+            rest = _weighted(rest * scale, weight, OFFSET, ROUNDS, element).to(tl.float32)
+            tail_written = (heads < num_written)[:, None] & (tail < DIM)[None, :]
+            tl.store(tail_place, rest.to(element), mask=tail_written)
+    if STORES and WIDTH < DIM:
+        _write_heads(rest, keys, slot, heads, num_heads, tail < DIM, tail, kv_heads, DIM)
 
     angle = row * WIDTH + offsets
     first_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -136,9 +157,15 @@ def rotate_heads(
     second_sin = tl.load(sin + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     # each product is rounded, as by separate operators
     kept, crossed = _rounded(first * first_cos, element), _rounded(second * first_sin, element)
-    tl.store(first_place, _rounded(kept.to(tl.float32) - crossed.to(tl.float32), element), mask=mask)
+    turned = _rounded(kept.to(tl.float32) - crossed.to(tl.float32), element)
+    tl.store(first_place, turned, mask=written)
+    if STORES:
+        _write_heads(turned, keys, slot, heads, num_heads, inside, offsets, kv_heads, DIM)
     kept, crossed = _rounded(second * second_cos, element), _rounded(first * second_sin, element)
-    tl.store(second_place, _rounded(kept.to(tl.float32) + crossed.to(tl.float32), element), mask=mask)
+    turned = _rounded(kept.to(tl.float32) + crossed.to(tl.float32), element)
+    tl.store(second_place, turned, mask=written)
+    if STORES:
+        _write_heads(turned, keys, slot, heads, num_heads, inside, WIDTH // 2 + offsets, kv_heads, DIM)
 
 
 @torch.library.custom_op("lorikeet::rms_norm", mutates_args=())
@@ -190,27 +217,30 @@ def _(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
     return torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lorikeet::rotate", mutates_args=("x",))
+@torch.library.custom_op("lorikeet::rotate", mutates_args=("x", "keys", "values"))
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: list[int],
-    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, epsilon: float, offset: float, rounds: bool,
+    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, slots: torch.Tensor | None,
+    keys: torch.Tensor | None, values: torch.Tensor | None, epsilon: float, offset: float, rounds: bool,
 ) -> None:  # fmt: skip
     """Rotate q and k by their rows' angles, in place, after their norms, if any (Su et al. 2021).
 
     x: [T, columns], the heads of q, then those of k, then others; cos, sin: [T, R] contiguous, R even: the first R
     elements of each head are rotated. shape: heads of q, heads of k, elements of a head. q_weight, k_weight: [D] of the
-    norms, as in `rms_norm`.
+    norms, as in `rms_norm`. With slots, [T] int64, k goes to keys and v to values, [slots, heads of k, D], and not back
+    to x.
     """
     num_heads, num_kv_heads, head_dim = shape
     width = cos.shape[1]
-    num_rotated = num_heads + num_kv_heads
-    grid = (x.shape[0], triton.cdiv(num_rotated, HEADS))
+    num_rotated, stores = num_heads + num_kv_heads, slots is not None
+    grid = (x.shape[0], triton.cdiv(num_rotated + num_kv_heads * stores, HEADS))
     with torch.cuda.device_of(x):
         rotate_heads[grid](
             x, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,
+            slots if stores else cos, keys if stores else cos, values if stores else cos,
             num_heads, num_rotated, x.stride(0), epsilon, DIM=head_dim, WIDTH=width,
             HALF=triton.next_power_of_2(width // 2), TAIL=triton.next_power_of_2(max(1, head_dim - width)), HEADS=HEADS,
-            NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, num_warps=2, **FIXED,
+            NORMS=q_weight is not None, OFFSET=offset, ROUNDS=rounds, STORES=stores, num_warps=2, **FIXED,
         )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from lorikeet.shard.attention.spans import SPAN
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",
-    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "arrived": "*i32", "output": "*bf16",
-    "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
+    "sinks": "*fp32", "slopes": "*fp32", "tables": "*i32", "partials": "*fp32", "stats": "*fp32", "output": "*bf16",
+    "arrived": "*i32",    "key": "*bf16", "value": "*bf16", "slots": "*i64", "scale": "fp32", "cap": "fp32",
 }  # fmt: skip
 MOST_SPILT = 128
 """Bytes that older versions of triton spill around the innermost loop. The sums of a tile would be 256 and more."""

@@ -43,7 +43,7 @@ def test_every_row_sees_every_span_once(
     seen: dict[tuple[int, int], set[int]] = {}
     places: set[int] = set()
     merged: dict[int, set[int]] = {}
-    for first_row, first, count, start, _, begin, end, fold in numbers[at : at + num_items * RECORD].reshape(-1, 8):
+    for first_row, first, count, _, _, begin, end, fold in numbers[at : at + num_items * RECORD].reshape(-1, 8):
         assert 0 < count <= 64 and begin < end
         for row in range(count):
             spans = seen.setdefault((int(first_row), int(first + row)), set())

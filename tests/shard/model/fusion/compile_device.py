@@ -24,6 +24,7 @@ ROTARY = {
     "HEADS": kernels.HEADS,
     "OFFSET": 0.0,
     "ROUNDS": True,
+    "STORES": False,
 }
 
 

@@ -186,6 +186,25 @@ def test_the_attention_gets_the_same_arguments(name: str, dtype: torch.dtype) ->
             assert close(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [24, 16])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_k_and_v_go_to_their_pages(has_norms: bool, width: int, dtype: torch.dtype) -> None:
+    shape, angles = [5, 2, 24], drawn(6, width, dtype=dtype)
+    weights = drawn(2, 24, dtype=dtype).unbind() if has_norms else (None, None)
+    qkv, slots = drawn(6, 9 * 24, dtype=dtype), torch.tensor([7, 3, 40, 0, 12, 41], device=DEVICE)
+    plain, stored = qkv.clone(), qkv.clone()
+    keys, values = torch.zeros(2, 3, 16, 2, 24, dtype=dtype, device=DEVICE).unbind()
+    device_kernels.rotate(plain, angles, angles, shape, *weights, None, None, None, 1e-5, 0.0, True)
+    device_kernels.rotate(stored, angles, angles, shape, *weights, slots, keys, values, 1e-5, 0.0, True)
+    query, key, value = plain.view(6, 9, 24).split([5, 2, 2], dim=1)
+    assert torch.equal(stored.view(6, 9, 24)[:, :5], query)
+    assert torch.equal(value, qkv.view(6, 9, 24)[:, 7:]) and not torch.equal(key, qkv.view(6, 9, 24)[:, 5:7])
+    for pool, wanted in ((keys, key), (values, value)):
+        assert torch.equal(pool.flatten(0, 1)[slots], wanted)
+        assert int((pool.flatten(0, 1).abs().sum((1, 2)) > 0).sum()) == 6
+
+
 def test_blocks_that_do_more_or_less_are_left_alone() -> None:
     dtype = torch.bfloat16
     partial = block_of(StableLmAttention, StableLmConfig, dtype, partial_rotary_factor=0.25)
@@ -205,4 +224,4 @@ def test_the_operators_say_what_they_return() -> None:
     x, weight = drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32)
     torch.library.opcheck(device_kernels.add_rms_norm, (x, x.clone(), weight, 1e-5, 0.0, True))
     angles = drawn(2, 4, dtype=torch.float32)
-    torch.library.opcheck(device_kernels.rotate, (x, angles, angles, [1, 1, 4], None, None, 0.0, 0.0, False))
+    torch.library.opcheck(device_kernels.rotate, (x, angles, angles, [1, 1, 4], *[None] * 5, 0.0, 0.0, False))
