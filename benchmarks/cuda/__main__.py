@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cuda.setup import SMOKE, Setup
+from benchmarks.cuda.setup import SMOKE, Setup, fitted
 from benchmarks.cuda.suites import group_of, suites
 from benchmarks.evidence import arguments, results, runner
 from benchmarks.evidence.figure import Suite
@@ -73,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--here", action="store_true", help="in this process")
     options = parser.parse_args(given)
     runner.exit_on_sigterm()
-    setup = SMOKE if options.smoke else Setup()
+    setup = SMOKE if options.smoke else _setup()
     every = suites(setup)
     names = {name for suite in every for name in (suite.name, group_of(suite))}
     if unknown := set(options.suite or ()) - names:
@@ -95,6 +95,15 @@ def main(given: Sequence[str] | None = None) -> int:
         command = groups.setdefault(group_of(suite), [sys.executable, "-m", "benchmarks.cuda", "--here", *passed])
         command += ["--suite", suite.name]
     return runner.run_apart(groups, {"TRITON_INTERPRET": "1"} if setup.is_smoke else {}, LIMIT_S)
+
+
+def _setup() -> Setup:
+    """Of the card at hand; at full size where there is none, for a list."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Setup()
+    return fitted(Setup(), torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_capability(0))
 
 
 def _has_device() -> bool:

@@ -9,14 +9,12 @@ What only a device can tell is declared here: what CUDA takes, activations of th
 import sys
 from dataclasses import dataclass
 
-from benchmarks.cuda.setup import LLAMA_8B, LlamaShape
+from benchmarks.cuda.setup import LLAMA_3B, LLAMA_8B, LlamaShape
 from benchmarks.evidence import arguments
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.kv_memory import default_slot_bytes, room
 
 GIB = 1 << 30
-LLAMA_3B = LlamaShape(3072, 8192, 28, 24, 8, 128_256, is_tied=True)
-"""Llama 3.2 3B."""
 HEAD_DIM = 128
 ITEM = 2
 """Bytes of a bfloat16 or float16 number."""

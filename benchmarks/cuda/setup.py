@@ -2,7 +2,7 @@
 that kernels are measured with. Imports no torch.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.models.limit import Shape
@@ -36,6 +36,8 @@ class LlamaShape(Shape):
 
 LLAMA_8B = LlamaShape(4096, 14336, 32, 32, 8, 128_256)
 """Llama 3.1 8B."""
+LLAMA_3B = LlamaShape(3072, 8192, 28, 24, 8, 128_256, is_tied=True)
+"""Llama 3.2 3B."""
 LLAMA_1B = LlamaShape(2048, 8192, 16, 32, 8, 128_256, is_tied=True)
 """Llama 3.2 1B."""
 LLAMA_100M = LlamaShape(768, 2048, 4, 12, 4, 128_256, is_tied=True)
@@ -80,6 +82,8 @@ class Setup:
     prefill: int = 2048
     full_loads: tuple[int, ...] = (128, 256)
     """Requests that decode at once at the shortest context, in addition."""
+    long_loads: tuple[int, ...] = (1, 8)
+    """Requests that decode at once at the longest context."""
     loads: tuple[int, ...] = (1, 8, 32)
     """Requests at once under which speculation is measured."""
     width: int = 4
@@ -108,8 +112,23 @@ class Setup:
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
     text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    full_loads=(3,), loads=(1, 2), width=2, is_smoke=True,
+    full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, is_smoke=True,
 )  # fmt: skip
+
+
+GIB = 1 << 30
+SMALL_BYTES, MEDIUM_BYTES = 20 * GIB, 44 * GIB
+"""Memory of cards below which a smaller model, and fewer requests, are measured: T4; A10, RTX 4090, A100 40 GB."""
+
+
+def fitted(setup: Setup, num_bytes: int, capability: tuple[int, int]) -> Setup:
+    """The setup for a card with so much memory. Below compute capability 8.0 there is no bfloat16."""
+    setup = replace(setup, dtype="bfloat16" if capability >= (8, 0) else "float16")
+    if num_bytes < SMALL_BYTES:
+        return replace(setup, large=LLAMA_3B, requests=32, full_loads=(64,), contexts=(1024, 8192), adapters=256)
+    if num_bytes < MEDIUM_BYTES:
+        return replace(setup, requests=32, full_loads=(64,), contexts=(1024, 8192))
+    return setup
 
 
 def num_starts(setup: Setup) -> int:

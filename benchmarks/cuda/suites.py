@@ -20,7 +20,7 @@ def group_of(suite: Suite) -> str:
 
 def suites(setup: Setup) -> tuple[Suite, ...]:
     """In the order in which they are best run: what others depend on first."""
-    tables = (_bandwidth, _decode, _adapters, _swap, _speculation, _start, _kernels)
+    tables = (_bandwidth, _decode, _loads, _adapters, _swap, _speculation, _start, _kernels)
     return tuple(suite for table in tables for suite in table(setup))
 
 
@@ -72,6 +72,23 @@ def _decode(setup: Setup) -> list[Suite]:
         _suite("decode-floor", setup, setup.rounds, "decode.measure", figures=[*floors, *steps]),
         _suite("decode-peer", setup, setup.long_rounds, "decode.against_peer", figures=[peer]),
     ]
+
+
+def _loads(setup: Setup) -> list[Suite]:
+    step = partial(Figure, at_least=False, unit="ms")
+    return [
+        _suite("loads-full", setup, setup.long_rounds, "loads.measure", figures=[
+            *(step(f"a step of {each} at once", _of("loads.milliseconds", f"batch {each}")) for each in setup.full_loads),
+            Figure(f"a step with top-p over a greedy one, {setup.requests} at once", _of("loads.over_greedy"), 1.05,
+                   at_least=False),
+        ]),
+        _suite("loads-long", setup, len(setup.long_loads), "loads.long_contexts", figures=[
+            Figure("throughput at the longest context", _of("loads.tokens_per_second"), unit="tokens/s"),
+        ]),
+        _suite("loads-staggered", setup, setup.long_rounds, "loads.staggered", figures=[
+            Figure("lookup, staggered arrivals: commit lag 1 over 0", _of("loads.over_lag_0"), 1.0),
+        ]),
+    ]  # fmt: skip
 
 
 def _adapters(setup: Setup) -> list[Suite]:

@@ -63,7 +63,7 @@ class PagedAttention(AttentionBackend):
         if reason := self.unsupported_reason(spec, dtype, device):
             raise ValueError(reason)
         if self._num_programs is None:
-            self._num_programs = PROGRAMS_PER_PROCESSOR * num_processors(device)
+            self._num_programs = PROGRAMS_PER_PROCESSOR * gpu.num_processors(device)
         if self._partials.device != device or self._partials.numel() == 0:
             self._partials = torch.empty(PARTIAL_FLOATS, device=device)
             self._stats = torch.empty(2 * PARTIAL_FLOATS // width_of(1), device=device)
@@ -149,11 +149,3 @@ def kind_of(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Ki
     tile = tile_of(dtype, spec.key_dim, spec.value_dim, gpu.capability(device))
     room = PARTIAL_FLOATS // (spec.num_kv_heads * width_of(spec.value_dim))
     return Kind(spec.group, spec.num_kv_heads, spec.window, tile.rows, room)
-
-
-def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 1 for any other."""
-    if device.type != "cuda":
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

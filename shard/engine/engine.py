@@ -106,6 +106,7 @@ class Engine:
         """Requests of the step that was announced to the routers last."""
         self._was_isolated = False
         """Whether that step was an isolated request's own."""
+        self._num_overflowed = 0  # sampled rows that were read again and again
         self._is_clean = True
         self._is_cut = False
         self._adapter_events: dict[str, AdapterEvent] = {}
@@ -151,6 +152,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a short request from end to end, so that a configuration that cannot work fails at start."""
+        if self._pooling is None:
+            self._sampler.warm_up()
         request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
         request.speculation = self._drafter.warm_up
         request.max_new_tokens += request.speculation.num_tokens
@@ -292,6 +295,7 @@ class Engine:
         self.scheduler.oom_backoff.on_success()
         results, seconds = step.to_host(), step.timer.seconds()
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
+        self._count_overflowed(results.sampled.num_overflowed)
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()
@@ -302,6 +306,14 @@ class Engine:
         if draft_length.is_used:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)
         self._committed_at = now
+
+    def _count_overflowed(self, num_rows: int) -> None:
+        """Log how often filters kept more tokens than the sampling kernels have room for, at each power of two."""
+        before, self._num_overflowed = self._num_overflowed, self._num_overflowed + num_rows
+        if before.bit_length() < self._num_overflowed.bit_length():
+            log.info(
+                "sampling_slow_rows", count=self._num_overflowed, effect="top_p or typical_p kept thousands of tokens"
+            )
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item

@@ -34,8 +34,19 @@ class DeviceRows:
         self._last_tokens = last_tokens
         # [max_rows, 8] each, see Parameters
         self._numbers = torch.zeros(max_rows, 8, dtype=torch.long, device=device)
+        self._numbers[:, 3] = -1
         self._factors = torch.zeros(max_rows, 8, device=device)
         self._changes: dict[int, torch.Tensor] = {}
+
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile every kernel: sample row 0, which no request has."""
+        zeros, logits = (
+            torch.zeros(1, dtype=torch.long, device=self._device),
+            torch.zeros(1, vocab_size, device=self._device),
+        )
+        for updates in (True, False):
+            found = Sampled([0], self._device, is_fused=True)
+            self.sample(logits, Fused(zeros, zeros.clone(), any_filters=True), zeros.clone(), found, updates)
 
     def put(self, row: Row) -> None:
         """The request has the row from the next launch on."""

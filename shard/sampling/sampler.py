@@ -97,6 +97,11 @@ class Sampler:
             self._on_device.remove(row)
         self._forget_plans()
 
+    def warm_up(self) -> None:
+        """Compile the device's kernels, before there are requests."""
+        if self._on_device is not None:
+            self._on_device.warm_up(self.vocab_size)
+
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
         """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
         plan = self._plan_for(list(rows))

@@ -515,8 +515,8 @@ def sample_rows(
     shape: dict[str, Any] = {"PIECES": triton.next_power_of_2(num_pieces), "DISTANCES": DISTANCES}
     step = (logits, indices, rows, positions, parameters.numbers, parameters.factors, parameters.counts)
     sizes = (vocab_size, logits.stride(0))
-    num_measures = num_rows * num_pieces * DISTANCES * 2 if any_filters else 1
-    num_kept = num_rows * room if any_filters else 1
+    num_measures = num_rows * num_pieces * DISTANCES * 2 if any_filters else 4  # what follows stays aligned
+    num_kept = num_rows * room if any_filters else 4
     floats = torch.empty(
         num_rows * num_pieces * STATS.value + num_measures + num_kept, dtype=torch.float32, device=logits.device
     )

@@ -17,6 +17,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else NEWEST
 
 
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 1 for any other."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 @contextmanager
 def assumed(found: tuple[int, int]) -> Iterator[None]:
     """Inside, every device has this compute capability: for compiling without a device."""

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape
-from lorikeet.shard.attention import paged
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
@@ -23,7 +22,9 @@ from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion import layer, parts, verify
 from lorikeet.shard.sampling import Sampler, plan
+from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.system import gpu
 from tests.cuda.launches import recorded
 
 META = torch.device("meta")
@@ -81,7 +82,7 @@ def without_values() -> Iterator[None]:
         patch.setattr(verify, "close", lambda *_: True)
         patch.setattr(parts, "_is_tanh", lambda _: False)
         patch.setattr(layer, "_agrees", lambda *_: True)
-        patch.setattr(paged, "num_processors", lambda _: PROCESSORS)
+        patch.setattr(gpu, "num_processors", lambda _: PROCESSORS)
         patch.setattr(layers, "_shared_weights", lambda _: set())
         patch.setitem(plan._CHUNK_ELEMENTS, "meta", plan._CHUNK_ELEMENTS["cuda"])  # type: ignore[index]
         yield
@@ -120,7 +121,7 @@ def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
 @torch.inference_mode()
 def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
     """Of sampling one token for each request."""
-    sampler = Sampler(vocab_size, len(params), META)
+    sampler = Sampler(vocab_size, len(params), META, tile=Tile())
     for row, each in enumerate(params):
         sampler.add(row, each, LogprobParams(), [1, 2], 2)
     rows = list(range(len(params)))

@@ -17,7 +17,7 @@ SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that each program takes in addition to its own, from 8.0 on."""
 REGISTERS, WARP = 65536, 32
-SHOWN = ("attend", "shrink", "expand", "head_logits", "multiply", "multiply_8bit")
+SHOWN = ("attend", "adapt", "head_logits", "multiply", "multiply_8bit", "resolve")
 """Kernels in the documentation: the others take little."""
 
 
@@ -54,6 +54,8 @@ class Resources:
         # a program of eight warps is as wide as two of four
         if self.kernel == "attend" and self.programs * self.warps < 8:
             return f"{what} leaves room for {self.programs} programs"
+        if self.kernel == "adapt" and self.programs < (4 if self.architecture >= 80 else 2):
+            return f"{what} leaves room for {self.programs} programs, which must run at once"
         return ""
 
 

@@ -11,13 +11,23 @@ from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.shard.attention.layerwise import trial_steps
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.model import Model
+from lorikeet.shard.sampling import Sampler
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+    from lorikeet.shard.sampling.device import Tile
     from tests.cuda.decode_step import META, PAGE, model_of, without_values
     from tests.cuda.launches import Launch, recorded
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SHAPE = replace(LLAMA_8B, layers=1, vocabulary=32_000)
+
+
+SAMPLING = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(do_sample=True, seed=3),
+    "filters and penalties": SamplingParams(do_sample=True, top_p=0.9, top_k=5, repetition_penalty=1.2),
+}
 
 
 def start(model: Model) -> "set[Launch]":
@@ -71,8 +81,24 @@ def test_no_step_launches_a_kernel_that_start_did_not(name: str) -> None:
     assert {launch.kernel for launch in found.launches} >= {"attend", "store", "norm_rows", "gate_rows"}
 
 
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
+    with recorded() as found:
+        sampler = Sampler(SHAPE.vocabulary, 4, META, tile=Tile())
+        sampler.warm_up()
+    compiled = set(found.launches)
+    with recorded() as found:
+        for row in range(3):
+            sampler.add(row, SAMPLING[name], LogprobParams(wanted=row == 1), [1, 2], 2)
+        logits = torch.empty(8, SHAPE.vocabulary, device=META)
+        sampler.sample(logits[:3], range(3), [2] * 3)
+        sampler.verify(logits[:5], range(3), [3] * 3, [[1], [], [2]])
+    assert {launch.kernel for launch in found.launches} >= {"scan", "resolve"}
+    assert set(found.launches) <= compiled
+
+
 def test_what_start_launches() -> None:
     with without_values():
         names = {launch.kernel for launch in start(model_of(SHAPE, has_adapters=True))}
-    adapters, heads = {"shrink", "expand"}, {"head_block", "head_logits"}
-    assert names == {"attend", "store", "norm_rows", "rotate_heads", "gate_rows", *adapters, *heads}
+    heads = {"head_block", "head_logits"}
+    assert names == {"attend", "store", "norm_rows", "rotate_heads", "gate_rows", "adapt", *heads}

@@ -19,8 +19,13 @@ from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, SlotImage
 from lorikeet.shard.model.lora.triton import ENTRY, PART, add_delta
+from lorikeet.shard.system import gpu
 
 _ALIGNED = 16
+MATRIX_UNITS = (8, 0)
+"""Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
+PROGRAMS_PER_PROCESSOR = {True: 4, False: 2}
+"""Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
 
 
 class DeviceKernels:
@@ -36,6 +41,9 @@ class DeviceKernels:
         self.table = torch.zeros(num_slots, len(targets), ENTRY.value, dtype=torch.int64, device=device)
         # [slots, targets] whether the slot's adapter changes the target
         self._changes = np.zeros(self.table.shape[:2], np.bool_)
+        # [2] int32 zeros, for programs that wait for each other
+        self._meeting = torch.zeros(2, dtype=torch.int32, device=device)
+        self._num_programs = PROGRAMS_PER_PROCESSOR[gpu.capability(device) >= MATRIX_UNITS] * gpu.num_processors(device)
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
         for target in targets:
             target.kernels = self
@@ -104,9 +112,7 @@ class DeviceKernels:
         parts = self._describe([(targets.experts[0], 0)])
         # targets of experts are neighbours in the table: an index from the first one's entry
         table = self.table.view(-1, 1, ENTRY.value)
-        shape, is_aligned = [tasks.tasks.shape[0], targets.num_out], targets.num_out % _ALIGNED == 0
-        tiles = self._tiles(targets.num_in, targets.num_out, y.dtype)
-        add_delta(x, y, tasks.tasks, tasks.pair_ids, parts, table, shape, is_aligned, tiles)
+        self._add(x, y, tasks.tasks, tasks.pair_ids, parts, table, targets.num_in, targets.num_out)
 
     def _launch(self, rows: AdapterRows, products: Sequence[Product]) -> None:
         first = products[0]
@@ -125,13 +131,20 @@ class DeviceKernels:
             raise RuntimeError("the rows of adapters were not copied to the device")
         is_aligned = all(target.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for target, column in columns)
         num_out = max(target.num_out for target, _ in columns)
-        tiles = self._tiles(columns[0][0].num_in, num_out, y.dtype)
-        shape = [groups.num_launched, num_out]
-        add_delta(x, y, groups.tasks, groups.row_ids, self._describe(columns), self.table, shape, is_aligned, tiles)
+        parts = self._describe(columns)
+        self._add(x, y, groups.tasks, groups.row_ids, parts, self.table, columns[0][0].num_in, num_out, is_aligned)
 
-    def _tiles(self, num_in: int, num_out: int, dtype: torch.dtype) -> list[int]:
-        """By the modules alone, so that a row's bits do not depend on the step."""
-        return self._tuned.tiles("shrink", num_in, dtype) + self._tuned.tiles("expand", num_out, dtype)
+    def _add(
+        self, x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
+        table: torch.Tensor, num_in: int, num_out: int, is_aligned: bool | None = None,
+    ) -> None:  # fmt: skip
+        """As add_delta. num_out: most of a part. Tiles depend on the modules alone, so that a row's bits do not depend
+        on the step.
+        """
+        tiles = self._tuned.tiles("shrink", num_in, y.dtype) + self._tuned.tiles("expand", num_out, y.dtype)
+        is_aligned = num_out % _ALIGNED == 0 if is_aligned is None else is_aligned
+        shape = [tasks.shape[0], num_out, self._num_programs]
+        add_delta(x, y, tasks, row_ids, parts, table, self._meeting, shape, is_aligned, tiles)
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:
         """[parts, PART] on the device; made once for each combination of modules."""

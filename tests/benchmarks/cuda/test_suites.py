@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+import pytest
+
 from benchmarks.cuda import setup as shapes
 from benchmarks.cuda.setup import SMOKE, Setup
 from benchmarks.cuda.suites import group_of, suites
@@ -18,9 +20,9 @@ def test_figures_have_different_names() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_suites_run_in_seven_processes() -> None:
+def test_suites_run_in_eight_processes() -> None:
     groups = list(dict.fromkeys(map(group_of, FULL)))
-    assert groups == ["bandwidth", "decode", "adapters", "swap", "speculation", "start", "kernels"]
+    assert groups == ["bandwidth", "decode", "loads", "adapters", "swap", "speculation", "start", "kernels"]
 
 
 def test_a_smoke_run_has_every_suite_and_figure() -> None:
@@ -28,6 +30,23 @@ def test_a_smoke_run_has_every_suite_and_figure() -> None:
     loads = 3 * 2 * (len(Setup().loads) - len(SMOKE.loads))  # three figures of each load, for two pairs of models
     count = [sum(len(suite.figures) for suite in some) for some in (SMALL, FULL)]
     assert count[0] == count[1] - loads
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "capability", "model", "dtype", "requests"),
+    [
+        (15, (7, 5), shapes.LLAMA_3B, "float16", 32),
+        (24, (8, 9), shapes.LLAMA_8B, "bfloat16", 32),
+        (40, (8, 0), shapes.LLAMA_8B, "bfloat16", 32),
+        (79, (9, 0), shapes.LLAMA_8B, "bfloat16", 64),
+    ],
+)
+def test_a_smaller_card_measures_less(
+    gigabytes: int, capability: tuple[int, int], model: shapes.LlamaShape, dtype: str, requests: int
+) -> None:
+    setup = shapes.fitted(Setup(), gigabytes * shapes.GIB, capability)
+    assert (setup.large, setup.dtype, setup.requests) == (model, dtype, requests)
+    assert [suite.name for suite in suites(setup)] == [suite.name for suite in FULL]
 
 
 def test_suites_are_listed_without_torch() -> None:

@@ -1,5 +1,7 @@
 """Compiles the kernels for a GPU that need not be here and looks at the instructions. Run by test_triton.py."""
 
+import re
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -7,16 +9,22 @@ from triton.compiler import ASTSource
 from lorikeet.shard.model.kernels.tuning import BUILT_IN
 from lorikeet.shard.model.lora import triton as kernels
 
-TABLES = {"tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64", "num_targets": "i32", "room": "i32"}
+NUMBERS = ("num_targets", "num_tasks", "num_parts")
+TABLES = {"tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64", "meeting": "*i32"}
+TYPES = {"x": "*bf16", "h": "*fp32", "y": "*bf16"} | dict.fromkeys(
+    ("num_in", "x_stride", "y_stride", "num_blocks", "room", *NUMBERS), "i32"
+)
 FIXED = {
     "ROWS": kernels.TASK_ROWS,
     "RANKS": kernels.RANKS,
     "SPLITS": BUILT_IN["shrink"]["SPLITS"],
+    "DEPTH": BUILT_IN["shrink"]["DEPTH"],
+    "WIDTH": BUILT_IN["expand"]["WIDTH"],
+    "IS_ALIGNED": True,
     "WIDENS": False,
 }
-SHRINK = {"x": "*bf16", "h": "*fp32", "num_in": "i32", "x_stride": "i32"}
-EXPAND = {"h": "*fp32", "y": "*bf16", "y_stride": "i32"}
-EXPAND_FIXED = {"WIDTH": BUILT_IN["expand"]["WIDTH"], "IS_ALIGNED": True, "IS_EMBEDDING": False}
+BOTH = {"SHRINKS": True, "EXPANDS": True, "IS_EMBEDDING": False}
+EMBEDS = {"SHRINKS": False, "EXPANDS": True, "IS_EMBEDDING": True}
 
 
 def instructions(
@@ -36,18 +44,18 @@ def instructions(
 
 
 def main() -> None:
-    shrink = instructions(kernels.shrink, SHRINK | TABLES, FIXED | {"DEPTH": BUILT_IN["shrink"]["DEPTH"]}, 3)
-    expand = instructions(kernels.expand, EXPAND | TABLES, FIXED | EXPAND_FIXED, 1)
-    embed = instructions(
-        kernels.expand, EXPAND | TABLES | {"h": "*i64"}, FIXED | EXPAND_FIXED | {"IS_EMBEDDING": True}, 1
-    )
-    for text in (shrink, expand, embed):
+    types = TYPES | TABLES
+    both = instructions(kernels.adapt, types, FIXED | BOTH, 3, any_number=NUMBERS)
+    embed = instructions(kernels.adapt, types | {"x": "*i64", "h": "*i64"}, FIXED | EMBEDS, 1, any_number=NUMBERS)
+    for text in (both, embed):
         # a tile's rows are all computed by this instruction, and by no other
         assert "mma.sync.aligned.m16n8k16" in text and "wgmma" not in text
-        assert "atom." not in text and "\tred." not in text, "an order that changes"
         assert ".local" not in text, "registers ran out"
-    assert "cp.async.cg.shared.global" in shrink
-    assert "ld.global.v4.b32" in expand and "st.global.v4.b32" in expand
+        assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    atomics = re.findall(r"atom\.[\w.]+|\tred\.[\w.]+", both)
+    assert set(atomics) == {"atom.global.gpu.acq_rel.add.u32"}, f"an order that changes: {atomics}"
+    assert not re.search(r"atom\.|\tred\.", embed)
+    assert "cp.async.cg.shared.global" in both
 
 
 if __name__ == "__main__":
