@@ -76,7 +76,7 @@ class ShardConfig(ConfigFile):
     """0 commits a step before the next is launched, 1 after; None is 0 on CPU, 1 on CUDA."""
     graphs: bool | None = None
     """Whether steps run as CUDA graphs; None tries, and warns if they cannot be captured."""
-    graph_rows: int = 256
+    graph_rows: int = 512
     """Rows (tokens) of the largest CUDA graph."""
     threads: int | None = None
     """PyTorch's intra-op threads; None is all cores of this process."""

@@ -76,9 +76,10 @@ def _decode(setup: Setup) -> list[Suite]:
 
 def _loads(setup: Setup) -> list[Suite]:
     step = partial(Figure, at_least=False, unit="ms")
+    steps = [step(f"a step of {load} at once", _of("loads.milliseconds", f"batch {load}")) for load in setup.full_loads]
     return [
         _suite("loads-full", setup, setup.long_rounds, "loads.measure", figures=[
-            *(step(f"a step of {each} at once", _of("loads.milliseconds", f"batch {each}")) for each in setup.full_loads),
+            *steps,
             Figure(f"a step with top-p over a greedy one, {setup.requests} at once", _of("loads.over_greedy"), 1.05,
                    at_least=False),
         ]),

@@ -18,8 +18,8 @@ from lorikeet.launcher.models.usage import UsagePlan
 from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.proto.quantization import of_weights
 
-ROWS_PER_REQUEST = 2
-"""Of the largest CUDA graph: with draft tokens a request has more than one row."""
+ROWS_PER_REQUEST, MOST_ROWS = 4, 512
+"""Of the largest CUDA graph: with draft tokens a request has more than one row, and a prompt next to it many."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "fusions": "none" if settings["disable-custom-kernels"] else "auto",
         "memory_wiggle_room": settings["memory-wiggle-room"] / num_sharing,
         "graphs": True if settings["compile"] else False if settings["eager"] else None,
-        "graph_rows": ROWS_PER_REQUEST * settings["compile-max-batch-size"],
+        "graph_rows": min(MOST_ROWS, ROWS_PER_REQUEST * settings["compile-max-batch-size"]),
         "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "draft_model": None if plan.draft is None else str(plan.draft.path),

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from lorikeet.shard.attention.spans import HEADER, RECORD
 from lorikeet.shard.system import gpu
+from lorikeet.shard.system.operators import operator
 
 MOST_DIM = 256
 """The largest head size."""
@@ -292,7 +293,7 @@ def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[
     return Tile(rows=64, columns=64, num_stages=3)
 
 
-@torch.library.custom_op("lorikeet::store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))
+@operator("store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     key_scales: torch.Tensor | None, value_scales: torch.Tensor | None,
@@ -315,7 +316,7 @@ def store_kv(
 store_kv.register_fake(lambda *_: None)
 
 
-@torch.library.custom_op("lorikeet::attend_paged", mutates_args=("partials", "stats", "arrived", "output"))
+@operator("attend_paged", mutates_args=("partials", "stats", "arrived", "output"))
 def attend_paged(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, tables: torch.Tensor,

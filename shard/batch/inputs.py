@@ -174,8 +174,8 @@ class StepInputs:
             self.input_ids, self.logits_rows = input_ids, logits_rows
             self.position_ids, self.kv_slots = to_device(torch.from_numpy(positions), self.device)
         else:
-            self._frame.fill(self.bounds.num_rows, input_ids, logits_rows, positions)
-            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds.num_rows)
+            self._frame.fill(self.bounds, input_ids, logits_rows, positions)
+            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds)
         self._fill_adapters()
         if self.head_groups is not None:
             self.head_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_drafts)
@@ -262,19 +262,21 @@ class Frame:
         self._positions = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
 
     def fill(
-        self, num_rows: int, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: npt.NDArray[np.int64]
+        self, bounds: Bounds, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: npt.NDArray[np.int64]
     ) -> None:
-        """input_ids: [≤ num_rows], logits_rows: [≤ num_rows] on the device; positions: [2, num_rows]."""
+        """input_ids: [≤ T], logits_rows: [≤ S] on the device; positions: [2, T] of the bounds."""
+        num_rows = bounds.num_rows
         self._input_ids[: input_ids.shape[0]].copy_(input_ids)
         self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
-        self._logits_rows[logits_rows.shape[0] : num_rows].zero_()
+        self._logits_rows[logits_rows.shape[0] : bounds.num_wanted].zero_()
         host = sendable(torch.from_numpy(positions.ravel()), self._positions.device)
         self._positions[: 2 * num_rows].copy_(host, non_blocking=True)
 
-    def views(self, num_rows: int) -> tuple[torch.Tensor, ...]:
-        """[num_rows] each: token ids, rows whose logits are wanted, positions, and where K and V go."""
+    def views(self, bounds: Bounds) -> tuple[torch.Tensor, ...]:
+        """[T] token ids, [S] rows whose logits are wanted, [T] positions, [T] where K and V go."""
+        num_rows = bounds.num_rows
         positions, kv_slots = self._positions[: 2 * num_rows].split(num_rows)
-        return self._input_ids[:num_rows], self._logits_rows[:num_rows], positions, kv_slots
+        return self._input_ids[:num_rows], self._logits_rows[: bounds.num_wanted], positions, kv_slots
 
 
 class Network(Protocol):

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 FEW = (1, 2, 4)
 """Numbers of rows below the first multiple of …"""
 NARROW, NARROW_UP_TO, WIDE = 8, 64, 16
-"""… these: of NARROW up to NARROW_UP_TO rows, of WIDE above."""
+"""… these: of NARROW up to NARROW_UP_TO rows, of WIDE above …"""
+WIDEST = 64
+"""… up to MOST_WANTED rows, of this beyond: steps with a part of a prompt."""
+MOST_WANTED = 256
+"""Rows whose logits a padded step computes, at most: those of a prompt are not wanted."""
 DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128
 """Rows of heads' draft tokens for each row of a padded step with heads, and the rows of the largest such step; larger
 steps run without padding."""
@@ -20,7 +24,7 @@ class Bounds:
     """The sizes of a padded step: two steps with equal bounds are the same launches at the same addresses."""
 
     num_rows: int
-    """T, and S: every row's logits are computed."""
+    """T."""
     max_kv_len: int
     """Most tokens that a request sees."""
     num_drafts: int = 0
@@ -29,9 +33,14 @@ class Bounds:
     """Whether rows may belong to adapters; with draft tokens of heads they always may."""
 
     @property
+    def num_wanted(self) -> int:
+        """S: every row's logits are computed, of up to MOST_WANTED rows."""
+        return min(self.num_rows, MOST_WANTED)
+
+    @property
     def num_logits(self) -> int:
         """Rows of the output head: S + E."""
-        return self.num_rows + self.num_drafts
+        return self.num_wanted + self.num_drafts
 
 
 class Padding:
@@ -52,7 +61,7 @@ class Padding:
 
     def fit(self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool) -> Bounds | None:
         """The least bounds of a step, by its rows, wanted logits and draft tokens of heads; None if it is too large."""
-        if num_rows > self.most_rows or num_logits > self.most_rows:
+        if num_rows > self.most_rows or num_logits > min(self.most_rows, MOST_WANTED):
             return None
         found = self.row_counts[bisect_left(self.row_counts, max(num_rows, num_logits))]
         if num_drafts > (DRAFTS_PER_ROW * found if self._has_adapters and found <= MAX_DRAFTS else 0):
@@ -72,7 +81,7 @@ class Padding:
             for family in families
             if rows <= MAX_DRAFTS or not family[0]
         ]
-        return sorted(found, key=lambda bounds: (bounds.num_logits, bounds.has_adapters), reverse=True)
+        return sorted(found, key=lambda each: (each.num_logits, each.num_rows, each.has_adapters), reverse=True)
 
     def _bounds(self, num_rows: int, has_drafts: bool, has_adapters: bool) -> Bounds:
         return Bounds(num_rows, self.max_kv_len, DRAFTS_PER_ROW * num_rows if has_drafts else 0, has_adapters)
@@ -80,5 +89,6 @@ class Padding:
 
 def row_counts(most: int) -> Sequence[int]:
     """The numbers of rows that steps are padded to, ascending, up to `most`."""
-    steps = [*FEW, *range(NARROW, NARROW_UP_TO, NARROW), *range(NARROW_UP_TO, most, WIDE)]
+    wide = range(NARROW_UP_TO, MOST_WANTED, WIDE)
+    steps = [*FEW, *range(NARROW, NARROW_UP_TO, NARROW), *wide, *range(MOST_WANTED, most, WIDEST)]
     return [count for count in steps if count < most] + [most]

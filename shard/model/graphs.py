@@ -101,7 +101,7 @@ class Graphs:
         self.seconds = time.monotonic() - started
 
     def replay(self, bounds: Bounds) -> torch.Tensor:
-        """Compute the step of inputs and backend. Returns [T + E, V] float32, valid until the next replay."""
+        """Compute the step of inputs and backend. Returns [S + E, V] float32 of its bounds, valid until the next."""
         self._launches[bounds]()
         return self._logits[: bounds.num_logits]
 
@@ -112,8 +112,8 @@ class Graphs:
         families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
         for bounds in families.values():
             self._describe(bounds, first_token=1)
-            found = self.replay(bounds)[: bounds.num_rows].clone()
-            wanted = self._model.compute()[: bounds.num_rows].float()
+            found = self.replay(bounds)[: bounds.num_wanted].clone()
+            wanted = self._model.compute()[: bounds.num_wanted].float()
             off, largest = (found - wanted).abs().max(), wanted.abs().max()
             if not bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3)):
                 raise CannotCapture(f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}")
@@ -137,7 +137,7 @@ class Graphs:
         heads = [HeadsRow(row, 0, DRAFTS_PER_ROW) for row in range(num_rows)] if bounds.num_drafts else []
         rows = torch.arange(num_rows, device=inputs.device)
         ids = (rows % num_places + first_token) % self._model.info.vocab_size
-        inputs.fill(segments, ids, rows, range(num_rows), heads)
+        inputs.fill(segments, ids, rows[: bounds.num_wanted], range(bounds.num_wanted), heads)
         if inputs.bounds != bounds:
             raise CannotCapture(f"a step to be captured as {bounds} is {inputs.bounds}")
         self._model.backend.prepare(inputs)

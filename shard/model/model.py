@@ -218,15 +218,15 @@ class Model:
         self.heads.prepare()
         if inputs.bounds is None:
             return self.compute()[: inputs.num_logits].float()
-        # [T + E, V]
+        # [S + E, V] of the bounds
         logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
-        drafts = logits[inputs.bounds.num_rows :][: inputs.num_drafts]
+        drafts = logits[inputs.bounds.num_wanted :][: inputs.num_drafts]
         logits = logits[: inputs.num_wanted]
         return torch.cat([logits, drafts]) if inputs.num_drafts else logits
 
     def compute(self) -> torch.Tensor:
         """Run the network after `backend.prepare`. Returns logits in its dtype, [S + E, V] or one row more; of a padded
-        step [T + E, V].
+        step those of its bounds.
         """
         inputs = self.inputs
         input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._library.custom_ops import CustomOpDef
 from triton.runtime.jit import JITFunction
+
+from lorikeet.shard.system.operators import Operator
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
@@ -65,7 +66,7 @@ def recorded() -> Iterator[Recorded]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        patch.setattr(CustomOpDef, "__call__", lambda op, *args, **named: op._init_fn(*args, **named))
+        patch.setattr(Operator, "__call__", lambda op, *args, **named: op.function(*args, **named))
         yield found
 
 

@@ -110,7 +110,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("eager", "never use CUDA graphs", SWITCH, False, SHARD, computed=True),
         Flag(
-            "compile-max-batch-size", "maximum number of requests, and half the number of tokens, of a CUDA graph",
+            "compile-max-batch-size",
+            "maximum number of requests, and a quarter of the number of tokens (at most 512), of a CUDA graph",
             INTEGER, 128, SHARD, computed=True, minimum=1, maximum=1024, no_effect=_CPU_GRAPHS, no_effect_on="cpu",
             differs="draft and prompt tokens count too",
         ),

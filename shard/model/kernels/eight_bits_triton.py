@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add
 from lorikeet.shard.system import gpu
+from lorikeet.shard.system.operators import operator
 
 MOST_ROWS = 64
 """With more rows a product is bound by its arithmetic, and the weight is better converted once."""
@@ -60,7 +61,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("lorikeet::multiply_8bit", mutates_args=())
+@operator("multiply_8bit", mutates_args=())
 def multiply(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x: [rows, in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [rows, out]."""
     x = x if x.stride(1) == 1 else x.contiguous()

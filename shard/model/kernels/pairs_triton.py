@@ -12,6 +12,7 @@ import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import most_tasks
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
+from lorikeet.shard.system.operators import operator
 
 BLOCK = 128
 """Pairs of one program."""
@@ -64,7 +65,7 @@ def partition_pairs(pairs: SortedPairs, num_rows: int, num_targets: int | None =
     )
 
 
-@torch.library.custom_op("lorikeet::split_keys", mutates_args=())
+@operator("split_keys", mutates_args=())
 def split_keys(
     keys: torch.Tensor, stride: int, num_targets: int, num_rows: int, num_tasks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import triton.language as tl
 from lorikeet.shard.model.kernels.pairs import SortedPairs
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.system import gpu
+from lorikeet.shard.system.operators import operator
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Rows of a tile: where each matrix has few on average, and where it has many."""
@@ -93,7 +94,7 @@ def most_rows(device: torch.device) -> int:
     return MANY_ROWS if gpu.capability(device) >= (8, 0) else FEW_ROWS
 
 
-@torch.library.custom_op("lorikeet::multiply_grouped", mutates_args=())
+@operator("multiply_grouped", mutates_args=())
 def multiply_tasks(x: torch.Tensor, matrices: torch.Tensor, tasks: torch.Tensor, num_rows: int) -> torch.Tensor:
     """x: [rows, in]; matrices: [matrices, in, out]; tasks: [tasks, 3] of up to `num_rows` rows. Returns [rows, out]."""
     y = x.new_empty(x.shape[0], matrices.shape[2])

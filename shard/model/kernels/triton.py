@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet.shard.system.operators import operator
+
 GATE_BLOCK = 1024
 """Outputs of one program of `gate_rows`."""
 HEADS = 8
@@ -168,7 +170,7 @@ def rotate_heads(
         _write_heads(turned, keys, slot, heads, num_heads, inside, WIDTH // 2 + offsets, kv_heads, DIM)
 
 
-@torch.library.custom_op("lorikeet::rms_norm", mutates_args=())
+@operator("rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
     """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis; `rounds` before the weight is applied.
 
@@ -185,7 +187,7 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lorikeet::add_rms_norm", mutates_args=())
+@operator("add_rms_norm", mutates_args=())
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +202,7 @@ def _(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lorikeet::gate", mutates_args=())
+@operator("gate", mutates_args=())
 def gate(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
     """x: [rows, 2 n], gates first. Returns [rows, n]: `silu(gate) * up`, with `is_tanh` GELU's tanh formula instead."""
     num_rows, num_hidden = x.shape[0], x.shape[1] // 2
@@ -217,7 +219,7 @@ def _(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
     return torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lorikeet::rotate", mutates_args=("x", "keys", "values"))
+@operator("rotate", mutates_args=("x", "keys", "values"))
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: list[int],
     q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, slots: torch.Tensor | None,

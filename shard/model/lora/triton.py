@@ -16,6 +16,7 @@ import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add, multiply_rows
+from lorikeet.shard.system.operators import operator
 
 ENTRY = tl.constexpr(5)
 """Elements of a slot's entry for a target: rank, addresses of a, b, scale and bias; 0 for none."""
@@ -192,7 +193,7 @@ def adapt(
             )  # fmt: skip
 
 
-@torch.library.custom_op("lorikeet::adapt", mutates_args=("y", "meeting"))
+@operator("adapt", mutates_args=("y", "meeting"))
 def add_delta(
     x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
     table: torch.Tensor, meeting: torch.Tensor, shape: list[int], is_aligned: bool, tiles: list[int],

@@ -19,6 +19,7 @@ import triton.language as tl
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_rows
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
+from lorikeet.shard.system.operators import operator
 
 ENTRY = tl.constexpr(2 + 2 * MOST_BLOCKS)
 """Elements of a head's entry: blocks, address of its output matrix or 0, then of each block's weight and bias."""
@@ -119,7 +120,7 @@ def _fixed(table: torch.Tensor, num_in: int, tiles: list[int]) -> dict[str, Any]
     }
 
 
-@torch.library.custom_op("lorikeet::head_blocks", mutates_args=("x",))
+@operator("head_blocks", mutates_args=("x",))
 def add_drafts(
     x: torch.Tensor, tasks: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, num_blocks: int, tiles: list[int],
@@ -138,7 +139,7 @@ def add_drafts(
         )  # fmt: skip
 
 
-@torch.library.custom_op("lorikeet::head_logits", mutates_args=("logits",))
+@operator("head_logits", mutates_args=("logits",))
 def put_head_logits(
     x: torch.Tensor, logits: torch.Tensor, tasks: torch.Tensor, places: torch.Tensor, table: torch.Tensor,
     num_rows: int, tiles: list[int],

@@ -5,6 +5,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from lorikeet.shard.system.operators import operator
+
 
 class Ranks(Protocol):
     """The collectives of a group of ranks."""
@@ -39,13 +41,13 @@ class Collectives:
         return whole
 
 
-@torch.library.custom_op("lorikeet::sum_over_ranks", mutates_args=("y",))
+@operator("sum_over_ranks", mutates_args=("y",))
 def sum_over_ranks(y: torch.Tensor, ranks: int) -> None:
     """y: [..., n] of each rank, becomes their sum."""
     _groups[ranks].sum(y)
 
 
-@torch.library.custom_op("lorikeet::gather_from_ranks", mutates_args=())
+@operator("gather_from_ranks", mutates_args=())
 def gather_from_ranks(y: torch.Tensor, ranks: int) -> torch.Tensor:
     """y: [..., n] of each rank. Returns [..., n * ranks]."""
     return _groups[ranks].gather(y)

@@ -5,25 +5,27 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, MAX_DRAFTS, Padding, row_counts
+from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, MAX_DRAFTS, MOST_WANTED, Padding, row_counts
 
 
-@given(most=st.integers(1, 300))
+@given(most=st.integers(1, 600))
 def test_numbers_of_rows_rise_to_the_most(most: int) -> None:
     counts = row_counts(most)
     assert counts[-1] == most
     assert list(counts) == sorted(set(counts))
-    assert all(after - before <= max(16, before) for before, after in pairwise(counts))
+    assert all(after - before <= (max(16, before) if before < 256 else 64) for before, after in pairwise(counts))
 
 
 @given(
-    most=st.integers(1, 300),
-    num_rows=st.integers(1, 320),
+    most=st.integers(1, 600),
+    num_rows=st.integers(1, 620),
     logits=st.integers(0, 320),
     drafts=st.just(0) | st.integers(1, 1500),
     adapters=st.booleans(),
     serves_adapters=st.booleans(),
 )
+@example(most=512, num_rows=400, logits=60, drafts=0, adapters=False, serves_adapters=False)
+@example(most=512, num_rows=400, logits=257, drafts=0, adapters=False, serves_adapters=False)
 @example(most=128, num_rows=9, logits=9, drafts=0, adapters=False, serves_adapters=True)
 @example(most=128, num_rows=9, logits=9, drafts=27, adapters=False, serves_adapters=True)
 def test_a_step_fits_the_least_bounds_that_hold_it(
@@ -34,11 +36,14 @@ def test_a_step_fits_the_least_bounds_that_hold_it(
     holding = [
         bounds
         for bounds in padding.all()
-        if bounds.num_rows >= max(num_rows, logits)
+        if bounds.num_rows >= num_rows
+        and bounds.num_wanted >= logits
         and bounds.has_adapters >= adapters
         and (bounds.num_drafts >= drafts and (bounds.num_drafts > 0) == (drafts > 0))
     ]
-    least = min((bounds.num_rows for bounds in padding.all() if bounds.num_rows >= max(num_rows, logits)), default=0)
+    fitting = [each for each in padding.all() if each.num_rows >= num_rows and each.num_wanted >= logits]
+    least = min((bounds.num_rows for bounds in fitting), default=0)
+    assert all(each.num_wanted <= MOST_WANTED for each in fitting)
     if found is None:
         assert (
             not least
@@ -53,7 +58,7 @@ def test_a_step_fits_the_least_bounds_that_hold_it(
 
 
 def test_every_family_has_every_number_of_rows() -> None:
-    padding = Padding(256, 4096, 0, has_adapters=True)
+    padding = Padding(512, 4096, 0, has_adapters=True)
     num_drafted = sum(rows <= MAX_DRAFTS for rows in padding.row_counts)
     assert len(padding.all()) == len(set(padding.all())) == 2 * len(padding.row_counts) + num_drafted
     sizes = [bounds.num_logits for bounds in padding.all()]

@@ -217,11 +217,14 @@ def test_blocks_that_do_more_or_less_are_left_alone() -> None:
 
 def test_the_operators_say_what_they_return() -> None:
     for check in (
-        (device_kernels.rms_norm, (drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32), 1e-5, 0.0, True)),
-        (device_kernels.gate, (drawn(2, 8, dtype=torch.float32), False)),
+        (
+            device_kernels.rms_norm.overload,
+            (drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32), 1e-5, 0.0, True),
+        ),
+        (device_kernels.gate.overload, (drawn(2, 8, dtype=torch.float32), False)),
     ):
-        torch.library.opcheck(*check)
+        torch.library.opcheck(check[0].overload, check[1])
     x, weight = drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32)
-    torch.library.opcheck(device_kernels.add_rms_norm, (x, x.clone(), weight, 1e-5, 0.0, True))
+    torch.library.opcheck(device_kernels.add_rms_norm.overload, (x, x.clone(), weight, 1e-5, 0.0, True))
     angles = drawn(2, 4, dtype=torch.float32)
-    torch.library.opcheck(device_kernels.rotate, (x, angles, angles, [1, 1, 4], *[None] * 5, 0.0, 0.0, False))
+    torch.library.opcheck(device_kernels.rotate.overload, (x, angles, angles, [1, 1, 4], *[None] * 5, 0.0, 0.0, False))
