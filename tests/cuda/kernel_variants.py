@@ -9,7 +9,7 @@ from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.grammar import triton as grammars
-from lorikeet.shard.model.kernels import eight_bits_triton, pairs_triton, products_triton, tuning
+from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
@@ -126,6 +126,11 @@ def eight_bits(dtype: torch.dtype, kind: torch.dtype) -> None:
     eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None)
 
 
+def four_bits(dtype: torch.dtype) -> None:
+    weight, groups = tensor(7168, 4096, dtype=torch.uint8), tensor(14336, 64, dtype=dtype)
+    four_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, groups, groups, None)
+
+
 def norms(dtype: torch.dtype, width: int) -> None:
     x, weight = tensor(T, width, dtype=dtype), tensor(width, dtype=dtype)
     fused.rms_norm(x, weight, 1e-6, 0.0, True)
@@ -179,6 +184,8 @@ def _variants() -> Iterator[Variant]:
     for kind, least in ((FP8, ADA), (torch.int8, AMPERE)):
         name = "fp8" if kind == FP8 else "int8"
         yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), least)
+    yield Variant("weights in 4 bits", lambda: four_bits(BF16), AMPERE)
+    yield Variant("weights in 4 bits float16", lambda: four_bits(FP16), TURING, TURING)
     yield Variant("weights in int8 float16", lambda: eight_bits(FP16, torch.int8), TURING, TURING)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))

@@ -29,7 +29,7 @@ TRUNCATES = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def _rounded(values, element: tl.constexpr):
+def rounded(values, element: tl.constexpr):
     """float32 values in the number format `element`, to the nearest."""
     if TRUNCATES and element == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
@@ -42,8 +42,8 @@ def _rounded(values, element: tl.constexpr):
 def _weighted(scaled, weight, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, element: tl.constexpr):
     """A norm's last step: `weight * scaled`, with ROUNDS rounded before the weight too."""
     if ROUNDS:
-        scaled = _rounded(scaled, element).to(tl.float32)
-    return _rounded(scaled * (weight.to(tl.float32) + OFFSET), element)
+        scaled = rounded(scaled, element).to(tl.float32)
+    return rounded(scaled * (weight.to(tl.float32) + OFFSET), element)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def norm_rows(
     values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(added + row * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        rounded = _rounded(values, element)
+        rounded = rounded(values, element)
         tl.store(sums + row * count + columns, rounded, mask=mask)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / count + epsilon)
@@ -81,8 +81,8 @@ def gate_rows(x, y, num_hidden, x_stride, BLOCK: tl.constexpr, IS_TANH: tl.const
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     small = tl.exp(-tl.abs(inner))
     share = tl.where(inner >= 0, 1.0, small) / (1.0 + small)
-    activated = _rounded(gate * share, element).to(tl.float32)
-    tl.store(y + row * num_hidden + columns, _rounded(activated * up, element), mask=mask)
+    activated = rounded(gate * share, element).to(tl.float32)
+    tl.store(y + row * num_hidden + columns, rounded(activated * up, element), mask=mask)
 
 
 @triton.jit
@@ -158,13 +158,13 @@ def rotate_heads(
     second_cos = tl.load(cos + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     second_sin = tl.load(sin + angle + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     # each product is rounded, as by separate operators
-    kept, crossed = _rounded(first * first_cos, element), _rounded(second * first_sin, element)
-    turned = _rounded(kept.to(tl.float32) - crossed.to(tl.float32), element)
+    kept, crossed = rounded(first * first_cos, element), rounded(second * first_sin, element)
+    turned = rounded(kept.to(tl.float32) - crossed.to(tl.float32), element)
     tl.store(first_place, turned, mask=written)
     if STORES:
         _write_heads(turned, keys, slot, heads, num_heads, inside, offsets, kv_heads, DIM)
-    kept, crossed = _rounded(second * second_cos, element), _rounded(first * second_sin, element)
-    turned = _rounded(kept.to(tl.float32) + crossed.to(tl.float32), element)
+    kept, crossed = rounded(second * second_cos, element), rounded(first * second_sin, element)
+    turned = rounded(kept.to(tl.float32) + crossed.to(tl.float32), element)
     tl.store(second_place, turned, mask=written)
     if STORES:
         _write_heads(turned, keys, slot, heads, num_heads, inside, WIDTH // 2 + offsets, kv_heads, DIM)

@@ -2,8 +2,8 @@
 
 On CPU a row's bits must not depend on its neighbours, so each product dequantises the weight to the activations' number
 format and is ours; the packages' products either round more or depend on the other rows. On CUDA the package's product
-is used where it has a batch-invariant kernel, and ours for few rows of weights in eight bits
-(kernels/eight_bits_triton.py).
+is used where it has a batch-invariant kernel, and ours for few rows of weights in eight bits, and of hqq's four
+(kernels/eight_bits_triton.py, kernels/four_bits_triton.py).
 """
 
 import importlib.util
@@ -16,6 +16,8 @@ from torch.nn import functional
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
 from lorikeet.shard.system import gpu
 
+GROUP = 64
+"""Weights with one scale, of the kernel for four bits."""
 UNIT_ROWS = 1024
 """Rows of the identity by which a matrix is dequantised at once."""
 
@@ -128,6 +130,35 @@ class GroupedMatrix(QuantizedMatrix):
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
         self._module = module
+
+    @property
+    def _is_in_nibbles(self) -> bool:
+        """Whether the weight has the layout of the kernel for few rows: groups of 64 in the order of a row's inputs,
+        and two outputs, half of them apart, in a byte.
+        """
+        meta = self._module.meta
+        plain = not (meta.get("quant_scale") or meta.get("quant_zero") or meta.get("view_as_float"))
+        kind = (meta["packing"], meta["axis"], meta["scale"].dtype, meta["zero"].dtype)
+        fits = self.in_features % GROUP == 0 == self.out_features % 2 and meta["group_size"] == GROUP
+        return plain and fits and kind == ("4bit_u8", 1, self.dtype, self.dtype)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        few = self._of_few(x, bias) if _has_kernel(x.device) and self._is_in_nibbles else None
+        return super().product(x, bias) if few is None else few
+
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return _has_kernel(device) and self._is_in_nibbles
+
+    def _of_few(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x: [..., in]. Returns [..., out], None of more rows than the kernel computes."""
+        from lorikeet.shard.model.kernels import four_bits_triton as kernel
+
+        rows, meta = x.reshape(-1, self.in_features), self._module.meta
+        if not kernel.supports(rows):
+            return None
+        weight = self._module.W_q.view(self.out_features // 2, self.in_features)
+        zeros, scales = (meta[name].view(self.out_features, -1) for name in ("zero", "scale"))
+        return kernel.multiply(rows, weight, zeros, scales, bias).view(*x.shape[:-1], -1)
 
     def dense(self) -> torch.Tensor:
         dense: torch.Tensor = self._module.dequantize()
