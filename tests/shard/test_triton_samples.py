@@ -12,6 +12,7 @@ from tests.shard.model.lora import test_triton as test_lora
 from tests.shard.model.medusa import test_triton as test_medusa
 from tests.shard.model.moe import test_triton as test_moe
 from tests.shard.model.quantization import test_eight_bits
+from tests.shard.sampling import test_triton as test_sampling
 
 KINDS: tuple[type[KernelsApart], ...] = (
     test_paged.TestPaged,
@@ -21,6 +22,7 @@ KINDS: tuple[type[KernelsApart], ...] = (
     test_moe.TestExperts,
     test_masks.TestMasks,
     test_eight_bits.TestEightBits,
+    test_sampling.TestSampling,
 )
 
 

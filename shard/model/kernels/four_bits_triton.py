@@ -71,8 +71,8 @@ def supports(x: torch.Tensor) -> bool:
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x: [rows, in]; weight: [out / 2, in] uint8, outputs o and o + out / 2 in one byte; zeros, scales: [out, groups] in
-    the dtype of x, in / groups a multiple of DEPTH; bias: [out]. Returns [rows, out].
+    """x: [rows, in]; weight: [out / 2, in] uint8, outputs o and o + out / 2 in one byte; zeros, scales: [out, groups]
+    in the dtype of x, in / groups a multiple of DEPTH; bias: [out]. Returns [rows, out].
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, num_in), half, num_groups = x.shape, weight.shape[0], zeros.shape[1]

@@ -59,9 +59,9 @@ def norm_rows(
     values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(added + row * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        rounded = rounded(values, element)
-        tl.store(sums + row * count + columns, rounded, mask=mask)
-        values = rounded.to(tl.float32)
+        total = rounded(values, element)
+        tl.store(sums + row * count + columns, total, mask=mask)
+        values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / count + epsilon)
     weights = tl.load(weight + columns, mask=mask, other=0.0)
     tl.store(y + row * count + columns, _weighted(values * scale, weights, OFFSET, ROUNDS, element), mask=mask)

@@ -7,5 +7,5 @@ from tests.shard.apart import KernelsApart
 
 class TestSampling(KernelsApart):
     cases = (Path(__file__).with_name("triton_cases.py"),)
-    sample = "(specification and tight and 0) or (filters and roomy and 4 and (top_p or typical)) or not_finite"
+    sample = "(filters and roomy and 4 and (top_p or typical)) or (filters and tight and 4 and top_k) or given_back"
     compiles = "tests.shard.sampling.compile_triton"

@@ -1,5 +1,5 @@
-"""The kernel for weights in four bits against the reference. test_eight_bits.py runs these cases in a process of its own,
-on CUDA or, with TRITON_INTERPRET=1, on CPU.
+"""The kernel for weights in four bits against the reference. test_eight_bits.py runs these cases in a process of its
+own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
 import os
