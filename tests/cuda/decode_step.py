@@ -126,7 +126,8 @@ def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
         sampler.add(row, each, LogprobParams(), [1, 2], 2)
     rows = list(range(len(params)))
     logits = torch.empty(len(params), vocab_size, device=META)
-    sampler.sample(logits, rows, [2] * len(rows))  # the plan is made once for the same rows
+    with recorded():
+        sampler.sample(logits, rows, [2] * len(rows))  # the plan is made once for the same rows
     with counting() as counts:
         sampler.sample(logits, rows, [3] * len(rows))
     return counts[0]

@@ -32,6 +32,9 @@ class Recorder:
         drawn = torch.randn(1, query.shape[2], query.shape[1], value.shape[3], generator=generator)
         return drawn.to(query.device, query.dtype)
 
+    def destination(self) -> None:
+        """K and V are not stored."""
+
 
 def rows(width: int, like: torch.Tensor, mean: float = 0.0) -> torch.Tensor:
     """[NUM_ROWS, width] of the number format and on the device of `like`, the same each time."""

@@ -218,10 +218,10 @@ def test_blocks_that_do_more_or_less_are_left_alone() -> None:
 def test_the_operators_say_what_they_return() -> None:
     for check in (
         (
-            device_kernels.rms_norm.overload,
+            device_kernels.rms_norm,
             (drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32), 1e-5, 0.0, True),
         ),
-        (device_kernels.gate.overload, (drawn(2, 8, dtype=torch.float32), False)),
+        (device_kernels.gate, (drawn(2, 8, dtype=torch.float32), False)),
     ):
         torch.library.opcheck(check[0].overload, check[1])
     x, weight = drawn(2, 8, dtype=torch.float32), drawn(8, dtype=torch.float32)
