@@ -46,5 +46,6 @@ def assemble(
         return Model(network, backend, inputs, info, targets)
     partitions = partition_network(network, text_config, group)
     network.to(inputs.device)
-    targets = replace_layers(network, backend, inputs, dtype, is_whole=False)
-    return Model(network, backend, inputs, info, targets, lambda: connect_ranks(network, partitions, group))
+    connected = {name: network.get_submodule(name) for name, part in partitions.items() if part.is_connected}
+    targets = replace_layers(network, backend, inputs, dtype, is_whole=False, fusions=fusions)
+    return Model(network, backend, inputs, info, targets, lambda: connect_ranks(network, connected, partitions, group))

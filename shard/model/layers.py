@@ -39,8 +39,8 @@ def replace_layers(
     fusions: str = "auto",
 ) -> dict[str, Target]:
     """Bind every attention module to the backend, fuse modules (`fusions`: see fusion/select.py) and pack weight
-    matrices: quantised ones always, plain ones on CPU. Unless `is_whole` nothing is fused: the sums over ranks are
-    hooks of the plain modules.
+    matrices: quantised ones always, plain ones on CPU. Unless `is_whole`, only kernels of devices fuse: the sums over
+    ranks are hooks of plain modules, which fused ones for the CPU do not keep.
 
     Returns the modules that adapters can change, by name. Raises ValueError for fusions that are not available.
     """
@@ -52,8 +52,8 @@ def replace_layers(
     if rounding_of(network) is None:
         _take_over_quantized(network, dtype)
     tied = _shared_weights(network)
-    fusion = choose(fusions, network, inputs.device, dtype, tied) if is_whole else None
-    if fusion is not None:
+    fusion = choose(fusions, network, inputs.device, dtype, tied)
+    if fusion is not None and (is_whole or fusion.kernels.keeps_outputs):
         fusion.place(network)
     _take_over_quantized(network, dtype)  # rounded weights, unless they are fused
     _round_experts(network)

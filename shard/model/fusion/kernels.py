@@ -36,6 +36,8 @@ class FusionKernels(Protocol):
     """Of the norms that they compute."""
     joins_gate_and_up: bool = True
     """Whether gate and up are one product."""
+    keeps_outputs: bool = False
+    """Whether `output` returns the module that it is given."""
     stores_kv: bool = False
     """Whether `rotate` can write K and V to their pages."""
     compiles_layers: bool = False
@@ -176,6 +178,7 @@ class IntegerKernels(CpuKernels):
 class CudaKernels(FusionKernels):
     """Triton, any number format."""
 
+    keeps_outputs = True
     stores_kv = True
 
     def __init__(self) -> None:

@@ -111,6 +111,14 @@ def is_plain(part: Any, shared: set[int]) -> TypeGuard[Linear]:
     return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
 
 
+def _is_completed(part: nn.Module) -> bool:
+    """Whether ranks hold parts of it and each needs the whole output, or takes its part of the input, which hooks of
+    the plain module see to.
+    """
+    partition = getattr(part, "lorikeet_partition", None)
+    return partition is not None and (partition.is_gathered or partition.is_split)
+
+
 def joined_bias(parts: Sequence[Linear]) -> torch.Tensor | None:
     """[out of all parts], zeros where one has none; None where none has one."""
     if all(part.bias is None for part in parts):
@@ -134,7 +142,7 @@ def _plain(module: nn.Module, names: tuple[str, ...], shared: set[int]) -> tuple
     found: list[Linear] = []
     for name in names:
         part = getattr(module, name, None)
-        if not is_plain(part, shared):
+        if not is_plain(part, shared) or _is_completed(part):
             return None
         found.append(part)
     return tuple(found)

@@ -30,6 +30,11 @@ class Partition:
             raise ValueError(f"a matrix of shape {shape} does not divide by {self.num_ranks} ranks")
 
     @property
+    def is_connected(self) -> bool:
+        """Whether ranks exchange something at this module."""
+        return self.is_row_parallel or self.is_gathered or self.is_split
+
+    @property
     def columns(self) -> slice:
         """Held by this rank, if row-parallel."""
         count = self.num_in // self.num_ranks

@@ -69,11 +69,17 @@ def plan_of(network: Any) -> dict[str, str]:
     return {f"{prefix}.{pattern}": kind for pattern, kind in of_base.items()} | dict(own)
 
 
-def connect_ranks(network: nn.Module, partitions: Mapping[str, Partition], group: Group) -> None:
-    """Make partitioned modules compute what the whole ones would, after everything else that changes outputs."""
+def connect_ranks(
+    network: nn.Module, connected: Mapping[str, nn.Module], partitions: Mapping[str, Partition], group: Group
+) -> None:
+    """Make partitioned modules compute what the whole ones would, after everything else that changes outputs.
+    `connected`: those at which ranks exchange something, as they were before layers were replaced. A fused module has
+    no part of that name, and computes its output by the same one.
+    """
     collectives = Collectives(group)
-    for name, part in partitions.items():
-        module = network.get_submodule(name)
+    named = dict(network.named_modules())
+    for name, before in connected.items():
+        module, part = named.get(name, before), partitions[name]
         if part.is_split:
             module.register_forward_pre_hook(_Split(part))
         if part.is_row_parallel:

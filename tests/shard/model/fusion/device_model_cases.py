@@ -6,13 +6,15 @@ import copy
 import gc
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from triton.runtime.interpreter import GridExecutor
 
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
@@ -30,10 +32,12 @@ from lorikeet.shard.model.kernels import triton as device_kernels
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
+from lorikeet.shard.model.tensor_parallel.group import Group
 from tests import tiny
 from tests.shard.model.fusion.device_cases import DEVICE
 from tests.shard.model.lora.layout import packed
 from tests.shard.model.lora.triton_cases import MIXES, NUM_SLOTS, Bench
+from tests.shard.ranks_in_threads import together
 
 ONE = {"num_hidden_layers": 1}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -73,10 +77,10 @@ def network_of(name: str, dtype: torch.dtype, **more: Any) -> Any:
     return network.requires_grad_(False).eval().to(DEVICE, dtype)
 
 
-def assembled(network: Any, fusions: str) -> Model:
+def assembled(network: Any, fusions: str, group: Group | None = None) -> Model:
     inputs = StepInputs(16, DEVICE)
     backend = attention.create("reference", DEVICE, network.dtype, 16)
-    model = assemble(network, network.config, backend, network.dtype, inputs, 128, fusions=fusions)
+    model = assemble(network, network.config, backend, network.dtype, inputs, 128, group, fusions=fusions)
     model.allocate_kv(12)
     return model
 
@@ -134,6 +138,30 @@ def test_sums_are_part_of_the_norms_that_follow(kind: str, num_alone: int, monke
         monkeypatch.setattr(device_kernels, name, noting(name))
     logits_of(model, [Segment(0, 2, [1])])
     assert called.count("add_rms_norm") == 4 and called.count("rms_norm") == num_alone
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks are threads, which take turns in the interpreter")
+@pytest.mark.parametrize(("kind", "is_attention_fused"), [("llama", True), ("qwen3", True), ("phi3", False)])
+def test_a_rank_s_part_is_fused(kind: str, is_attention_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where every rank needs the whole output of q, k and v."""
+    lock, launch = Lock(), GridExecutor.__call__
+
+    def in_turn(executor: Any, *given: Any, **named: Any) -> Any:
+        with lock:
+            return launch(executor, *given, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", in_turn)
+    network = network_of(kind, torch.float32, num_hidden_layers=2)
+    segments = [Segment(0, 4, [3]), Segment(0, 1, [1])]
+    wanted = logits_of(assembled(copy.deepcopy(network), "none"), segments)
+    parts = [copy.deepcopy(network) for _ in range(2)]
+    models = together([partial(assembled, part, "device") for part in parts])
+    for model in models:
+        count = sum(isinstance(module, FusedAttention) for module in model.network.modules())
+        assert count == 2 * is_attention_fused
+        assert sum(isinstance(module, FusedNorm) for module in model.network.modules()) >= 5
+    for found in together([lambda _, model=model: logits_of(model, segments) for model in models]):  # type: ignore[misc]
+        check(wanted, found, torch.float32)
 
 
 def test_no_weight_is_held_twice() -> None:
