@@ -139,9 +139,16 @@ MUTANTS = [
     Mutant(
         "two spans leave their results in one place",
         "shard/attention/spans.py",
-        "[tiles] + numbers * count[tiles]",
-        "[tiles] + numbers",
+        "taken[:num_split] - spans[:num_split] * count[:num_split]",
+        "0 * taken[:num_split]",
         "tests/shard/attention/test_paged.py::test_every_row_sees_every_span_once[1000000-1000-3-None]",
+    ),
+    Mutant(
+        "a padded step computes fewer logits than are wanted",
+        "shard/batch/padding.py",
+        "num_logits > min(self.most_rows, MOST_WANTED)",
+        "num_logits > self.most_rows",
+        FIT_TEST,
     ),
     Mutant(
         "a step of bounds says how large it is",

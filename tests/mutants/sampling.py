@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "half of the seed is lost",
         "shard/sampling/plan.py",
-        "as_signed(row.params.seed)",
-        "row.params.seed % 2**32",
+        "as_signed(self.params.seed)",
+        "self.params.seed % 2**32",
         f"{BATCH}::test_a_seed_decides_the_text_and_only_a_seed",
     ),
     Mutant(
