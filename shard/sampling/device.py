@@ -9,7 +9,8 @@ from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Fused, Row, filters_of
 from lorikeet.shard.sampling.report import Sampled
-from lorikeet.shard.sampling.triton import FILTERS, RAW, ROOM, SAMPLES, SHOWN, WIDTH, Outputs, Parameters, sample_rows
+from lorikeet.shard.sampling.scores_triton import FILTERS, RAW, SAMPLES, SHOWN
+from lorikeet.shard.sampling.triton import ROOM, WIDTH, Outputs, Parameters, sample_rows
 
 _ALWAYS = 1 << 62
 """Later than any position."""
