@@ -23,8 +23,8 @@ def measure(setup: Setup) -> Cases:
     ours.run(engines.wanted(setup, setup.large, most))  # warms up
     for number in range(setup.long_rounds):
         raw: dict[str, object] = {}
-        for load in in_turn([*setup.full_loads], number):
-            raw[f"batch {load}"] = engines.steadily(ours, engines.wanted(setup, setup.large, load))
+        for load in in_turn([str(load) for load in setup.full_loads], number):
+            raw[f"batch {load}"] = engines.steadily(ours, engines.wanted(setup, setup.large, int(load)))
         for way in in_turn([GREEDY, NUCLEUS], number):
             wanted = engines.wanted(setup, setup.large, setup.requests)
             if way == NUCLEUS:
@@ -59,13 +59,11 @@ def tokens_per_second(raw: Raw) -> float:
 
 def staggered(setup: Setup) -> Cases:
     """One case per round: requests with prompt lookup that arrive some steps apart, with commit lag 0 and 1."""
-    made = {lag: engines.full(setup, commit_lag=lag) for lag in LAGS}
+    made = {f"lag {lag}": engines.full(setup, commit_lag=lag) for lag in LAGS}
     for harness in made.values():
         _arrive(setup, harness, -1)
     for number in range(setup.long_rounds):
-        yield Case(
-            f"round {number}", {f"lag {lag}": _arrive(setup, made[lag], number) for lag in in_turn([*LAGS], number)}
-        )
+        yield Case(f"round {number}", {way: _arrive(setup, made[way], number) for way in in_turn(list(made), number)})
 
 
 def _arrive(setup: Setup, harness: EngineHarness, number: int) -> dict[str, float]:

@@ -194,10 +194,12 @@ class CudaKernels(FusionKernels):
         return FusedMatrix(parts)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return self._triton.rms_norm(x, norm.weight, norm.epsilon, *norm.form)
+        offset, rounds = norm.form
+        return self._triton.rms_norm(x, norm.weight, norm.epsilon, offset, rounds)
 
     def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        return self._triton.add_rms_norm(x, added, norm.weight, norm.epsilon, *norm.form)
+        offset, rounds = norm.form
+        return self._triton.add_rms_norm(x, added, norm.weight, norm.epsilon, offset, rounds)
 
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
         return self._triton.gate(products[0], is_tanh)

@@ -212,7 +212,8 @@ def add_delta(
     is_embedding = x.dim() == 1
     h = x if is_embedding else x.new_empty((x.shape[0], num_parts, room), dtype=torch.float32)
 
-    def launch(num_items: int, warps: int, stages: int, shrinks: bool, expands: bool) -> None:
+    def launch(num_items: int, options: list[int], shrinks: bool, expands: bool) -> None:
+        warps, stages = options
         adapt[(max(1, min(most_programs, num_items)),)](
             x, h, y, tasks, row_ids, parts, table, meeting, 0 if is_embedding else x.shape[1], x.stride(0), y.stride(0),
             num_targets, num_tasks, num_parts, num_blocks, room, ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth, WIDTH=width,
@@ -223,12 +224,12 @@ def add_delta(
 
     num_shrunk, num_expanded = num_tasks * num_parts * splits, num_tasks * num_parts * num_blocks
     if is_embedding:
-        launch(num_expanded, *of_expand, shrinks=False, expands=True)
+        launch(num_expanded, of_expand, shrinks=False, expands=True)
     elif of_shrink[0] == of_expand[0] and MEETS:
-        launch(max(num_shrunk, num_expanded), *of_shrink, shrinks=True, expands=True)
+        launch(max(num_shrunk, num_expanded), of_shrink, shrinks=True, expands=True)
     else:
-        launch(num_shrunk, *of_shrink, shrinks=True, expands=False)
-        launch(num_expanded, *of_expand, shrinks=False, expands=True)
+        launch(num_shrunk, of_shrink, shrinks=True, expands=False)
+        launch(num_expanded, of_expand, shrinks=False, expands=True)
 
 
 MEETS = isinstance(adapt, triton.JITFunction)
