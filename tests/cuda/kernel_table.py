@@ -54,7 +54,7 @@ class Resources:
         # a program of eight warps is as wide as two of four
         if self.kernel == "attend" and self.programs * self.warps < 8:
             return f"{what} leaves room for {self.programs} programs"
-        if self.kernel == "adapt" and self.programs < (4 if self.architecture >= 80 else 2):
+        if self.kernel == "adapt" and self.programs < (3 if self.architecture >= 80 else 2):
             return f"{what} leaves room for {self.programs} programs, which must run at once"
         return ""
 

@@ -101,7 +101,7 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     x = tensor(T, dtype=I64) if is_embedding else tensor(T, num_in, dtype=dtype)
     lora.add_delta(
         x, tensor(T, num_out * num_parts, dtype=dtype), tensor(16, 3, dtype=I32), tensor(T, dtype=I32),
-        tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64), tensor(2, dtype=I32), [16, num_out, 528],
+        tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64), tensor(2, dtype=I32), [16, num_out, 396, 1],
         num_out % 16 == 0, tiles,
     )  # fmt: skip
 

@@ -24,8 +24,8 @@ from lorikeet.shard.system import gpu
 _ALIGNED = 16
 MATRIX_UNITS = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
-PROGRAMS_PER_PROCESSOR = {True: 4, False: 2}
-"""Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
+PROGRAMS_PER_PROCESSOR = {True: 3, False: 2}
+"""Programs that certainly run at once on a multiprocessor, with matrix units and without: tests/cuda/kernel_table.py."""
 
 
 class DeviceKernels:
@@ -143,7 +143,9 @@ class DeviceKernels:
         """
         tiles = self._tuned.tiles("shrink", num_in, y.dtype) + self._tuned.tiles("expand", num_out, y.dtype)
         is_aligned = num_out % _ALIGNED == 0 if is_aligned is None else is_aligned
-        shape = [tasks.shape[0], num_out, self._num_programs]
+        # what kernels take is known of built-in tiles in 16 bits alone
+        may_meet = not self._tuned.entries and y.dtype != torch.float32
+        shape = [tasks.shape[0], num_out, self._num_programs, int(may_meet)]
         add_delta(x, y, tasks, row_ids, parts, table, self._meeting, shape, is_aligned, tiles)
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:

@@ -26,8 +26,8 @@ BUILT_IN: dict[str, dict[str, int]] = {
     "head_block": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
     "head_logits": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
 }
-"""By kernel, in the order of its launch's arguments. shrink and expand are the two parts of an adapter's product, and
-one launch where they have the same number of warps. The size of an entry is the number of inputs of shrink, head_block
+"""By kernel, in the order of its launch's arguments. shrink and expand are the two parts of an adapter's product: one
+launch with these values, two with those of a file. The size of an entry is the number of inputs of shrink, head_block
 and head_logits, and the number of outputs of expand (the largest of those that share a launch).
 """
 WITHOUT_TENSOR_CORES: dict[str, dict[str, int]] = BUILT_IN | {

@@ -201,10 +201,11 @@ def add_delta(
     """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
 
     tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]; meeting: [2] int32 zeros. shape:
-    tasks to launch, most outputs of a part, programs that the device runs at once. tiles: DEPTH, SPLITS, warps and
-    stages of shrink, WIDTH, warps and stages of expand: one launch where both have the same number of warps.
+    tasks to launch, most outputs of a part, programs that the device runs at once, and whether it certainly does, so
+    that they may wait for each other. tiles: DEPTH, SPLITS, warps and stages of shrink, WIDTH, warps and stages of
+    expand; there is one launch where both have the same number of warps.
     """
-    num_tasks, num_out, most_programs = shape
+    num_tasks, num_out, most_programs, may_meet = shape
     depth, splits, *of_shrink = tiles[:4]
     width, *of_expand = tiles[4:]
     num_parts, num_targets = parts.shape[0], table.shape[1]
@@ -225,7 +226,7 @@ def add_delta(
     num_shrunk, num_expanded = num_tasks * num_parts * splits, num_tasks * num_parts * num_blocks
     if is_embedding:
         launch(num_expanded, of_expand, shrinks=False, expands=True)
-    elif of_shrink[0] == of_expand[0] and MEETS:
+    elif may_meet and MEETS and of_shrink[0] == of_expand[0]:
         launch(max(num_shrunk, num_expanded), of_shrink, shrinks=True, expands=True)
     else:
         launch(num_shrunk, of_shrink, shrinks=True, expands=False)
