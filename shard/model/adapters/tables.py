@@ -25,7 +25,7 @@ _ALIGNED = 16
 MATRIX_UNITS = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
 PROGRAMS_PER_PROCESSOR = {True: 3, False: 2}
-"""Programs that certainly run at once on a multiprocessor, with matrix units and without: tests/cuda/kernel_table.py."""
+"""Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
 
 
 class DeviceKernels:
