@@ -20,18 +20,14 @@ FEW = 2
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(do_sample=True, temperature=0.8)
 NUCLEUS = replace(SAMPLED, top_p=0.9)
-PASS = {False: 358, True: 617}
+PASS = {False: 294, True: 424}
 """Launches of a captured pass at any batch, without and with adapters. The aim is 300, sampling included, and 128 more
 with adapters.
 """
 PASS_MB = {1: 15_015, 8: 15_048, 64: 15_314, 256: 16_227}
 """Megabytes that PyTorch's operators move in it, by batch: weights and activations, without KV."""
-SAMPLING = {
-    "greedy": (GREEDY, {1: (10, 1), 8: (10, 5), 64: (10, 33), 256: (10, 132)}),
-    "temperature": (SAMPLED, {1: (53, 20), 8: (53, 149), 64: (53, 1184), 256: (194, 4733)}),
-    "top-p": (NUCLEUS, {1: (63, 28), 8: (63, 211), 64: (63, 1676), 256: (234, 6703)}),
-}
-"""Launches and megabytes of sampling, by batch."""
+SAMPLING = {"greedy": (GREEDY, 2), "temperature": (SAMPLED, 2), "top-p": (NUCLEUS, 4)}
+"""Launches of sampling, at any batch. None of them is an operator of PyTorch, which would write temporaries."""
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +49,11 @@ def test_a_pass_launches_no_more_than_before(models: dict[bool, list[Model]], ha
 
 @pytest.mark.parametrize("batch", PASS_MB)
 @pytest.mark.parametrize(("params", "most"), SAMPLING.values(), ids=SAMPLING.keys())
-def test_sampling_launches_no_more_than_before(
-    params: SamplingParams, most: dict[int, tuple[int, int]], batch: int
-) -> None:
+def test_sampling_launches_no_more_than_before(params: SamplingParams, most: int, batch: int) -> None:
     with without_values():
         found = count_sampling(LLAMA_8B.vocabulary, [replace(params, seed=seed) for seed in range(batch)])
-    launches, megabytes = most[batch]
-    assert found.launches <= launches
-    assert found.bytes <= megabytes * 10**6
+    assert found.launches <= most and found.bytes == 0
+
+
+def test_a_pass_with_sampling_launches_at_most_300() -> None:
+    assert PASS[False] + max(most for _, most in SAMPLING.values()) <= 300

@@ -208,12 +208,15 @@ class CudaKernels(FusionKernels):
         self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
     ) -> None:
         cos, sin = _contiguous(angles)
-        place = (None, None, None) if into is None else (into.slots, into.keys, into.values)
+        slots, keys, values = (None, None, None) if into is None else (into.slots, into.keys, into.values)
         if norms is None:
-            self._triton.rotate(qkv, cos, sin, shape, None, None, *place, 0.0, 0.0, False)
-        else:
-            query, key = norms
-            self._triton.rotate(qkv, cos, sin, shape, query.weight, key.weight, *place, query.epsilon, *query.form)
+            self._triton.rotate(qkv, cos, sin, shape, None, None, slots, keys, values, 0.0, 0.0, False)
+            return
+        query, key = norms
+        self._triton.rotate(
+            qkv, cos, sin, shape, query.weight, key.weight, slots, keys, values, query.epsilon, query.form.offset,
+            query.form.rounds,
+        )  # fmt: skip
 
 
 class FusedMatrix(PackedMatrix):
