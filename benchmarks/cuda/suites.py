@@ -76,18 +76,18 @@ def _decode(setup: Setup) -> list[Suite]:
 
 def _loads(setup: Setup) -> list[Suite]:
     step = partial(Figure, at_least=False, unit="ms")
-    steps = [step(f"a step of {load} at once", _of("loads.milliseconds", f"batch {load}")) for load in setup.full_loads]
+    steps = [step(f"a step of {load} at once", _of("decode.milliseconds", load)) for load in setup.full_loads]
     return [
-        _suite("loads-full", setup, setup.long_rounds, "loads.measure", figures=[
+        _suite("loads-full", setup, setup.long_rounds, "decode.full_loads", figures=[
             *steps,
-            Figure(f"a step with top-p over a greedy one, {setup.requests} at once", _of("loads.over_greedy"), 1.05,
+            Figure(f"a step with top-p over a greedy one, {setup.requests} at once", _of("decode.over_greedy"), 1.05,
                    at_least=False),
         ]),
-        _suite("loads-long", setup, len(setup.long_loads), "loads.long_contexts", figures=[
-            Figure("throughput at the longest context", _of("loads.tokens_per_second"), unit="tokens/s"),
+        _suite("loads-long", setup, len(setup.long_loads), "decode.long_contexts", figures=[
+            Figure("throughput at the longest context", _of("decode.tokens_per_second"), unit="tokens/s"),
         ]),
-        _suite("loads-staggered", setup, setup.long_rounds, "loads.staggered", figures=[
-            Figure("lookup, staggered arrivals: commit lag 1 over 0", _of("loads.over_lag_0"), 1.0),
+        _suite("loads-staggered", setup, setup.long_rounds, "decode.staggered", figures=[
+            Figure("lookup, staggered arrivals: commit lag 1 over 0", _of("decode.over_lag_0"), 1.0),
         ]),
     ]  # fmt: skip
 
