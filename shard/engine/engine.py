@@ -25,7 +25,7 @@ from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
-from lorikeet.shard.sampling.report import prompt_logprobs
+from lorikeet.shard.sampling.report import SlowRows, prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
@@ -106,7 +106,7 @@ class Engine:
         """Requests of the step that was announced to the routers last."""
         self._was_isolated = False
         """Whether that step was an isolated request's own."""
-        self._num_overflowed = 0  # sampled rows that were read again and again
+        self._slow_rows = SlowRows()
         self._is_clean = True
         self._is_cut = False
         self._adapter_events: dict[str, AdapterEvent] = {}
@@ -295,7 +295,7 @@ class Engine:
         self.scheduler.oom_backoff.on_success()
         results, seconds = step.to_host(), step.timer.seconds()
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
-        self._count_overflowed(results.sampled.num_overflowed)
+        self._slow_rows.add(results.sampled.num_overflowed)
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()
@@ -306,14 +306,6 @@ class Engine:
         if draft_length.is_used:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)
         self._committed_at = now
-
-    def _count_overflowed(self, num_rows: int) -> None:
-        """Log how often filters kept more tokens than the sampling kernels have room for, at each power of two."""
-        before, self._num_overflowed = self._num_overflowed, self._num_overflowed + num_rows
-        if before.bit_length() < self._num_overflowed.bit_length():
-            log.info(
-                "sampling_slow_rows", count=self._num_overflowed, effect="top_p or typical_p kept thousands of tokens"
-            )
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item

@@ -6,10 +6,13 @@ Alternatives are ordered by score, then by token id; those that a request names 
 from dataclasses import dataclass
 from typing import Self
 
+import structlog
 import torch
 
 from lorikeet.shard.batch.transfer import HostCopy, packed_size, unpack
 from lorikeet.shard.sampling.plan import Wanted
+
+log = structlog.get_logger()
 
 _BLOCK_ELEMENTS = 1 << 22
 _ID_BITS = 32
@@ -30,6 +33,19 @@ class HostSampled:
     """Rows whose scores had a NaN or nothing finite; their token is undefined."""
     num_overflowed: int = 0
     """Rows that a device's kernels read again for every bit of a threshold: their filters keep too many tokens."""
+
+
+class SlowRows:
+    """Counts the rows of all steps that a device's kernels read again and again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, num_rows: int) -> None:
+        """Of one step. Logs the count at each power of two."""
+        before, self.count = self.count, self.count + num_rows
+        if before.bit_length() < self.count.bit_length():
+            log.info("sampling_slow_rows", count=self.count, effect="top_p or typical_p kept thousands of tokens")
 
 
 class Sampled:

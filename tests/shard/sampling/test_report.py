@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.filters import _descending, arg_max
-from lorikeet.shard.sampling.report import most_likely, prompt_logprobs
+from lorikeet.shard.sampling.report import SlowRows, most_likely, prompt_logprobs
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
@@ -134,3 +135,11 @@ def test_the_first_highest_wins(vocab_size: int) -> None:
 
 def test_negative_zero_is_zero() -> None:
     assert most_likely(torch.tensor([[-1.0, -0.0, 0.0]]), 3).tolist() == [[1, 2, 0]]
+
+
+def test_slow_rows_are_logged_at_each_power_of_two() -> None:
+    with structlog.testing.capture_logs() as logs:
+        slow = SlowRows()
+        for num_rows in (0, 1, 0, 2, 1, 3):
+            slow.add(num_rows)
+    assert [entry["count"] for entry in logs] == [1, 3, 4]
