@@ -25,7 +25,7 @@ from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
-from lorikeet.shard.sampling.report import SlowRows, prompt_logprobs
+from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
@@ -106,7 +106,6 @@ class Engine:
         """Requests of the step that was announced to the routers last."""
         self._was_isolated = False
         """Whether that step was an isolated request's own."""
-        self._slow_rows = SlowRows()
         self._is_clean = True
         self._is_cut = False
         self._adapter_events: dict[str, AdapterEvent] = {}
@@ -152,8 +151,6 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a short request from end to end, so that a configuration that cannot work fails at start."""
-        if self._pooling is None:
-            self._sampler.warm_up()
         request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
         request.speculation = self._drafter.warm_up
         request.max_new_tokens += request.speculation.num_tokens
@@ -295,7 +292,6 @@ class Engine:
         self.scheduler.oom_backoff.on_success()
         results, seconds = step.to_host(), step.timer.seconds()
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
-        self._slow_rows.add(results.sampled.num_overflowed)
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         now = time.monotonic()

@@ -51,8 +51,15 @@ class SlowRows:
 class Sampled:
     """The tokens of one step on the device: S rows, with room for `k_max` alternatives each."""
 
-    def __init__(self, num_alternatives: list[int], device: torch.device, is_fused: bool = False) -> None:
+    def __init__(
+        self,
+        num_alternatives: list[int],
+        device: torch.device,
+        is_fused: bool = False,
+        slow_rows: SlowRows | None = None,
+    ) -> None:
         """num_alternatives: [S] that each row asked for. is_fused: whether one launch fills in all rows."""
+        self._slow_rows = slow_rows
         num_rows, k_max = len(num_alternatives), max(num_alternatives, default=0)
         self._num_alternatives = num_alternatives
         shapes = ((num_rows,), torch.long), ((num_rows,), torch.bool), ((num_rows,), torch.uint8)
@@ -108,6 +115,8 @@ class Sampled:
         ids, values = (
             [row[:width] for row, width in zip(table, self._num_alternatives, strict=True)] for table in (ids, values)
         )
+        if self._slow_rows is not None:
+            self._slow_rows.add(sum(overflowed))
         return HostSampled(token_ids, logprobs, ids, values, bad, sum(overflowed))
 
 

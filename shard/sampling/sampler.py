@@ -17,7 +17,7 @@ from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.plan import Chunk, Plan, Row
 from lorikeet.shard.sampling.rejection import DraftDistributions, rejection_sample
-from lorikeet.shard.sampling.report import Sampled
+from lorikeet.shard.sampling.report import Sampled, SlowRows
 from lorikeet.shard.sampling.state import RowState
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
@@ -52,6 +52,7 @@ class Sampler:
         if kernels is not None:
             state = self._state.last_tokens, self._state.counts
             self._on_device = kernels.DeviceRows(max_rows, self._device, *state, tile or kernels.Tile())
+        self._slow_rows = SlowRows()
         self._plan: Plan | None = None
         self._planned: list[int] = []
         self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
@@ -157,7 +158,7 @@ class Sampler:
         return DraftDraws(self._state, self._draft_plans)
 
     def _begin(self, logits: torch.Tensor, num_alternatives: list[int], any_plain: bool, is_fused: bool) -> Sampled:
-        found = Sampled(num_alternatives, self._device, is_fused)
+        found = Sampled(num_alternatives, self._device, is_fused, self._slow_rows)
         if any_plain:
             found.token_ids.copy_(arg_max(logits))
             found.bad.copy_(_is_bad(logits, found.token_ids))

@@ -75,6 +75,8 @@ def build_engine(
     scheduler = Scheduler(cache, limits, adapters, sources)
     info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
     sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark)
+    if info.pooled is None:
+        sampler.warm_up()
     lag = config.commit_lag
     if lag is None:
         lag = 1 if info.device.type == "cuda" else 0
