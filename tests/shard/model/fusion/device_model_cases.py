@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.model import load_model
+from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion.attention import FusedAttention
@@ -151,6 +151,7 @@ def test_a_rank_s_part_is_fused(kind: str, is_attention_fused: bool, monkeypatch
             return launch(executor, *given, **named)
 
     monkeypatch.setattr(GridExecutor, "__call__", in_turn)
+    monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
     network = network_of(kind, torch.float32, num_hidden_layers=2)
     segments = [Segment(0, 4, [3]), Segment(0, 1, [1])]
     wanted = logits_of(assembled(copy.deepcopy(network), "none"), segments)
