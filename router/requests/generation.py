@@ -64,7 +64,7 @@ class Generation:
         """Prompt tokens found in the prefix cache."""
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
-        may_draft = request.speculation.is_possible(has_heads=False)
+        may_draft = request.speculation.is_possible(has_heads=bool(request.learning_tenant))
         may_draft = may_draft or (request.grammar is not None and request.grammar.proposes)
         self.speculation_stats = SpeculationStats() if may_draft else None
         """None where no draft token can be proposed."""

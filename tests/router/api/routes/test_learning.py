@@ -45,6 +45,9 @@ async def test_the_tenant_of_a_request_learns(tmp_path: Path) -> None:
         assert len(set(asked)) == 1 and len(asked[0]) == 32
         assert all(submit.speculation.num_heads == 255 for submit in server.shard.submits)
         assert asked[0] not in await learners(server, cache_salt="other")
+        body = {"inputs": "Hi", "parameters": {"details": True}}
+        details = (await server.client.post("/generate", json=body)).json()["details"]
+        assert details["speculation"]["sources"]  # learned heads may draft
         for excluding in ({"speculative_tokens": 0}, {"speculative_method": "lookup", "speculative_tokens": 2}):
             assert await learners(server, **excluding) == [""] * 3
 
