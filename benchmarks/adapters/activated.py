@@ -43,7 +43,7 @@ class Size:
     rounds: int = ROUNDS
     times: int = TIMES
     num_prompt: int = NUM_PROMPT
-    cost: cost.Size = MIXED_SIZE
+    mixed: cost.Size = MIXED_SIZE
 
 
 QUICK = Size(1, 1, 128, cost.QUICK)
@@ -69,9 +69,9 @@ def mixed(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
     blend = [(str(base.model), plain[i], activated[i])[i % 3] for i in range(cost.CLIENTS)]
     asked = {LORA: ("activated", plain), MIXED: ("activated", blend)}
     with adapted.serving("activated", base) as server:
-        for number in range(-1, size.cost.rounds):
+        for number in range(-1, size.mixed.rounds):
             ways = {way: asked[way] for way in in_turn(list(asked), number)}
-            case = cost.run_round(number, ways, {"activated": server}, size.cost, SEED, _invocation())
+            case = cost.run_round(number, ways, {"activated": server}, size.mixed, SEED, _invocation())
             if number >= 0:
                 yield case
 

@@ -29,7 +29,7 @@ def configured(setup: Setup, folder: Path, **settings: Any) -> ShardConfig:
     unknown = sorted(set(settings) - {field.name for field in fields(ShardConfig)})
     if unknown:
         raise ValueError(f"this shard has no setting {', '.join(unknown)}")
-    common = {"device": setup.device, "dtype": setup.dtype, "prefix_caching": False}
+    common = {"device": setup.device, "dtype": setup.dtype, "prefix_caching": False, "learning_memory": 0}
     return ShardConfig("random", str(folder), "unix:/dev/null", **{**common, **settings})
 
 

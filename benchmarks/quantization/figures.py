@@ -16,5 +16,5 @@ SUITES: tuple[Suite, ...] = (
     Suite("quantization-perplexity", weights.perplexities, 1,
           (Figure("perplexity with int8 over bfloat16", partial(weights.perplexity_ratio, "int8"), over=Over.WORST),
            Figure("perplexity with int4 over bfloat16", partial(weights.perplexity_ratio, "int4"), over=Over.WORST)),
-          (*OWN, *EMBEDDED_MODEL), "embedded model", "bfloat16"),
+          (*OWN, *EMBEDDED_MODEL, *RANDOM_MODEL), "embedded model", "bfloat16"),
 )  # fmt: skip
