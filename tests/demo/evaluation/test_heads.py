@@ -14,7 +14,7 @@ from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
 from lorikeet.demo.training.model import BASE_FOLDER
 
 FAMILY_FOLDER = Path(lora.__file__).parents[1]
-MAX_FAMILY_BYTES = 25_000_000
+MAX_FAMILY_BYTES = 32_000_000
 NUM_SAMPLED = 12
 
 
