@@ -16,7 +16,7 @@ from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS
 from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
+pytestmark = pytest.mark.anyio
 
 
 def template(**close: str) -> dict[str, Any]:
