@@ -24,7 +24,7 @@ def template(**close: str) -> dict[str, Any]:
     return {"start_anchor_pattern": r"\A", "fields": fields}
 
 
-SLOW, PLAIN = template(close_pattern="(a+)+$"), template(close="</r>")
+SLOW, PLAIN = template(close_pattern="(?:a|a)+$"), template(close="</r>")
 
 
 class Templates:
