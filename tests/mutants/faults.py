@@ -6,6 +6,7 @@ from tests.mutants import (
     embeddings,
     experts,
     grammars,
+    integers,
     recovery,
     sampling,
     scheduling,
@@ -23,6 +24,7 @@ FAULTS = [
     *dialects.MUTANTS,
     *embeddings.MUTANTS,
     *tool_calls.MUTANTS,
+    *integers.MUTANTS,
 ]
 
 OF_RECOVERY = recovery.MUTANTS

@@ -11,6 +11,8 @@ from lorikeet.shard.model.kernels.integer import IntegerWeight
 PLAIN = ("F32", "F16", "BF16")
 """Types of tensors that are numbers without blocks."""
 ROPE_SCALING = "rope.scaling.type"
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of what frequencies of positions are divided by, in files of Llama 3.x."""
 
 
 class GgufFile:
@@ -31,13 +33,17 @@ class GgufFile:
             if self.kind(name) not in (*PLAIN, *FORMATS):
                 served = ", ".join((*PLAIN, *FORMATS))
                 raise ValueError(f"its tensor {name} has the type {tensor.tensor_type.name}; served are {served}")
-        if (scaling := self.value(f"{self.architecture}.{ROPE_SCALING}")) not in (None, "none"):
+        if (scaling := self.of_architecture(ROPE_SCALING)) not in (None, "none", "linear"):
             raise ValueError(f"its positions are scaled ({ROPE_SCALING} {scaling}): use the original checkpoint")
 
     def value(self, key: str) -> Any:
         """A value of the metadata, None if there is none."""
         field = self._fields.get(key)
         return None if field is None else field.contents()
+
+    def of_architecture(self, key: str) -> Any:
+        """A value of the metadata under the architecture's name, None if there is none."""
+        return self.value(f"{self.architecture}.{key}")
 
     def kind(self, name: str) -> str:
         """The type of a tensor."""

@@ -33,9 +33,11 @@ class Request(ConfigFile):
 
 def make_folder(request: Request) -> None:
     """Raises ValueError with the reason why the file cannot be served."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
+    from lorikeet.shard.model.gguf.configuration import complete
     from lorikeet.shard.model.gguf.file import GgufFile
+    from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
 
     file = GgufFile(request.file)
     folder = Path(request.folder)
@@ -43,14 +45,15 @@ def make_folder(request: Request) -> None:
     (folder / GGUF_NAME).symlink_to(Path(request.file).resolve())
     try:
         config: Any = AutoConfig.from_pretrained(folder, gguf_file=GGUF_NAME)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_NAME) if request.needs_tokenizer else None
+        tokenizer: Any = read_tokenizer(folder, GGUF_NAME, file) if request.needs_tokenizer else None
     except (ValueError, KeyError, TypeError, NotImplementedError, OSError) as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise ValueError(f"transformers cannot read its metadata: {reason}") from failure
+    complete(config, file)
     config.dtype = DTYPES.get(file.value("general.file_type"), "bfloat16")
     setattr(config, GGUF_KEY, GGUF_NAME)
     config.save_pretrained(folder)
-    ends = {name: file.value(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id")}
+    ends = {"bos_token_id": file.value("tokenizer.ggml.bos_token_id"), "eos_token_id": ends_of_text(file) or None}
     text = json.dumps({name: value for name, value in ends.items() if value is not None})
     (folder / "generation_config.json").write_text(text)
     if tokenizer is not None:

@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lorikeet.shard.model.gguf.blocks import FORMATS
-from lorikeet.shard.model.gguf.file import GgufFile
+from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
@@ -34,8 +34,10 @@ def load_gguf(
     if any(is_experts(module) for module in network.modules()):
         raise ValueError("mixture models are not served from a .gguf file: use the original checkpoint")
     loading = _Loading(file, network, dtype, rounds_activations)
+    is_llama3 = (checkpoint.rope_parameters or {}).get("rope_type") == "llama3"
     for name in file.tensors:
-        loading.put(name)
+        if not (is_llama3 and name == ROPE_FACTORS):  # the configuration has them
+            loading.put(name)
     loading.finish()
     network.lorikeet_rounding = Rounding(4, rounds_activations)
     return nn.Module.requires_grad_(network, False)

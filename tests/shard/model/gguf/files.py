@@ -1,5 +1,6 @@
-"""Writes `.gguf` files for tests: a tiny Llama with its tokenizer, its matrices in any tensor type."""
+"""Writes `.gguf` files for tests: a tiny model with its tokenizer, its matrices in any tensor type."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from lorikeet.shard.model.gguf.blocks import FORMATS
+from lorikeet.shard.model.gguf.folder import Request, main
 
 SUPER = ("Q4_K", "Q5_K", "Q6_K")
 """Types that the package does not write: their bytes are drawn."""
@@ -26,19 +28,14 @@ def random_rows(kind: str, num_out: int, num_in: int, seed: int, spread: float =
     return blocks.reshape(num_out, -1)
 
 
-PREFIX = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-          "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+def gguf_name(name: str, architecture: str = "llama") -> str:
+    """The name in a file of a tensor of transformers', by the package's table."""
+    import gguf
 
-
-def gguf_name(name: str) -> str:
-    """The name of a Llama's tensor in a file."""
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if name == "lm_head.weight" or name in whole:
-        return whole.get(name, "output.weight")
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{PREFIX[part.removesuffix('.weight')]}.weight"
+    (kind,) = [kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture]
+    found = gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None
+    return found
 
 
 def permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -47,35 +44,37 @@ def permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_llama(
-    folder: Path, path: Path, kind: str = "Q8_0", metadata: dict[str, Any] | None = None, **types: str
+def write_model(
+    folder: Path,
+    path: Path,
+    kind: str = "Q8_0",
+    metadata: dict[str, Any] | None = None,
+    architecture: str = "llama",
+    tensors: dict[str, torch.Tensor] | None = None,
+    **types: str,
 ) -> None:
-    """The Llama of a folder, with its tokenizer, as a file. Matrices have the type `kind` or that of `types`, by the
-    tensor's name in the file, with `_` for `.`; others are F32. Tensors of SUPER types are drawn.
+    """The model of a folder, with its tokenizer, as llama.cpp's conversion writes it. Matrices have the type `kind` or
+    that of `types`, by the tensor's name in the file, with `_` for `.`; others are F32. Tensors of SUPER types are
+    drawn. `tensors`: further ones, F32.
     """
     import gguf
     from transformers import AutoConfig, AutoTokenizer
 
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
-    for key, value in (metadata or {}).items():
-        writer.add_string(key, value)
+    _add_configuration(writer, config, architecture)
+    metadata = {"tokenizer.ggml.pre": "gpt-2"} | (metadata or {})
     _add_tokenizer(writer, tokenizer)
+    for key, value in metadata.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+        add[type(value)](key, value)
     for index, (name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = permuted(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-        stored = gguf_name(name)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            weight = weight + 1
+        stored = gguf_name(name, architecture)
         wanted = types.get(stored.replace(".", "_"), kind) if weight.dim() == 2 else "F32"
         of_kind = gguf.GGMLQuantizationType[wanted]
         if wanted in SUPER:
@@ -83,21 +82,49 @@ def write_llama(
         else:
             data = gguf.quants.quantize(weight.float().numpy(), of_kind)
         writer.add_tensor(stored, data, raw_dtype=of_kind)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
-    import json
+def _add_configuration(writer: Any, config: Any, architecture: str) -> None:
+    import gguf
 
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if architecture != "gemma2":
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_vocab_size(config.vocab_size)
+    if architecture.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     import gguf
 
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = [token for token, _ in sorted(model["vocab"].items(), key=lambda item: item[1])]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     special = set(tokenizer.all_special_tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
@@ -105,3 +132,14 @@ def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+def answer_of(path: Path, folder: Path, needs_tokenizer: bool = True) -> dict[str, Any]:
+    """What the process that makes a folder for a file answers."""
+    answer = folder.with_suffix(".answer")
+    request = Request("tiny", str(path), str(folder), str(answer), needs_tokenizer)
+    folder.with_suffix(".json").write_text(json.dumps(vars(request)))
+    code = main(str(folder.with_suffix(".json")))
+    found: dict[str, Any] = json.loads(answer.read_text())
+    assert code == (1 if "error" in found else 0)
+    return found

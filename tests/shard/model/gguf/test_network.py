@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.model.gguf.folder import Request, main
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
 from lorikeet.shard.startup.model_files import loaded_names
 from tests import tiny
 from tests.shard.engine.exactness import compare, drive, prompts_of
 from tests.shard.model import test_invariance
-from tests.shard.model.gguf.files import gguf_name, write_llama
+from tests.shard.model.gguf.files import answer_of, gguf_name, write_model
 from tests.shard.model.quantization.quantized_cases import LENGTHS, write
 
 gguf = pytest.importorskip("gguf")
@@ -28,19 +27,9 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256}
 def made(tmp_path: Path, kind: str = "Q8_0", is_tied: bool = False, **values: Any) -> tuple[Path, Path]:
     """A plain folder, and the folder made for a file of the same model."""
     plain = tiny.make("llama", tmp_path / "plain", tokenizer=True, tie_word_embeddings=is_tied, **WIDE)
-    write_llama(plain, tmp_path / "tiny.gguf", kind, **values)
+    write_model(plain, tmp_path / "tiny.gguf", kind, **values)
     assert answer_of(tmp_path / "tiny.gguf", tmp_path / "made")["path"] == str(tmp_path / "made")
     return plain, tmp_path / "made"
-
-
-def answer_of(path: Path, folder: Path, needs_tokenizer: bool = True) -> dict[str, Any]:
-    answer = folder.with_suffix(".answer")
-    request = Request("tiny", str(path), str(folder), str(answer), needs_tokenizer)
-    folder.with_suffix(".json").write_text(json.dumps(vars(request)))
-    code = main(str(folder.with_suffix(".json")))
-    found: dict[str, Any] = json.loads(answer.read_text())
-    assert code == (1 if "error" in found else 0)
-    return found
 
 
 def ours(folder: Path, activations: str | None = "none") -> Model:
@@ -65,7 +54,13 @@ def meant(plain: Path, path: Path, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("Q8_0", "Q4_K") else pytest.mark.long)
+        for kind in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
+    ],
+)
 def test_tokens_are_those_of_the_values_in_the_file(kind: str, tmp_path: Path) -> None:
     types = {"token_embd_weight": "Q8_0", "output_weight": "Q8_0"} if kind.endswith("K") else {}
     plain, folder = made(tmp_path, kind, **types)
@@ -89,7 +84,7 @@ def test_the_folder_has_what_the_file_says(tmp_path: Path) -> None:
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.long), True])
 def test_matrices_stay_integers(is_tied: bool, tmp_path: Path) -> None:
     plain, folder = made(tmp_path, "Q4_0", is_tied)
     model, reference = ours(folder, None), load_model(ShardConfig("m", str(plain), "unix:/dev/null"))
@@ -104,23 +99,28 @@ def test_matrices_stay_integers(is_tied: bool, tmp_path: Path) -> None:
 
 def test_what_is_rejected(tmp_path: Path) -> None:
     plain = tiny.make("llama", tmp_path / "plain", tokenizer=True, **WIDE)
-    write_llama(plain, tmp_path / "odd.gguf", blk_1_ffn_up_weight="Q5_0")
+    write_model(plain, tmp_path / "odd.gguf", blk_1_ffn_up_weight="Q5_0")
     said = answer_of(tmp_path / "odd.gguf", tmp_path / "odd")["error"]
     assert said.startswith(
         "tiny cannot be served: its tensor blk.1.ffn_up.weight has the type Q5_0; served are F32, F16"
     )
-    write_llama(plain, tmp_path / "far.gguf", metadata={"llama.rope.scaling.type": "yarn"})
+    write_model(plain, tmp_path / "far.gguf", metadata={"llama.rope.scaling.type": "yarn"})
     assert (
         "its positions are scaled (rope.scaling.type yarn)"
         in answer_of(tmp_path / "far.gguf", tmp_path / "far")["error"]
     )
     (tmp_path / "no.gguf").write_bytes(b"GGUX" + bytes(100))
     assert "cannot be read as a .gguf file" in answer_of(tmp_path / "no.gguf", tmp_path / "no")["error"]
+
+
+@pytest.mark.long
+def test_what_is_rejected_while_loading(tmp_path: Path) -> None:
+    plain = tiny.make("llama", tmp_path / "plain", tokenizer=True, **WIDE)
     _, folder = made(tmp_path / "good")
     with pytest.raises(ValueError, match="quantised by gguf already, and int8 was asked for"):
         load_model(ShardConfig("tiny", str(folder), "unix:/dev/null", quantize="int8"))
     (folder / "model.gguf").unlink()
-    write_llama(plain, tmp_path / "more.gguf")
+    write_model(plain, tmp_path / "more.gguf")
     (folder / "model.gguf").symlink_to(tmp_path / "more.gguf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))

@@ -2,6 +2,7 @@
 own network of the rounded weights.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ SIZES: dict[str, dict[str, int]] = {
     "llama": {"intermediate_size": 128},
     "mixtral": {"intermediate_size": 128},
 }
+
+
+def sample(cases: list[tuple[str, ...]], *kept: tuple[str, ...]) -> list[Any]:
+    """Those cases; all but `kept` are marked `long`."""
+    return [pytest.param(*case, marks=() if case in kept else pytest.mark.long, id="-".join(case)) for case in cases]
 
 
 def ours(folder: Path, method: str | None, dtype: str = "float32", activations: str | None = None) -> Model:
@@ -67,8 +73,9 @@ def theirs(folder: Path, bits: int) -> Any:
     return network
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "method"), sample([(name, method) for name in SIZES for method in METHODS], ("llama", "int4"))
+)
 def test_the_tokens_of_the_rounded_weights(name: str, method: str, tmp_path: Path) -> None:
     folder = tiny.make(name, tmp_path, **SIZES[name])
     prompts = prompts_of(name, LENGTHS)
@@ -78,7 +85,7 @@ def test_the_tokens_of_the_rounded_weights(name: str, method: str, tmp_path: Pat
     assert kept.exact and kept.num_distinct >= 8, kept
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample([("int8",), ("int4",)], ("int4",)))
 def test_the_tokens_of_rounded_activations(method: str, tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, **SIZES["llama"])
     prompts = prompts_of("llama", LENGTHS)
@@ -97,8 +104,18 @@ def _round(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
     return (args[0] / scale).round() * scale
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "method"), [("llama", "int8"), ("gpt2", "int4"), ("mixtral", "int4")])
+@pytest.mark.parametrize(
+    ("name", "method", "dtype"),
+    sample(
+        [
+            (*case, dtype)
+            for case in (("llama", "int8"), ("gpt2", "int4"), ("mixtral", "int4"))
+            for dtype in ("float32", "bfloat16")
+        ],
+        ("llama", "int8", "bfloat16"),
+        ("mixtral", "int4", "float32"),
+    ),
+)
 def test_compiled_products_have_the_bits_of_torch(
     name: str, method: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,15 +130,16 @@ def test_compiled_products_have_the_bits_of_torch(
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activations", ["int8", "none"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "activations", "dtype"),
+    sample(list(product(METHODS, ("int8", "none"), ("float32", "bfloat16"))), ("int4", "int8", "bfloat16")),
+)
 def test_equal_bits_however_a_request_is_run(method: str, activations: str, dtype: str, tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, hidden_size=512, intermediate_size=128)
     test_invariance.check(ours(folder, method, dtype, activations))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample([("int8",), ("int4",)], ("int4",)))
 def test_what_is_rounded(method: str, tmp_path: Path) -> None:
     """Every linear layer by the method, the head to 8 bits, no embedding; a tied head is a second copy of few bytes."""
     for is_tied in (False, True):
@@ -145,7 +163,7 @@ def test_what_is_rounded(method: str, tmp_path: Path) -> None:
         assert left <= tiny.VOCAB * 256 + 7 * 256
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", sample([("mixtral",), ("qwen3_moe",), ("gpt_oss",)], ("mixtral",)))
 def test_experts_are_rounded_and_routers_are_not(name: str, tmp_path: Path) -> None:
     model = ours(tiny.make(name, tmp_path, moe_intermediate_size=64, intermediate_size=64), "int4")
     found = [getattr(each, "lorikeet_experts", None) for each in model.network.modules()]

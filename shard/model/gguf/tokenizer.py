@@ -1,0 +1,65 @@
+"""The tokenizer of a `.gguf` file: transformers builds it, and this adds what llama.cpp knows by the name of how texts
+are split (`tokenizer.ggml.pre`), which files leave out.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from lorikeet.shard.model.gguf.file import GgufFile
+
+LIKE_LLAMA_3 = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+)  # fmt: skip
+"""Whole words of the vocabulary are tokens whatever the merges say, and texts begin with a token unless a flag says
+otherwise.
+"""
+LIKE_GPT_2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "default", None)
+DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+"""As GPT-2, but every digit is a word."""
+NORMALIZED = ("qwen2",)
+"""Texts are in Unicode's form C."""
+CONTROL, USER_DEFINED = 3, 4
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>",
+    "<end_of_turn>", "<|end_of_turn|>", "<|endofturn|>", "<eos>", "</s>", "<EOT>", "_<EOT>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+"""Texts of special tokens that end an answer in every model that has them."""
+
+
+def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
+    """transformers' tokenizer of `file`, which is `name` in `folder`. Raises ValueError for texts that are split in an
+    unknown way.
+    """
+    kind, split = (file.value(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    is_bpe = kind == "gpt2"
+    if is_bpe and split not in (*GGUF_PRE_TOKENIZER_SPLITS, *LIKE_GPT_2, *DIGIT_BY_DIGIT):
+        raise ValueError(f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split})")
+    is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
+    begins = {"add_bos_token": True} if is_like_llama_3 else {}  # the file's own flag comes first
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, **begins)
+    backend = tokenizer.backend_tokenizer
+    if is_like_llama_3:
+        backend.model.ignore_merges = True
+    if is_bpe and split in DIGIT_BY_DIGIT:
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
+    if is_bpe and split in NORMALIZED:
+        backend.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def ends_of_text(file: GgufFile) -> list[int]:
+    """Ids of the tokens that end an answer, the file's own end of text first."""
+    named = [file.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = (file.value(f"tokenizer.ggml.{name}") or () for name in ("tokens", "token_type"))
+    listed = [
+        number
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (CONTROL, USER_DEFINED) and token in ENDS
+    ]
+    return list(dict.fromkeys(number for number in (*named, *listed) if number is not None))

@@ -1,0 +1,73 @@
+"""Faults of weights as integers: the compiled products, rounding at load, and reading `.gguf` files."""
+
+from tests.mutants.mutant import Mutant
+
+PRODUCTS = "tests/shard/model/kernels/test_integer.py"
+ROUNDING = "tests/shard/model/quantization/test_integers.py"
+GGUF = "tests/shard/model/gguf"
+
+MUTANTS = [
+    Mutant(
+        "activations are cut, not rounded",
+        "shard/model/kernels/integer.h",
+        "(int8_t)(int32_t)rintf(",
+        "(int8_t)(int32_t)truncf(",
+        f"{PRODUCTS}::test_the_bits_of_the_reference",
+    ),
+    Mutant(
+        "every group takes off the first one's sum of activations",
+        "shard/model/kernels/integer.h",
+        "->sums[g];",
+        "->sums[0];",
+        f"{PRODUCTS}::test_the_bits_of_the_reference",
+    ),
+    Mutant(
+        "a row that is not finite becomes zeros",
+        "shard/model/kernels/integer.h",
+        "!is_finite ? NAN : is_zero ? 0",
+        "!is_finite || is_zero ? 0",
+        f"{PRODUCTS}::test_odd_rows",
+    ),
+    Mutant(
+        "groups of 4 bits have scales without the sign of their largest value",
+        "shard/model/quantization/integers.py",
+        "scales = extreme / -float(MIDDLE)",
+        "scales = extreme.abs() / float(MIDDLE)",
+        f"{ROUNDING}::test_the_tokens_of_the_rounded_weights[llama-int4]",
+    ),
+    Mutant(
+        "the output head is rounded to 4 bits too",
+        "shard/model/quantization/integers.py",
+        "8 if module is output else rounding.bits",
+        "rounding.bits",
+        f"{ROUNDING}::test_what_is_rounded[int4]",
+    ),
+    Mutant(
+        "scales of 6 bits lose their upper two",
+        "shard/model/gguf/blocks.py",
+        "third & 15 | first >> 6 << 4",
+        "third & 15",
+        f"{GGUF}/test_blocks.py::test_values_are_those_of_the_package[Q4_K]",
+    ),
+    Mutant(
+        "rows of q and k stay in the file's order",
+        "shard/model/gguf/network.py",
+        "_ordered(weight, order[:, 0].long())",
+        "weight",
+        f"{GGUF}/test_network.py::test_tokens_are_those_of_the_values_in_the_file[Q8_0]",
+    ),
+    Mutant(
+        "layers with and without a window change places",
+        "shard/model/gguf/configuration.py",
+        "bool((layer + 1) % pattern)",
+        "bool(layer % pattern)",
+        f"{GGUF}/test_configuration.py::test_the_texts_of_the_original_model[gemma 3]",
+    ),
+    Mutant(
+        "the end of a turn does not end an answer",
+        "shard/model/gguf/tokenizer.py",
+        'for name in ("eos", "eot", "eom")]',
+        'for name in ("eos",)]',
+        f"{GGUF}/test_tokenizer.py::test_every_token_that_ends_an_answer_is_named",
+    ),
+]

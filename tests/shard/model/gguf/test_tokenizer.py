@@ -1,0 +1,67 @@
+"""Tokenizers of `.gguf` files: how the named kinds split texts, where texts begin, and which tokens end them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.shard.model.gguf.file import GgufFile
+from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
+from tests import tiny
+from tests.shard.model.gguf.files import write_model
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    return tiny.make("llama", folder, tokenizer=True, num_hidden_layers=1)
+
+
+def written(plain: Path, folder: Path, **metadata: Any) -> GgufFile:
+    """A file with this metadata of its tokenizer."""
+    write_model(plain, folder / "tiny.gguf", "F32", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    return GgufFile(folder / "tiny.gguf")
+
+
+def pieces(tokenizer: Any, text: str) -> list[str]:
+    backend = tokenizer.backend_tokenizer
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("llama-bpe", ["123", "45", "!"]),
+        ("qwen2", ["1", "2", "3", "4", "5", "!"]),
+        ("smollm", ["1", "2", "3", "4", "5", "!"]),
+        ("gpt-2", ["12345", "!"]),
+    ],
+)
+def test_texts_are_split_as_by_the_named_kind(split: str, words: list[str], plain: Path, tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(tmp_path, "tiny.gguf", written(plain, tmp_path, pre=split))
+    assert pieces(tokenizer, "12345!") == words
+    assert len(pieces(tokenizer, "e\u0301")) == len(pieces(tokenizer, "\u00e9")) or split != "qwen2"
+    begins = tokenizer("the").input_ids[0] == tokenizer.bos_token_id
+    assert begins == (split == "llama-bpe")
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["ignore_merges"] == (split == "llama-bpe")
+
+
+def test_a_flag_decides_how_texts_begin(plain: Path, tmp_path: Path) -> None:
+    file = written(plain, tmp_path, pre="llama-bpe", add_bos_token=False)
+    tokenizer = read_tokenizer(tmp_path, "tiny.gguf", file)
+    assert tokenizer("the").input_ids[0] != tokenizer.bos_token_id
+
+
+def test_an_unknown_split_is_rejected(plain: Path, tmp_path: Path) -> None:
+    file = written(plain, tmp_path, pre="chameleon")
+    with pytest.raises(ValueError, match=r"in a way that is not known here \(tokenizer.ggml.pre chameleon\)"):
+        read_tokenizer(tmp_path, "tiny.gguf", file)
+
+
+def test_every_token_that_ends_an_answer_is_named(plain: Path, tmp_path: Path) -> None:
+    ends = ends_of_text(written(plain, tmp_path, eot_token_id=7))
+    assert ends == [0, 7], "the file's own end of text, then the end of a turn"
