@@ -40,6 +40,9 @@ INTEGERS = {"int8": 8, "int4": 4}
 """Methods of ours, which round plain weights to so many bits."""
 ROUNDING = (*INTEGERS, "gguf")
 """Methods whose products are of integers, so that activations are rounded."""
+PACKED = ("gptq", "awq")
+"""Methods whose checkpoints are multiplied as integers on CPU where their layout allows it."""
+_LEAST_GROUP = 32
 GGUF_KEY, GGUF_NAME = "lorikeet_gguf", "model.gguf"
 """In config.json: the name of the `.gguf` file that has the weights. Every folder made for such a file has the same."""
 FP8_KV = "fp8-kv"
@@ -87,20 +90,51 @@ def reason_against_device(name: str, device: str) -> str:
     return ""
 
 
-def activations_of(name: str | None, wanted: str | None) -> str:
-    """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. Raises ValueError
-    where the method leaves no choice.
+def reason_against_integers(config: Mapping[str, Any]) -> str:
+    """Why the matrices of a GPTQ or AWQ checkpoint cannot be multiplied as integers; empty if they can. Reading them may
+    find another reason, which config.json does not tell.
     """
-    if name in ROUNDING:
+    settings = config["quantization_config"]
+    bits = settings.get("bits", settings.get("w_bit"))
+    group = settings.get("group_size", settings.get("q_group_size"))
+    if bits != 4:
+        return f"it has {bits} bits"
+    if not isinstance(group, int) or (group != -1 and group % _LEAST_GROUP):
+        return f"its groups of {group} are no multiple of {_LEAST_GROUP}"
+    if settings.get("desc_act"):
+        return "neighbours in its rows are of different groups (desc_act)"
+    if settings.get("dynamic"):
+        return "its layers have different settings (dynamic)"
+    layout = settings.get("version", "gemm") if settings["quant_method"] == "awq" else settings.get("checkpoint_format")
+    if str(layout).lower() not in ("none", "gemm", "gptq", "gptq_v2"):
+        return f"its layout is {layout}"
+    return ""
+
+
+def multiplies_integers(name: str | None, config: Mapping[str, Any], device: str) -> bool:
+    """Whether weights of a method are multiplied as integers on `device`."""
+    is_packed = name in PACKED and device.startswith("cpu") and of_checkpoint(config) == name
+    return name in ROUNDING or (is_packed and not reason_against_integers(config))
+
+
+def activations_of(rounds: bool, wanted: str | None) -> str:
+    """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. `rounds`: whether
+    weights are multiplied as integers. Raises ValueError where that leaves no choice.
+    """
+    if rounds:
         return wanted or "int8"
     if wanted is not None:
-        raise ValueError(f"only {', '.join(ROUNDING)} can choose how activations are rounded")
+        raise ValueError(
+            f"only {', '.join(ROUNDING)}, and checkpoints of {' and '.join(PACKED)} on CPU whose layout allows it, can "
+            "choose how activations are rounded"
+        )
     return "none"
 
 
 def describe(name: str | None, activations: str) -> str:
     """What receipts say: the method, and its activations where they are not as usual."""
-    return f"{name}, activations none" if name in ROUNDING and activations == "none" else name or ""
+    usual = "int8" if name in ROUNDING else "none"
+    return name or "" if activations == usual else f"{name}, activations {activations}"
 
 
 def of_weights(wanted: str | None) -> str | None:
@@ -126,8 +160,10 @@ def of_checkpoint(config: Mapping[str, Any]) -> str | None:
     return name
 
 
-def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
-    """The method that weights are served with, from the flag and config.json. Raises ValueError with a reason."""
+def choose(wanted: str | None, config: Mapping[str, Any], device: str) -> str | None:
+    """The method that weights are served with on `device`, from the flag and config.json. Raises ValueError with a
+    reason.
+    """
     own, wanted = of_checkpoint(config), of_weights(wanted)
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
@@ -136,6 +172,10 @@ def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
         return None
     method = METHODS.get(chosen, Method())
     reason = method.refused_at_load if own is None else method.refused_in_files
-    if reason := reason or reason_against(chosen):
+    if not reason and not (chosen in PACKED and multiplies_integers(chosen, config, device)):
+        reason = reason_against(chosen)
+        if reason and chosen in PACKED and device.startswith("cpu"):
+            reason = f"it is not multiplied as integers, because {reason_against_integers(config)}; so {reason}"
+    if reason:
         raise ValueError(f"quantised by {chosen}: {reason}")
     return chosen

@@ -39,6 +39,11 @@ def check(settings: Settings) -> None:
     _check_http(settings)
 
 
+_NEEDS_INTEGERS = (
+    "it needs --quantize int8 or int4, a .gguf file, or a GPTQ or AWQ checkpoint that is multiplied as integers"
+)
+
+
 def is_closed(settings: Settings) -> bool:
     """Whether the server has API keys."""
     return settings["api-keys"] is not None or bool(settings["api-key"])
@@ -79,16 +84,20 @@ def check_lengths(settings: Settings, pooled: PooledModel | None = None) -> None
         refuse(f"--max-total-tokens {total} must be at most --max-batch-total-tokens {everything}")
 
 
-def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None) -> None:
+def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None, device: str) -> None:
     """The same for quantization methods and the models' own."""
     if settings["shard-address"]:
         return
+    can_round = False
     for name, model, config in (("quantize", "the model", base), ("draft-quantize", "the draft model", draft)):
         try:
             if config is not None:
-                quantization.choose(settings[name], config)
+                method = quantization.choose(settings[name], config, device)
+                can_round = can_round or quantization.multiplies_integers(method, config, device)
         except ValueError as reason:
             refuse(f"{model} cannot be served: {reason}")
+    if settings["quantize-activations"] is not None and not can_round:
+        refuse(f"{settings.given['quantize-activations']} is refused: {_NEEDS_INTEGERS}")
 
 
 def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[str, Any], num_ranks: int) -> None:
@@ -105,7 +114,7 @@ def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[st
         refuse(f"{kind} cannot be split over {num_ranks} devices: use --num-shard 1, and --replicas for more devices")
     if kv_cache_dtype(settings) == "fp8":
         refuse(f"an fp8 KV cache is refused: {kind} is served in its own dtype")
-    if (method := quantization.choose(settings["quantize"], config)) is not None:
+    if method := quantization.of_checkpoint(config) or quantization.of_weights(settings["quantize"]):
         refuse(f"{kind} cannot be quantised by {method}: serve the plain weights, without --quantize")
 
 
@@ -266,12 +275,10 @@ def _check_quantization(settings: Settings) -> None:
         method = settings[name]
         if name == "draft-quantize" and method == quantization.FP8_KV:
             refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 applies to both models")
-        if method is not None and not settings["shard-address"] and (reason := quantization.reason_against(method)):
+        if method is None or method in quantization.PACKED or settings["shard-address"]:
+            continue  # files of GPTQ and AWQ may need no package
+        if reason := quantization.reason_against(method):
             refuse(f"{settings.given[name]} {method} is refused: {reason}")
-    methods = {settings["quantize"], settings["draft-quantize"]}
-    if settings["quantize-activations"] is not None and not methods & set(quantization.INTEGERS):
-        names = " or ".join(quantization.INTEGERS)
-        refuse(f"{settings.given['quantize-activations']} is refused: it needs --quantize {names}")
 
 
 def _check_clients(settings: Settings) -> None:

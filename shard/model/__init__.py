@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from lorikeet.proto.pooling import PooledModel
-from lorikeet.proto.quantization import activations_of, describe
+from lorikeet.proto.quantization import activations_of, describe, multiplies_integers
 from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
@@ -41,8 +41,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     reject_unservable(checkpoint, is_pooled=pooled is not None)
     text_config = checkpoint.get_text_config()
     try:
-        method = choose_quantization(config.quantize, checkpoint.to_dict())
-        activations = activations_of(method, config.quantize_activations)
+        method = choose_quantization(config.quantize, checkpoint.to_dict(), config.device)
+        rounds = multiplies_integers(method, checkpoint.to_dict(), config.device)
+        activations = activations_of(rounds, config.quantize_activations)
         if method is not None and group is not None:
             raise ValueError(f"a network quantised by {method} cannot be split over several devices: use --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)

@@ -22,6 +22,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
+from lorikeet.shard.model.quantization.packed_files import load_packed
 from lorikeet.shard.system import gpu
 
 log = structlog.get_logger()
@@ -185,10 +186,15 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
         return plain
     if method == "gguf":
         return _load_gguf(config, options)
+    rounds = config.quantize_activations != "none"
+    made_by = {name: options[name] for name in ("attn_implementation", "experts_implementation")}
     try:
+        if method in quantization.PACKED and quantization.multiplies_integers(
+            method, options["config"].to_dict(), config.device
+        ):
+            return load_packed(Path(config.model_path), options["config"], options["dtype"], made_by, rounds)
         options |= quantized.loading(method, options["config"], options["dtype"], config.device)
         network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
-        rounds = config.quantize_activations != "none"
         quantized.quantize_loaded(network, method, options["dtype"], config.device, rounds)
     except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]

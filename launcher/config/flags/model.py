@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "quantize-activations",
-            "what --quantize int8 and int4 round activations to; `none` keeps their data type, and is slower", to=SHARD,
+            "what integer weights round activations to; `none` keeps their data type, and is slower", to=SHARD,
             choices=("int8", "none"), default_text="int8", new=True,
         ),
         Flag(

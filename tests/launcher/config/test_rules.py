@@ -16,7 +16,7 @@ from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models.model import with_lengths
 from lorikeet.proto import quantization
 from lorikeet.proto.pooling import PooledModel
-from lorikeet.proto.quantization import FP8_KV, INTEGERS, METHODS
+from lorikeet.proto.quantization import FP8_KV, INTEGERS, METHODS, PACKED
 
 
 def settings(*arguments: str, **environment: str) -> Settings:
@@ -55,7 +55,8 @@ def test_an_unsupported_flag_is_an_error_that_names_it(name: str, text: str | No
     assert refusal(**{variable: text or "true"}).startswith(f"{variable} ")
 
 
-OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV, *INTEGERS})
+OF_WEIGHTS = sorted({*FLAGS["quantize"].choices} - {FP8_KV, *INTEGERS, *PACKED})
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 @pytest.mark.parametrize("method", OF_WEIGHTS)
@@ -88,21 +89,39 @@ def test_integers_are_for_the_cpu(method: str) -> None:
         rules.check_device(given, "cpu")
         with pytest.raises(LauncherError, match=f"{method} is refused: {method} is computed on CPU only: use bitsandb"):
             rules.check_device(given, "cuda:0")
-    said = refusal("--quantize", "fp8-kv", "--quantize-activations", "none")
-    assert said == "--quantize-activations is refused: it needs --quantize int8 or int4"
+    rounding = settings("--quantize-activations", "none")
+    for config in ({"lorikeet_gguf": "model.gguf"}, {"quantization_config": GPTQ}):
+        rules.check_models(rounding, config, None, "cpu")
+    with pytest.raises(LauncherError, match="--quantize-activations is refused: it needs --quantize int8 or int4, a"):
+        rules.check_models(rounding, {}, None, "cpu")
+
+
+def test_packed_checkpoints_need_their_package_only_where_they_are_not_multiplied_as_integers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    given, shuffled = settings("--quantize", "gptq"), {"quantization_config": GPTQ | {"desc_act": True}}
+    rules.check(given)
+    rules.check_models(given, {"quantization_config": GPTQ}, None, "cpu")
+    with pytest.raises(
+        LauncherError, match=r"not multiplied as integers, because .*desc_act\); so it needs the package"
+    ):
+        rules.check_models(given, shuffled, None, "cpu")
+    with pytest.raises(LauncherError, match="quantised by gptq: it needs the package gptqmodel and optimum"):
+        rules.check_models(given, {"quantization_config": GPTQ}, None, "cuda:0")
 
 
 def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     packed = {"quantization_config": {"quant_method": "awq"}}
-    rules.check_models(settings("--quantize", "awq"), packed, None)
+    rules.check_models(settings("--quantize", "awq"), packed, None, "cpu")
     with pytest.raises(
         LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts in advance"
     ):
-        rules.check_models(settings("--quantize", "awq"), {}, None)
+        rules.check_models(settings("--quantize", "awq"), {}, None, "cpu")
     drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")
     with pytest.raises(LauncherError, match=r"the draft model cannot be served: .* awq already, and fp8 was asked for"):
-        rules.check_models(drafting, packed, packed)
+        rules.check_models(drafting, packed, packed, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,12 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring columns lies in each nibble of a word."""
 
 
-def write(base: Path, packed: Path, plain: Path, method: str, is_shuffled: bool = False) -> None:
+def write(
+    base: Path, packed: Path, plain: Path, method: str, is_shuffled: bool = False, is_symmetric: bool = False
+) -> None:
     """From a plain checkpoint two others: its projections replaced by random 4-bit weights, and by what these mean.
-    `is_shuffled`: GPTQ's order by activations, in which neighbours in a row are of different groups.
+    `is_shuffled`: GPTQ's order by activations, in which neighbours in a row are of different groups. `is_symmetric`:
+    all zeros are 8.
     """
     generator = torch.Generator().manual_seed(0)
     quantised: dict[str, torch.Tensor] = {}
@@ -27,6 +30,7 @@ def write(base: Path, packed: Path, plain: Path, method: str, is_shuffled: bool 
         num_out, num_in = weight.shape
         codes = torch.randint(0, 16, (num_in, num_out), generator=generator)
         zeros = torch.randint(1, 16, (num_in // GROUP, num_out), generator=generator)
+        zeros = torch.full_like(zeros, 8) if is_symmetric else zeros
         scales = ((torch.rand(zeros.shape, generator=generator) + 0.5) * 0.6 * num_in**-0.5).half()
         groups = torch.arange(num_in) // GROUP
         if is_shuffled:

@@ -1,5 +1,6 @@
 """What the tests of quantised bases share: the methods, transformers' own model under each, and its text."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,5 +75,6 @@ def write(network: Any, prompt: list[int]) -> Continued:
     return Continued(ids[len(prompt) :], torch.stack(found))
 
 
-def ours(folder: Path, method: str | None, dtype: str = "float32") -> Model:
-    return load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype=dtype, quantize=method))
+def ours(folder: Path, method: str | None, dtype: str = "float32", activations: str | None = None) -> Model:
+    config = ShardConfig("m", str(folder), "unix:/dev/null", dtype=dtype, quantize=method)
+    return load_model(replace(config, quantize_activations=activations))

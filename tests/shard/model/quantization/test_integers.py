@@ -204,7 +204,7 @@ def test_what_is_rejected(method: str, tmp_path: Path) -> None:
     config = ShardConfig("m", str(folder), "unix:/dev/null", quantize=method)
     with pytest.raises(ValueError, match=f"a network quantised by {method} cannot be split"):
         load_model(config, object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only int8, int4, gguf can choose how activations are rounded"):
+    with pytest.raises(ValueError, match="only int8, int4, gguf, and checkpoints of gptq and awq on CPU"):
         ours(folder, None, activations="int8")
 
 
@@ -212,3 +212,4 @@ def test_receipts_name_the_activations() -> None:
     assert quantization.describe("int8", "int8") == "int8"
     assert quantization.describe("int4", "none") == "int4, activations none"
     assert quantization.describe("gptq", "none") == "gptq" and quantization.describe(None, "none") == ""
+    assert quantization.describe("gptq", "int8") == "gptq, activations int8"

@@ -1,37 +1,80 @@
-"""GPTQ and AWQ checkpoints: what gptqmodel reads is what the formats define, and so is what is served."""
+"""GPTQ and AWQ checkpoints: what is served is what the formats define, and so is what gptqmodel reads."""
 
+import json
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lorikeet.proto import quantization
+from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels.integer import PackedIntegers, plain_product
+from lorikeet.shard.model.quantization.integers import IntegerMatrix
 from lorikeet.shard.model.quantization.layers import matrix_of
 from lorikeet.shard.model.quantization.matrices import KernelMatrix
+from lorikeet.shard.model.quantization.packed_files import PARTS, read_weight
 from tests.shard.engine.exactness import compare, drive, prompts_of
 from tests.shard.model.quantization import packed_checkpoints
 from tests.shard.model.quantization.quantized_cases import LENGTHS, base, needs, ours, write
 
 
-@pytest.mark.parametrize("is_shuffled", [False, True])
-@pytest.mark.parametrize("method", needs("gptq", "awq"))
-def test_tokens_are_those_of_the_weights_that_the_format_defines(
-    method: str, is_shuffled: bool, tmp_path: Path
-) -> None:
-    if is_shuffled and method == "awq":
-        pytest.skip("the format has no such order")
-    packed, dense = tmp_path / "packed", tmp_path / "dense"
-    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_shuffled)
+def of_the_format(packed: Path, dense: Path, method: str) -> None:
+    """Tokens and weights of a packed checkpoint are those of the dense one that means the same."""
     prompts = prompts_of("llama", LENGTHS)
     network = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
-    model = ours(packed, None)
+    is_ours = not quantization.reason_against_integers(json.loads((packed / "config.json").read_text()))
+    model = ours(packed, None, activations="none" if is_ours else None)
     tried = compare("llama", [write(network, prompt) for prompt in prompts], drive(model, prompts, 64))
     assert tried.exact and tried.num_distinct >= 6, tried
     gate: Any = model.network.get_submodule("model.layers.0.mlp.gate_proj")
     assert torch.equal(gate.matrix.dense(), network.model.layers[0].mlp.gate_proj.weight)
-    assert model.info.quantization == method
+    assert isinstance(gate.matrix, IntegerMatrix) == is_ours and model.info.quantization == method
+
+
+@pytest.mark.parametrize("is_symmetric", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_integers_are_read_without_packages(method: str, is_symmetric: bool, tmp_path: Path) -> None:
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_symmetric=is_symmetric)
+    of_the_format(packed, dense, method)
+
+
+@pytest.mark.parametrize("method", needs("gptq"))
+def test_tokens_are_those_of_the_weights_that_the_format_defines(method: str, tmp_path: Path) -> None:
+    """In an order by activations, which gptqmodel reads."""
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_shuffled=True)
+    of_the_format(packed, dense, method)
+
+
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_matrix_means_what_the_format_defines(method: str, is_symmetric: bool, tmp_path: Path) -> None:
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_symmetric=is_symmetric)
+    name = "model.layers.1.mlp.down_proj"
+    tensors = load_file(packed / "model.safetensors")
+    parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
+    settings = json.loads((packed / "config.json").read_text())["quantization_config"]
+    weight = read_weight(parts, settings)
+    assert torch.equal(weight.dense(), load_file(dense / "model.safetensors")[f"{name}.weight"])
+    assert (weight.minimums is None) == is_symmetric
+    x = torch.randn(5, weight.values.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    if integer.available():
+        assert torch.equal(PackedIntegers(weight, None).product(x, with_bias=False), plain_product(x, weight, None))
+
+
+def test_matrices_in_another_layout_are_rejected(tmp_path: Path) -> None:
+    plain = base("llama", tmp_path / "plain")
+    packed_checkpoints.write(plain, tmp_path / "shuffled", tmp_path / "dense", "gptq", is_shuffled=True)
+    path = tmp_path / "shuffled" / "config.json"
+    path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
+    with pytest.raises(ValueError, match=r"quantised by gptq: model.*_proj: neighbours in its rows are of different"):
+        ours(tmp_path / "shuffled", None)
 
 
 @pytest.mark.parametrize("method", needs("gptq"))
@@ -47,7 +90,9 @@ def test_tokens_are_those_of_transformers_own_model(method: str, tmp_path: Path)
         if hasattr(module, "dequantize_weight"):  # compiled for minutes otherwise
             module.dequantize_weight = types.MethodType(type(module).dequantize_weight, module)
     tried = compare(
-        "llama", [write(network, prompt) for prompt in prompts], drive(ours(tmp_path / "packed", None), prompts, 64)
+        "llama",
+        [write(network, prompt) for prompt in prompts],
+        drive(ours(tmp_path / "packed", None, activations="none"), prompts, 64),
     )
     assert tried.exact, tried
 

@@ -98,7 +98,7 @@ def test_equal_bits_however_a_request_is_run(method: str, dtype: str, tmp_path: 
 
 
 MOST_BYTES = {"bitsandbytes": 1.1, "bitsandbytes-nf4": 0.65, "hqq-4bit": 0.63, "hqq-3bit": 0.56, "hqq-2bit": 0.51,
-              "fp8": 1.1, "gptq": 0.66, "awq": 0.6}  # fmt: skip
+              "fp8": 1.1}  # fmt: skip
 """Of a weight in float32, scales included; scales of hqq and of bitsandbytes are half as large in 16 bits."""
 
 STORED: dict[str, Callable[[Any], Iterable[torch.Tensor]]] = {
@@ -108,8 +108,6 @@ STORED: dict[str, Callable[[Any], Iterable[torch.Tensor]]] = {
     "EightBitMatrix": lambda kept: (kept._rounded, kept._largest),
     "GroupedMatrix": lambda kept: (kept._module.W_q, kept._module.meta["scale"], kept._module.meta["zero"]),
     "Float8Matrix": lambda kept: (kept._weight.qdata, kept._weight.scale),
-    "GptqMatrix": lambda kept: kept._module.buffers(recurse=False),
-    "AwqMatrix": lambda kept: kept._module.buffers(recurse=False),
 }  # fmt: skip
 """The tensors of a weight and its scales, by class."""
 

@@ -58,6 +58,7 @@ def ran(name: str, method: str, folder: Path, dense: Path | None = None) -> Trie
     config = ShardConfig(
         name, str(served), "unix:/dev/null", dtype="float32", quantize=method, max_total_tokens=128, step_tokens=40,
         adapter_store=str(folder / "store"), max_active_adapters=3,
+        quantize_activations="none" if method in IN_FILES else None,
     )  # fmt: skip
     given = through_engine(config, prompts, [digests[each] if each else "" for each in chosen])
     tried = Tried(name, 3, len(chosen), share_changed=sum(changed) / len(changed))
@@ -77,7 +78,7 @@ def test_peft_s_own_tokens(name: str, method: str, tmp_path: Path) -> None:
     assert tried.share_changed >= 0.9
 
 
-@pytest.mark.parametrize("method", needs("fp8", *IN_FILES))
+@pytest.mark.parametrize("method", [*needs("fp8"), *(pytest.param(name, marks=pytest.mark.long) for name in IN_FILES)])
 def test_peft_s_own_tokens_on_a_plain_base_of_equal_weights(method: str, tmp_path: Path) -> None:
     """PEFT has no adapters on these layers, or rounds more than asked for."""
     plain = base("llama", tmp_path / "plain")
