@@ -91,7 +91,7 @@ def reason_against_device(name: str, device: str) -> str:
 
 
 def reason_against_integers(config: Mapping[str, Any]) -> str:
-    """Why the matrices of a GPTQ or AWQ checkpoint cannot be multiplied as integers; empty if they can. Reading them may
+    """Why matrices of a GPTQ or AWQ checkpoint cannot be multiplied as integers; empty if they can. Reading them may
     find another reason, which config.json does not tell.
     """
     settings = config["quantization_config"]

@@ -283,7 +283,15 @@ def test_flags_without_a_process_are_the_launcher_s_own() -> None:
 def test_flags_without_effect_if_a_process_is_remote() -> None:
     assert {"port", "api-keys", "local-adapter-root"} <= rules.OF_ROUTERS
     assert {"quantize", "num-shard", "threads", "eager", "ngram-min"} <= rules.OF_SHARDS
-    both = {"max-input-length", "drain-timeout-s", "shard-address", "shard-listen", "dtype", "model-id", "adapter-disk-cache"}
+    both = {
+        "max-input-length",
+        "drain-timeout-s",
+        "shard-address",
+        "shard-listen",
+        "dtype",
+        "model-id",
+        "adapter-disk-cache",
+    }
     assert not both & (rules.OF_ROUTERS | rules.OF_SHARDS)
 
 

@@ -38,7 +38,9 @@ def write(
         stem = name.removesuffix("weight")
         pack = _gptq if method == "gptq" else _awq
         quantised |= {stem + part: tensor for part, tensor in pack(codes, zeros, scales, groups).items()}
-        dense[name] = (scales[groups] * (codes - zeros[groups])).float().t().contiguous()
+        exact = scales[groups].float() * (codes - zeros[groups])
+        # what gptqmodel reads it also rounds
+        dense[name] = (exact.half().float() if is_shuffled else exact).t().contiguous()
     settings = {"bits": 4, "group_size": GROUP, "quant_method": method}
     settings |= {"desc_act": is_shuffled, "sym": False} if method == "gptq" else {"zero_point": True, "version": "gemm"}
     _save(base, packed, quantised, {"quantization_config": settings})

@@ -79,12 +79,14 @@ def test_matrices_in_another_layout_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", needs("gptq"))
 def test_tokens_are_those_of_transformers_own_model(method: str, tmp_path: Path) -> None:
-    packed_checkpoints.write(base("llama", tmp_path / "plain"), tmp_path / "packed", tmp_path / "dense", method)
+    """In an order by activations, in which gptqmodel reads it."""
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_shuffled=True)
     prompts = prompts_of("llama", LENGTHS)
-    settings = AutoConfig.from_pretrained(tmp_path / "packed")
+    settings = AutoConfig.from_pretrained(packed)
     settings.quantization_config["backend"] = "gptq_torch"  # what it takes by itself computes in 16 bits
     network = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "packed", config=settings, dtype=torch.float32, attn_implementation="eager"
+        packed, config=settings, dtype=torch.float32, attn_implementation="eager"
     )
     for module in network.eval().modules():
         if hasattr(module, "dequantize_weight"):  # compiled for minutes otherwise
@@ -92,7 +94,7 @@ def test_tokens_are_those_of_transformers_own_model(method: str, tmp_path: Path)
     tried = compare(
         "llama",
         [write(network, prompt) for prompt in prompts],
-        drive(ours(tmp_path / "packed", None, activations="none"), prompts, 64),
+        drive(ours(packed, None), prompts, 64),
     )
     assert tried.exact, tried
 
