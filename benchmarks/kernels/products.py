@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -49,12 +51,12 @@ def products(kind: str, weight: torch.Tensor, copies: int) -> list[Multiply]:
 
     if kind == "torch":
         copied = [weight.clone() for _ in range(copies)]
-        return [lambda x, own=own: torch.nn.functional.linear(x, own) for own in copied]
+        return [partial(torch.nn.functional.linear, weight=own) for own in copied]
     if kind == "bfloat16":
         return [StreamedMatrix(weight, None).project for _ in range(copies)]
     rounded = round_weight(weight, 8 if kind == "int8" else 4)
     packed = [PackedIntegers(rounded, None) for _ in range(copies)]
-    return [lambda x, own=own: own.product(x, with_bias=False) for own in packed]
+    return [partial(own.product, with_bias=False) for own in packed]
 
 
 @torch.inference_mode()
@@ -85,7 +87,8 @@ def limit(level: str) -> None:
 
     torch.ops.mkldnn._is_mkldnn_bf16_supported()  # oneDNN reads its variable now
     (chosen,) = [each for each in prebuilt.LEVELS if each.name == level]
-    native.FLAGS = (*prebuilt.COMMON_FLAGS, *chosen.flags, "-mtune=generic")
+    flags: Any = (*prebuilt.COMMON_FLAGS, *chosen.flags, "-mtune=generic")
+    native.FLAGS = flags
 
 
 def main(given_arguments: Sequence[str] | None = None) -> int:
