@@ -12,7 +12,6 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight
-from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -35,8 +34,6 @@ def load_packed(
     )
     with no_init_weights():
         network: Any = AutoModelForCausalLM.from_config(plain, dtype=dtype, **options)
-    if any(is_experts(module) for module in network.modules()):
-        raise ValueError("experts of a quantised checkpoint are not multiplied as integers")
     missing = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _tensors(folder):
@@ -49,11 +46,16 @@ def load_packed(
         elif not name.endswith("rotary_emb.inv_freq"):  # of old checkpoints
             raise ValueError(f"its tensor {name} has no place in transformers' {type(network).__name__}")
     for stem, given in parts.items():
-        module = network.get_submodule(stem)
         try:
+            module = network.get_submodule(stem)
             weight = read_weight(given, settings)
+        except AttributeError:  # such as one of many experts
+            raise ValueError(f"its matrix {stem} has no place in transformers' {type(network).__name__}") from None
         except ValueError as reason:
             raise ValueError(f"{stem}: {reason}") from None
+        if weight.values.shape != module.weight.shape:
+            wanted = tuple(module.weight.shape)
+            raise ValueError(f"its matrix {stem} has the shape {tuple(weight.values.shape)}, not {wanted}")
         made = IntegerLinear(weight, module.bias, rounds_activations, dtype)
         network.set_submodule(stem, made)
         missing.discard(f"{stem}.weight")
