@@ -3,10 +3,11 @@
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from starlette.requests import Request
 
 from lorikeet.adapters.rights import Rights
@@ -50,6 +51,8 @@ from lorikeet.router.usage.writer import Usage
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import Tracing
 
+log = structlog.get_logger()
+
 
 @dataclass
 class Timing:
@@ -85,6 +88,8 @@ class Service:
     live: Live
     streams: Streams
     """Answers that clients may resume on another connection."""
+    not_learning: set[str] = field(default_factory=set)
+    """Aliases that ask for learned heads, of which the log says that the shards learn none."""
 
     @property
     def admission(self) -> Admission:
@@ -190,12 +195,19 @@ class Service:
         self, caller: Caller, adapter: Adapter | None, heads: AdapterFields, speculation: Speculation, salt: str | None
     ) -> str:
         """Whose outputs heads are learned from that draft for a request; empty for none, or where it names heads."""
-        info = self.dispatcher.info
-        if info is None or not info.learning or not speculation.num_heads or heads.name:
-            return ""
         entry = self.selection.directory.find(adapter.alias) if adapter is not None and adapter.alias else None
         wanted = None if entry is None else entry.learn_heads
-        return caller.tenant(salt) if (self.config.learn_heads if wanted is None else wanted) else ""
+        info = self.dispatcher.info
+        if info is None or not speculation.num_heads or heads.name:
+            return ""
+        if not (self.config.learn_heads if wanted is None else wanted):
+            return ""
+        if info.learning:
+            return caller.tenant(salt)
+        if entry is not None and wanted and entry.alias not in self.not_learning:
+            self.not_learning.add(entry.alias)
+            log.warning("learn_heads_unavailable", alias=entry.alias, reason="the shards cannot learn: see their logs")
+        return ""
 
     async def grammar(
         self,

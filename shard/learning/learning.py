@@ -106,7 +106,14 @@ class LearnedPair:
 
     def record(self) -> Record:
         """What survives a restart."""
-        return Record(self.pair, self.digest, self.replaced, self.replaced_acceptance, tuple(self.decisions))
+        heads = self.given_digest, self.digest, self.replaced
+        return Record(self.pair, *heads, self.replaced_acceptance, tuple(self.decisions))
+
+    def came_with(self, digest: str) -> None:
+        """A request came with these heads, "" for none. If such drafted before the adopted ones, they would again."""
+        if self.replaced == self.given_digest:
+            self.replaced = digest
+        self.given_digest = digest
 
 
 class NoLearning:
@@ -164,13 +171,7 @@ class Learning(NoLearning):
         self._due: dict[int, LearnedPair] = {}
         """Pairs that have rows for a training."""
         for record in records.read():
-            pair = self._pair(record.pair)
-            pair.decisions.extend(record.decisions)
-            if record.digest and records.hold(record.digest):
-                pair.digest = record.digest  # its first request loads it
-                pair.replaced, pair.replaced_acceptance = record.replaced, record.replaced_acceptance
-                records.hold(record.replaced)
-                scheduler.learned_heads.adopt(record.pair, record.digest)
+            self._restore(record)
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
         self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
@@ -185,7 +186,7 @@ class Learning(NoLearning):
         if key is None:
             return
         pair = self._pair(key)
-        pair.given_digest = request.given_heads_digest
+        pair.came_with(request.given_heads_digest)
         wanted = rows[first : first + len(token_ids)].to(torch.bfloat16)
         bits = wanted.view(torch.int16).numpy().view(np.uint16)
         self.rings.append(key, request.order, np.array(token_ids, np.int32), bits)
@@ -297,12 +298,32 @@ class Learning(NoLearning):
             self._forget(next(iter(self.pairs)))
         return pair
 
+    def _restore(self, record: Record) -> None:
+        """A pair as it was before a restart."""
+        pair = self._pair(record.pair)
+        pair.given_digest = record.given_digest
+        pair.decisions.extend(record.decisions)
+        if not record.digest:
+            return
+        if not self._records.hold(record.digest):
+            self._totals.num_failed += 1
+            reason = "the learned heads are no longer in the adapter store"
+            self._decide(pair, "failed", reason, Trained(pair.number, record.digest))
+            if record.replaced not in ("", pair.given_digest):
+                self._records.remove(record.replaced)
+            return
+        pair.digest = record.digest  # its first request loads it
+        pair.replaced, pair.replaced_acceptance = record.replaced, record.replaced_acceptance
+        if pair.replaced not in ("", pair.given_digest):
+            self._records.hold(pair.replaced)
+        self._scheduler.learned_heads.adopt(record.pair, record.digest)
+
     def _forget(self, key: Pair) -> None:
         """A pair that was not used for long starts anew when it is."""
         pair = self.pairs.pop(key)
         self._scheduler.learned_heads.adopt(key, "")
         self._due.pop(pair.number, None)
-        for digest in {pair.digest, pair.candidate} - {""}:
+        for digest in {pair.digest, pair.candidate, pair.replaced} - {"", pair.given_digest}:
             self._records.release(digest)
 
     def _observe(self, pair: LearnedPair, is_accepted: bool) -> None:
@@ -341,13 +362,17 @@ class Learning(NoLearning):
     def _drop(self, pair: LearnedPair, digest: str, reason: str) -> None:
         """Heads could not be loaded."""
         self._totals.num_failed += 1
+        unused = {digest}
         if pair.candidate == digest:
             pair.candidate = ""
         if pair.digest == digest:
+            unused.add(pair.replaced)
             pair.digest = pair.replaced = ""
             pair.replaced_acceptance = 0.0
         self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(pair.number, digest))
         self._switch(pair)
+        for each in unused:
+            self._remove(pair, each)
 
     def _switch(self, pair: LearnedPair) -> None:
         """Let running requests use the heads that the pair has now."""

@@ -48,10 +48,20 @@ class Record:
     """Of one pair."""
 
     pair: Pair
+    given_digest: str
+    """The heads that requests came with, "" for none. They are an adapter like any other, and never deleted here."""
     digest: str
+    """The adopted heads, "" for none."""
     replaced: str
+    """What drafted before them. It may be the given heads."""
     replaced_acceptance: float
     decisions: tuple[Decision, ...]
+
+    @property
+    def learned(self) -> set[str]:
+        """All heads that are named here and were learned."""
+        named = {self.digest, self.replaced, *(decision.heads_digest for decision in self.decisions)}
+        return named - {"", self.given_digest}
 
 
 class Records:
@@ -66,9 +76,8 @@ class Records:
         threading.Thread(target=self._run, name="learning records", daemon=True).start()
 
     def read(self) -> list[Record]:
-        """All records of this base, the most recently written last."""
-        paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        return [record for path in paths[-MOST_FILES:] if (record := self._read(path)) is not None]
+        """The newest records of this base, the most recently written last."""
+        return self._read_all(MOST_FILES)
 
     def write(self, record: Record) -> None:
         """Write the record of a pair, soon."""
@@ -104,14 +113,21 @@ class Records:
         done.wait()
 
     def purge(self) -> None:
-        """Delete all records of this base, and the heads that they name. Waits for it."""
+        """Delete all records of this base, and the learned heads that they name. Waits for it."""
         self.flush()
-        for record in self.read():
-            named = {record.digest, record.replaced, *(decision.heads_digest for decision in record.decisions)}
-            for digest in named - {""}:
-                self.release(digest)
-                (self._root / f"{digest}.safetensors").unlink(missing_ok=True)
+        records = self._read_all()
+        given = {record.given_digest for record in records}
+        for digest in set[str]().union(*(record.learned for record in records)) - given:
+            self.release(digest)
+            (self._root / f"{digest}.safetensors").unlink(missing_ok=True)
+        for record in records:
             self._path(record.pair).unlink(missing_ok=True)
+
+    def _read_all(self, most: int | None = None) -> list[Record]:
+        """All records of this base in the `most` newest files, or in all, the most recently written last."""
+        paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        newest = paths if most is None else paths[-most:]
+        return [record for path in newest if (record := self._read(path)) is not None]
 
     def _read(self, path: Path) -> Record | None:
         try:

@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         "a key that is marked isolate is learned from",
         "router/api/service.py",
-        'return caller.tenant(salt) if (self.config.learn_heads if wanted is None else wanted) else ""',
-        'return "x" if (self.config.learn_heads if wanted is None else wanted) else ""',
+        "if info.learning:\n            return caller.tenant(salt)",
+        'if info.learning:\n            return "x"',
         "tests/router/api/routes/test_learning.py::test_keys_that_are_marked_isolate_take_no_part",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2 as pb
@@ -67,6 +68,20 @@ async def test_an_alias_decides_for_itself(tmp_path: Path, is_on: bool) -> None:
         named = await learners(server, model="answers", adapter_id="answers")
         assert [bool(each) for each in named] == [is_on] * 3
         assert [bool(each) for each in await learners(server)] == [not is_on] * 3
+
+
+async def test_the_log_names_each_alias_once_that_asks_for_heads_where_shards_cannot_learn(tmp_path: Path) -> None:
+    made(tmp_path, "v1")
+    path = write(tmp_path, "asks: {id: v1, learn_heads: true}\nalso: {id: v1, learn_heads: true}\nnot: {id: v1}")
+    async with serving(tmp_path, adapters=True, catalogue_path=path) as server:
+        (link,) = server.dispatcher.links
+        assert link.info is not None
+        link.info.learning = False
+        with structlog.testing.capture_logs() as lines:
+            for alias in ("asks", "also", "not"):
+                assert await learners(server, model=alias, adapter_id=alias) == [""] * 3
+        found = [line["alias"] for line in lines if line["event"] == "learn_heads_unavailable"]
+        assert found == ["asks", "also"]
 
 
 async def test_an_administrator_sees_and_deletes_what_was_learned(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """A model split over ranks, here threads, against the whole one, for every architecture that has a plan."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from lorikeet.shard import attention
+from lorikeet.shard.adapters.manager import prepare
+from lorikeet.shard.adapters.ranks import CollectiveReader
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
@@ -20,6 +24,7 @@ from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import plan_of
 from tests import tiny
 from tests.adapters.medusa import small
+from tests.shard.engine.adapter_exactness import lay_out, make_adapters
 from tests.shard.model.medusa.test_heads import SHAPES, run, write
 from tests.shard.ranks_in_threads import together
 
@@ -121,6 +126,42 @@ def test_heads_are_split_as_the_output_head_is(shape: str, tmp_path: Path) -> No
     models = together([partial(assembled, config, part) for part in parts])
     for each in together([lambda _, model=model: drafts(model) for model in models]):  # type: ignore[misc]
         torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_an_adapter_that_is_activated_within_a_chunk_computes_the_same(tmp_path: Path) -> None:
+    """Activated LoRA: from the first token on, at every offset of a chunk, behind it, and not at all."""
+    base = tiny.make("llama", tmp_path / "model")
+    config = config_of(base)
+    whole, *parts = networks(config, 3)
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", alora_invocation_tokens=[7], task_type="CAUSAL_LM")
+    folders = make_adapters(base, tmp_path / "adapters", {"activated": adapter}, seed=1)
+    path = tmp_path / "store" / f"{lay_out(base, tmp_path / 'store', folders)['activated']}.safetensors"
+    starts = (0, 1, 4, 5, 9)
+    segments = [Segment(0, 5, range(2 * n, 2 * n + 2), slot=0, slot_start=at) for n, at in enumerate(starts)]
+    later = [replace(each, start=5, num_tokens=4) for each in segments]
+    ids = torch.randint(0, tiny.VOCAB, (50,), generator=torch.Generator().manual_seed(3))
+
+    def found(model: Model, slot: int, group: Group) -> torch.Tensor:
+        """[T, V] of all segments, in two chunks."""
+        device, files, _ = prepare(config, model, 1, 1 << 24, group.add_up if group.size > 1 else None)
+        device.put(0, CollectiveReader(files, group).read(path))
+        model.allocate_kv(2 * len(starts))
+        rows = []
+        for chunk in (segments, later):
+            taken = sum(each.num_tokens for each in chunk)
+            model.inputs.fill([replace(each, slot=slot) for each in chunk], ids[:taken], torch.arange(taken))
+            rows.append(model.forward().clone())
+        return torch.cat(rows)
+
+    (wanted,) = together([partial(found, assembled(config, whole), 0)])
+    models = together([partial(assembled, config, part) for part in parts])
+    for each in together([partial(found, model, 0) for model in models]):
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    bare = together([partial(found, model, -1) for model in models])[0]
+    differs = (bare - wanted).abs().amax(1) > 1e-3
+    first = [[at >= start for at in range(5)] for start in starts]
+    second = [[at >= start for at in range(5, 9)] for start in starts]
+    assert differs.tolist() == [each for row in (*first, *second) for each in row]
 
 
 def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
