@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import peft
 import pytest
+from transformers import AutoTokenizer
 
 from lorikeet.launcher import Client
 from lorikeet.launcher.exits import Exit
@@ -19,11 +20,13 @@ from tests.adapters.making import make_adapter
 from tests.e2e.launched import Launched, alive
 
 NUM_TOKENS = 40
-PROMPTS = ("the quick brown fox", "def main() -> None:")
+INVOCATION = "<check>"
+PROMPTS = ("the quick brown fox", "def main() -> None:", f"the quick brown fox{INVOCATION} jumps")
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"r": 8, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]},
     "dora": {"r": 4, "use_dora": True, "target_modules": ["v_proj", "o_proj", "gate_proj", "down_proj"]},
     "whole": {"r": 16, "target_modules": ["k_proj", "lm_head", "embed_tokens", "down_proj"], "bias": "lora_only"},
+    "activated": {"r": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
 }
 DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"return_k_alternatives": 2},
@@ -62,8 +65,11 @@ def ranks(server: Launched) -> list[int]:
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("ranks")
     base = tiny.make("llama", folder / "base", tokenizer=True, max_position_embeddings=4096)
+    invocation = AutoTokenizer.from_pretrained(base)(INVOCATION, add_special_tokens=False)["input_ids"]
     for seed, (name, config) in enumerate(CONFIGS.items()):
-        make_adapter(base, folder / "roots" / name, peft.LoraConfig(task_type="CAUSAL_LM", **config), seed=seed)
+        ids = invocation if name == "activated" else None
+        settings = peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=ids, **config)
+        make_adapter(base, folder / "roots" / name, settings, seed=seed)
     draft = tiny.make(
         "llama", folder / "draft", tokenizer=True, seed=9, num_hidden_layers=1, max_position_embeddings=4096
     )
@@ -107,7 +113,7 @@ def test_every_request_gets_what_the_whole_model_gives(split: Launched, whole: l
     changed = [
         ids != given[prompt, None, distribution]
         for (prompt, name, distribution), ids in given.items()
-        if name is not None
+        if name is not None and (name != "activated" or INVOCATION in prompt)
     ]
     assert sum(changed) >= 0.9 * len(changed), "adapters that change nothing prove nothing"
     assert len(ranks(split)) == 1
