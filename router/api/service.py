@@ -197,10 +197,9 @@ class Service:
         """Whose outputs heads are learned from that draft for a request; empty for none, or where it names heads."""
         entry = self.selection.directory.find(adapter.alias) if adapter is not None and adapter.alias else None
         wanted = None if entry is None else entry.learn_heads
+        is_wanted = self.config.learn_heads if wanted is None else wanted
         info = self.dispatcher.info
-        if info is None or not speculation.num_heads or heads.name:
-            return ""
-        if not (self.config.learn_heads if wanted is None else wanted):
+        if info is None or not is_wanted or not speculation.num_heads or heads.name:
             return ""
         if info.learning:
             return caller.tenant(salt)
