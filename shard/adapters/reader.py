@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
-from lorikeet.shard.scheduler.adapter_slots import Content
+from lorikeet.shard.scheduler.cached_adapter import Content
 
 log = structlog.get_logger()
 

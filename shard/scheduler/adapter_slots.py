@@ -1,17 +1,18 @@
 """Where each adapter is: in a slot of the step, in host memory, loading, or failed. Imports no torch.
 
 An adapter is identified by the digest of its content. It goes ABSENT → LOADING → host memory → a slot, and is evicted
-from either when room is needed: the least recently used first, none that a running request uses, none that is pinned.
+from either when room is needed: the one of least worth first, none that a running request uses, none that is pinned.
 A `Device` copies adapters into slots.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol, cast
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.scheduler.cached_adapter import AdapterWorth, CachedAdapter, Content
 
 NO_ADAPTERS = "this shard serves no adapters"
 MOST_SIZES = 4096
@@ -26,18 +27,6 @@ class Residency(IntEnum):
     RESIDENT = pb.AdapterState.RESIDENT
     FAILED = pb.AdapterState.FAILED
     HOST_MEMORY = pb.AdapterState.HOST_MEMORY
-
-
-class Content(Protocol):
-    """An adapter in host memory."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int:
-        """Its Medusa heads, which have the same slot; 0 without."""
-        ...
 
 
 class Device(Protocol):
@@ -70,33 +59,6 @@ class SlotLimits:
     """Once an adapter has waited this long for a slot, one in a slot takes no new request until its slot is free."""
 
 
-@dataclass(eq=False)
-class CachedAdapter:
-    """An adapter in host memory."""
-
-    digest: str
-    content: Content
-    slot: int = -1
-    num_users: int = 0
-    """Running requests."""
-    is_pinned: bool = False
-    is_copying: bool = False
-    """Is being copied into its slot."""
-    is_draining: bool = False
-    """Takes no new request: another adapter needs its slot."""
-    evict_when_idle: bool = False
-    """Is unloaded as soon as no request uses it."""
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether a request could use it now."""
-        return self.slot >= 0 and not (self.is_copying or self.is_draining or self.evict_when_idle)
-
-    @property
-    def may_leave(self) -> bool:
-        return self.num_users == 0 and not self.is_pinned and not self.is_copying
-
-
 @dataclass
 class Changes:
     """What happened since the last call."""
@@ -117,7 +79,8 @@ class AdapterSlots:
         """Seconds of a monotonic clock; the step loop updates it."""
         self._device = device
         self._load = load
-        self._cached: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
+        self._cached: dict[str, CachedAdapter] = {}  # least recently used first
+        self._worth = AdapterWorth()
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
         """Loading adapters that were unloaded since."""
@@ -153,7 +116,9 @@ class AdapterSlots:
         if not adapter.is_resident:
             return None
         adapter.num_users += 1
-        self._cached.move_to_end(digest)
+        adapter.num_uses += 1
+        adapter.worth = self._worth.of(adapter.num_uses, adapter.content.num_bytes)
+        self._cached[digest] = self._cached.pop(digest)
         return adapter.slot
 
     def settle(self, digest: str) -> bool:
@@ -243,7 +208,8 @@ class AdapterSlots:
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
-        adapter = self._cached[digest] = CachedAdapter(digest, content, is_pinned=digest in self._pinned)
+        worth = self._worth.of(0, content.num_bytes)
+        adapter = self._cached[digest] = CachedAdapter(digest, content, worth, is_pinned=digest in self._pinned)
         self._place(adapter)
 
     def failed(self, digest: str, reason: str) -> None:
@@ -284,12 +250,13 @@ class AdapterSlots:
     # Eviction
 
     def _place(self, adapter: CachedAdapter) -> None:
-        """Give an adapter a slot, or wait while all slots are in use; the least recently used one is drained then."""
+        """Give an adapter a slot, or wait while all slots are in use; the one of least worth is drained then."""
         while not self._fits(adapter):
-            victim = next((other for other in self._cached.values() if other.slot >= 0 and other.may_leave), None)
+            victim = next((other for other in self._by_worth() if other.slot >= 0 and other.may_leave), None)
             if victim is None:
                 self._wait_for_slot(adapter)
                 return
+            self._worth.gave_way(victim.worth)
             self._leave_slot(victim)
         adapter.slot = self._free.pop()
         self._waiting_since.pop(adapter.digest, None)
@@ -297,6 +264,10 @@ class AdapterSlots:
         adapter.is_copying = True
         self._copying.append(adapter)
         self._poll_copy(adapter)
+
+    def _by_worth(self) -> list[CachedAdapter]:
+        """Of adapters of equal worth, the least recently used first."""
+        return sorted(self._cached.values(), key=lambda adapter: adapter.worth)
 
     def _poll_copy(self, adapter: CachedAdapter) -> None:
         if self._device.is_ready(adapter.slot):
@@ -312,7 +283,7 @@ class AdapterSlots:
         since = self._waiting_since.setdefault(adapter.digest, self.now)
         if self.now - since < self.limits.cycle_seconds:
             return
-        for other in self._cached.values():
+        for other in self._by_worth():
             if other.slot >= 0 and not (other.is_pinned or other.is_draining or other.is_copying):
                 other.is_draining = True
                 self._waiting_since[adapter.digest] = self.now
@@ -330,13 +301,14 @@ class AdapterSlots:
             self._changes.states[adapter.digest] = (Residency.HOST_MEMORY, "")
 
     def _make_host_room(self, num_bytes: int) -> None:
-        """Evict unused adapters, the least recently used first; those in use stay, whatever their size."""
+        """Evict unused adapters, the one of least worth first; those in use stay, whatever their size."""
         total = sum(adapter.content.num_bytes for adapter in self._cached.values()) + num_bytes
-        for adapter in list(self._cached.values()):
+        for adapter in self._by_worth() if total > self.limits.host_bytes else ():
             if total <= self.limits.host_bytes:
                 return
             if adapter.may_leave:
                 total -= adapter.content.num_bytes
+                self._worth.gave_way(adapter.worth)
                 self._leave_slot(adapter)
                 self._leave_host(adapter)
 

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.shard.adapters.reader import NOT_HERE, AdapterReader
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
-from lorikeet.shard.scheduler.adapter_slots import Content
+from lorikeet.shard.scheduler.cached_adapter import Content
 
 
 def read(path: Path) -> Content:

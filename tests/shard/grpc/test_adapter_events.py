@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
 from lorikeet.shard.grpc.outbox import StreamUpdate
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Residency, SlotLimits
+from lorikeet.shard.scheduler.cached_adapter import Content
 from lorikeet.shard.scheduler.request import Request
 from tests.shard.rig import EPOCH, Rig
 

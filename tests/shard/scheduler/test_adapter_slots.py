@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Residency, SlotLimits
+from lorikeet.shard.scheduler.cached_adapter import Content
 
 DIGESTS = [f"{index:064x}" for index in range(8)]
 
@@ -170,9 +171,12 @@ def test_an_absent_adapter_is_asked_for_once_and_then_runs() -> None:
     assert slots.take_changes().states == {"a": (Residency.RESIDENT, "")}
 
 
-def test_the_least_recently_used_makes_room_but_never_one_in_use_or_pinned() -> None:
+def test_the_one_of_least_worth_makes_room_but_never_one_in_use_or_pinned() -> None:
     slots, _ = make(num_slots=3)
     load(slots, "a", "b", "c")
+    for digest in ("b", "c", "c"):
+        assert slots.acquire(digest) is not None
+        slots.release(digest)
     assert slots.acquire("a") is not None
     slots.pin("b", True)
     load(slots, "d")
