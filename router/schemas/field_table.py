@@ -250,6 +250,8 @@ ROWS: tuple[Row, ...] = (
               note="needs `logprobs`; at most 256, which are listed in place of the likeliest tokens, as in vLLM"),
     *_rejected(NATIVE, "logprob_token_ids", neutral=([],),
                note="is applied by /v1/completions and /v1/chat/completions"),
+    *_applied(OPENAI, "details",
+              note="`tokens` of each choice, with source and log probability, as /generate lists them"),
     *_applied(OPENAI, "return_token_ids", note="`prompt_token_ids` and `token_ids` of the answer"),
     *_rejected(NATIVE, "return_token_ids", neutral=(False,), note="is not supported by this route: use `details`"),
     *_applied(OPENAI, "return_tokens_as_token_ids", note="tokens in `logprobs` are written as `token_id:<id>`"),
@@ -257,7 +259,7 @@ ROWS: tuple[Row, ...] = (
     *_applied(ALL, "spaces_between_special_tokens", note="the text never has such spaces"),
     *_ignored(COMPLETIONS, "top_logprobs", note="`logprobs` is the number"),
     *_ignored(NATIVE, "logprobs", "top_logprobs", note="`details` and `return_k_alternatives` have them"),
-    *_ignored(OPENAI, "details", "decoder_input_details", "return_k_alternatives", "return_full_text"),
+    *_ignored(OPENAI, "decoder_input_details", "return_k_alternatives", "return_full_text"),
     *_ignored(NATIVE, "return_tokens_as_token_ids"),
     *_ignored(ALL, "return_prompt_text", "return_token_offsets"),
     # Requests and callers

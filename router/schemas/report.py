@@ -16,6 +16,8 @@ _TIERS = ("auto", "default", "flex", "scale", "priority")
 class ReportFields:
     """What an answer contains in addition to its choices."""
 
+    tokens: bool
+    """LoRAX's `details`: whether each choice lists its tokens, as `/generate` does."""
     token_ids: bool
     tokens_as_ids: bool
     """Whether tokens in `logprobs` are written as `token_id:<id>`."""
@@ -51,6 +53,7 @@ def read_report_fields(fields: Fields, *, stream: bool) -> ReportFields:
     if tier not in (None, *_TIERS):
         raise ValidationError(f"`service_tier` must be one of {', '.join(_TIERS)}", "service_tier")
     return ReportFields(
+        fields.flag("details"),
         fields.flag("return_token_ids"),
         fields.flag("return_tokens_as_token_ids"),
         count,

@@ -1,6 +1,7 @@
 // Shows one answer: its tokens or its text, its statistics, and what can be done with it.
 
 import { statistics } from "./answer.js";
+import { callView } from "./calls.js";
 import { el, number } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { TokenView, legend } from "./tokens.js";
@@ -13,6 +14,7 @@ export class AnswerView {
     this.answer = answer;
     this.tokenView = new TokenView(`Answer ${label}`.trim());
     this.text = el("div", { class: "prose", hidden: true });
+    this.calls = el("div", { class: "calls", role: "status", hidden: true });
     this.stats = el("dl", { class: "stats" });
     this.legend = el("div", { class: "legend", "aria-label": "Tokens by source" });
     this.note = el("p", { class: "answer-note", role: "status", hidden: true });
@@ -26,7 +28,7 @@ export class AnswerView {
     this.element = el("article", { class: "answer panel", "aria-label": `Answer ${label}`.trim() },
       el("header", { class: "answer-head" }, label ? el("span", { class: "side-mark" }, label) : null, el("h2", {}, title),
         el("span", { class: "grow" }), this.stop),
-      el("div", { class: "answer-body" }, this.tokenView.element, this.text, this.tokenView.detail), this.note, this.legend, this.stats,
+      el("div", { class: "answer-body" }, this.tokenView.element, this.text, this.tokenView.detail), this.calls, this.note, this.legend, this.stats,
       el("footer", { class: "answer-foot" }, this.mode, this.again, this.code));
     this.textAt = 0;
   }
@@ -41,6 +43,7 @@ export class AnswerView {
     this.stop.hidden = !isRunning;
     this.again.hidden = isRunning;
     if (!this.text.hidden && (!isRunning || Date.now() - this.textAt > TEXT_PERIOD_MS)) this.#writeText();
+    this.#showCalls();
     this.legend.replaceChildren(...legend(answer.tokens));
     this.#statistics();
     const notes = [
@@ -51,6 +54,15 @@ export class AnswerView {
     if (this.note.textContent !== text) this.note.textContent = text;
     this.note.hidden = !text;
     this.note.classList.toggle("bad", Boolean(answer.error));
+  }
+
+  #showCalls() {
+    const { calls } = this.answer;
+    this.calls.hidden = !calls.length;
+    const shown = calls.map((call) => call.arguments).join();
+    if (shown === this.shownCalls) return;
+    this.shownCalls = shown;
+    this.calls.replaceChildren(...calls.map(callView));
   }
 
   #statistics() {
@@ -79,6 +91,9 @@ export class AnswerView {
 
   #writeText() {
     this.textAt = Date.now();
-    this.text.replaceChildren(renderMarkdown(this.answer.text));
+    const { reasoning, text } = this.answer;
+    const isOpen = this.text.querySelector("details")?.open;
+    this.text.replaceChildren(renderMarkdown(text));
+    if (reasoning) this.text.prepend(el("details", { open: isOpen ?? !text }, el("summary", {}, "Reasoning"), renderMarkdown(reasoning)));
   }
 }

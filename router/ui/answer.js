@@ -1,19 +1,23 @@
 // One answer of the model: a resumable stream that goes on after a reload, and what was received of it so far.
 
-import { ApiError, events, json, send } from "./api.js";
+import { ApiError, events, send } from "./api.js";
+import { parseTools } from "./tools.js";
 
 const TTL = "60";
 const RETRY_MS = [300, 700, 1500, 3000, 5000];
 
-export function newAnswer(settings, seed) {
+const NOTHING = { tokens: [], text: "", reasoning: "", calls: [], numEvents: 0, finish: "" };
+
+// `side` is 0 or 1, where two are compared.
+export function newAnswer(settings, seed, side) {
   return {
-    id: crypto.randomUUID().replaceAll("-", ""), settings, seed, state: "running", tokens: [], text: "", error: "", note: "",
-    startedAt: Date.now(), firstAt: 0, endedAt: 0, numEvents: 0, finish: "",
+    id: crypto.randomUUID().replaceAll("-", ""), settings, seed, side, state: "running", error: "", note: "",
+    startedAt: Date.now(), firstAt: 0, endedAt: 0, ...structuredClone(NOTHING),
   };
 }
 
-// What /generate_stream takes. `inputs` is the prompt as the model reads it.
-export function requestBody(inputs, settings, seed, isChat) {
+// What /generate_stream takes.
+export function completionBody(inputs, settings, seed) {
   const parameters = {
     max_new_tokens: settings.maxTokens, details: true, return_full_text: false, seed,
     speculative_method: settings.method, speculative_schedule: settings.schedule || undefined,
@@ -28,11 +32,32 @@ export function requestBody(inputs, settings, seed, isChat) {
     if (settings.topK > 0) parameters.top_k = settings.topK;
   }
   if (settings.repetition !== 1) parameters.repetition_penalty = settings.repetition;
-  if (isChat) parameters.add_special_tokens = false;
   return { inputs, parameters: JSON.parse(JSON.stringify(parameters)) };
 }
 
-export function format(settings) {
+// What /v1/chat/completions takes.
+export function chatBody(messages, settings, seed, model) {
+  const body = {
+    model: settings.adapter || model, adapter_source: settings.source || undefined, messages, max_tokens: settings.maxTokens, seed,
+    temperature: settings.temperature, stop: settings.stop?.length ? settings.stop : undefined, speculative_method: settings.method,
+    speculative_schedule: settings.schedule || undefined, stream: true, ...format(settings),
+  };
+  const tools = parseTools(settings.tools);
+  if (tools.length) Object.assign(body, { tools, tool_choice: settings.toolChoice });
+  if (settings.format === "json") body.response_format = { type: "json_schema", json_schema: { name: "output", schema: JSON.parse(settings.grammar) } };
+  if (settings.method !== "off" && settings.draftTokens >= 0) body.speculative_tokens = settings.draftTokens;
+  if (settings.temperature > 0 && settings.topP < 1) body.top_p = settings.topP;
+  if (settings.temperature > 0 && settings.topK > 0) body.top_k = settings.topK;
+  if (settings.repetition !== 1) body.repetition_penalty = settings.repetition;
+  return JSON.parse(JSON.stringify(body));
+}
+
+// Asks for tokens with their sources, log probabilities and alternatives too.
+export function detailed(body, { alternatives }) {
+  return { ...body, details: true, ...(alternatives ? { logprobs: true, top_logprobs: alternatives } : {}) };
+}
+
+function format(settings) {
   if (settings.format === "json") return { response_format: { type: "json_object", schema: JSON.parse(settings.grammar) } };
   if (settings.format === "regex") return { guided_regex: settings.grammar };
   if (settings.format === "choice") return { guided_choice: settings.grammar.split("\n").filter(Boolean) };
@@ -40,12 +65,11 @@ export function format(settings) {
   return {};
 }
 
-// Sends the request. `render` gives the prompt; `changed` is called after every change of `answer`.
-export async function run(answer, render, isChat, changed) {
+// Sends the request that `request` makes; `changed` is called after every change of `answer`.
+export async function run(answer, request, changed) {
   try {
-    const inputs = await render();
-    const body = requestBody(inputs, answer.settings, answer.seed, isChat);
-    await follow(answer, changed, () => send("generate_stream", {
+    const { path, body } = request();
+    await follow(answer, changed, () => send(path, {
       method: "POST", body, headers: { "x-lorikeet-resumable": TTL, "x-request-id": answer.id },
     }));
   } catch (error) {
@@ -55,8 +79,7 @@ export async function run(answer, render, isChat, changed) {
 
 // Goes on with an answer that was running when the page was left: from its beginning, so that nothing can be missing.
 export async function resume(answer, changed) {
-  answer.tokens = [];
-  answer.numEvents = 0;
+  Object.assign(answer, structuredClone(NOTHING));
   try {
     await follow(answer, changed, () => send(`v1/streams/${answer.id}?from=0`));
   } catch (error) {
@@ -80,7 +103,7 @@ async function follow(answer, changed, open) {
         if (answer.state !== "running") return;
         failures = 0;
         answer.note = "";
-        take(answer, JSON.parse(event));
+        take(answer, event);
         changed();
       }
       if (answer.state === "running") throw new TypeError("the connection ended early");
@@ -94,27 +117,40 @@ async function follow(answer, changed, open) {
   }
 }
 
-function take(answer, event) {
+function take(answer, data) {
   answer.numEvents += 1;
+  const event = data === "[DONE]" ? { isLast: true } : JSON.parse(data);
   if (event.error) throw new ApiError(0, event.error.message || event.error);
-  const now = Date.now();
-  if (event.token) {
-    answer.firstAt ||= now;
-    const { id, text, logprob, special, skipped, source, alternative_tokens: others } = event.token;
-    answer.tokens.push({
-      id, text, logprob, source, skipped, special: special || undefined,
-      others: others?.map((other) => [other.text, other.logprob]),
-    });
-    if (!special) answer.text += text;
-  }
+  if (event.token) takeToken(answer, event.token);
+  for (const choice of event.choices || []) takeChoice(answer, choice);
   if (event.generated_text !== null && event.generated_text !== undefined) {
     answer.text = event.generated_text;
     answer.finish = event.details?.finish_reason || "";
-    answer.speculation = event.details?.speculation || null;
-    answer.promptTokens = event.details?.prompt_tokens;
-    answer.state = "done";
-    answer.endedAt = now;
+    event.isLast = true;
   }
+  if (event.isLast) Object.assign(answer, { state: "done", endedAt: Date.now() });
+}
+
+// Of a chat: text, reasoning, or a part of a call.
+function takeChoice(answer, { delta, tokens, finish_reason: finish, stop_reason: stop }) {
+  tokens?.forEach((token) => takeToken(answer, token, false));
+  answer.text += delta.content || "";
+  answer.reasoning += delta.reasoning_content || "";
+  for (const { index, id, function: { name, arguments: more } } of delta.tool_calls || []) {
+    answer.calls[index] ||= { id, name, arguments: "" };
+    answer.calls[index].arguments += more;
+  }
+  if (finish) answer.finish = finish === "stop" && typeof stop === "string" ? "stop_sequence" : finish;
+}
+
+function takeToken(answer, token, isText = true) {
+  answer.firstAt ||= Date.now();
+  const { id, text, logprob, special, skipped, source, alternative_tokens: others } = token;
+  answer.tokens.push({
+    id, text, logprob, source, skipped, special: special || undefined,
+    others: others?.map((other) => [other.text, other.logprob]),
+  });
+  if (isText && !special) answer.text += text;
 }
 
 function end(answer, state, changed) {
@@ -128,12 +164,6 @@ function fail(answer, error, changed) {
   const isGone = error instanceof ApiError && error.status === 404 && answer.startedAt < Date.now() - 1000 && !answer.numEvents;
   answer.error = isGone ? "The server no longer keeps this answer. Regenerate it: the same seed gives the same text." : error.message;
   end(answer, "failed", changed);
-}
-
-// The prompt of a conversation, through the chat template of the model or the adapter.
-export async function renderChat(messages, settings) {
-  const body = { messages, model: settings.adapter || undefined, adapter_source: settings.source || undefined };
-  return (await json("chat_tokenize", { method: "POST", body: JSON.parse(JSON.stringify(body)) })).templated_text;
 }
 
 export function statistics(answer) {

@@ -1,22 +1,8 @@
 // The same request for a terminal or a program. A key is never part of it.
 
 import { ROOT, key } from "./api.js";
-import { format, requestBody } from "./answer.js";
+import { chatBody, completionBody } from "./answer.js";
 import { el } from "./dom.js";
-
-function chatBody(messages, settings, seed, model) {
-  const body = {
-    model: settings.adapter || model, adapter_source: settings.source || undefined, messages, max_tokens: settings.maxTokens, seed,
-    temperature: settings.temperature, stop: settings.stop.length ? settings.stop : undefined, speculative_method: settings.method,
-    speculative_schedule: settings.schedule || undefined, stream: true, ...format(settings),
-  };
-  if (settings.format === "json") body.response_format = { type: "json_schema", json_schema: { name: "output", schema: JSON.parse(settings.grammar) } };
-  if (settings.method !== "off") body.speculative_tokens = settings.draftTokens;
-  if (settings.temperature > 0 && settings.topP < 1) body.top_p = settings.topP;
-  if (settings.temperature > 0 && settings.topK > 0) body.top_k = settings.topK;
-  if (settings.repetition !== 1) body.repetition_penalty = settings.repetition;
-  return JSON.parse(JSON.stringify(body));
-}
 
 function curl(path, body) {
   const authorization = key.get() ? ' \\\n  -H "authorization: Bearer $LORIKEET_API_KEY"' : "";
@@ -24,7 +10,11 @@ function curl(path, body) {
   return `curl -N ${new URL(path, ROOT)} -H 'content-type: application/json'${authorization} -d '${quoted}'`;
 }
 
-const OPENAI = new Set(["model", "messages", "max_tokens", "seed", "temperature", "stop", "stream", "top_p", "response_format"]);
+const OPENAI = new Set(["model", "messages", "max_tokens", "seed", "temperature", "stop", "stream", "top_p", "response_format", "tools", "tool_choice"]);
+
+const PRINT_CALLS = `
+        for call in choice.delta.tool_calls or []:
+            print(call.function.name or "", call.function.arguments or "", end="", flush=True)`;
 
 function pythonChat(body) {
   const own = Object.entries(body).filter(([name]) => OPENAI.has(name));
@@ -39,8 +29,8 @@ ${lines}
     extra_body=${python(extra)},
 )
 for chunk in chunks:
-    if chunk.choices:
-        print(chunk.choices[0].delta.content or "", end="", flush=True)
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)${body.tools ? PRINT_CALLS : ""}
 `;
 }
 
@@ -71,7 +61,7 @@ function python(value) {
 }
 
 export function showCode({ isChat, prompt, messages, settings, seed, model }) {
-  const body = isChat ? chatBody(messages, settings, seed, model) : requestBody(prompt, settings, seed, false);
+  const body = isChat ? chatBody(messages, settings, seed, model) : completionBody(prompt, settings, seed);
   const texts = isChat ? [["curl", curl("v1/chat/completions", body)], ["Python", pythonChat(body)]]
     : [["curl", curl("generate_stream", body)], ["Python", pythonNative(body)]];
   const dialog = el("dialog", { "aria-labelledby": "code-title", onclose: () => dialog.remove() },

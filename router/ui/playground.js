@@ -1,7 +1,10 @@
 // The playground: conversations, one or two sides, and the settings of each side.
 
-import { newAnswer, renderChat, resume, run, stop } from "./answer.js";
+import { json } from "./api.js";
+import { chatBody, completionBody, detailed, newAnswer, resume, run, stop } from "./answer.js";
 import { AnswerView } from "./answer-view.js";
+import { resultForm, resultView } from "./calls.js";
+import { messagesOf, sidesWithCalls, upgrade } from "./conversation.js";
 import { showCode } from "./copy.js";
 import { el, notify } from "./dom.js";
 import { HistoryPanel } from "./history.js";
@@ -9,6 +12,7 @@ import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
 import * as store from "./store.js";
 import { firstDifference } from "./tokens.js";
+import { EXAMPLE_ADAPTER, EXAMPLE_PROMPT, exampleTools } from "./tools.js";
 
 const CURRENT = "lorikeet-conversation";
 const SAVE_MS = 400;
@@ -30,7 +34,7 @@ export class Playground {
   async start() {
     const id = sessionStorage.getItem(CURRENT) || localStorage.getItem(CURRENT);
     const found = id ? await store.find(id).catch(() => null) : null;
-    if (found) this.#open(found);
+    if (found) this.#open(upgrade(found));
     else this.#new();
     this.history.refresh(this.conversation.id);
   }
@@ -74,7 +78,7 @@ export class Playground {
 
   async #load(id) {
     const found = await store.find(id);
-    if (found) this.#open(found);
+    if (found) this.#open(upgrade(found));
   }
 
   #open(conversation) {
@@ -158,13 +162,27 @@ export class Playground {
   #welcome(isChat) {
     const examples = isChat ? ["Explain what a LoRA adapter is.", "Write a haiku about parrots."]
       : ["def read_lines(path):\n", 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'];
+    const calling = el("button", { type: "button", onclick: () => this.#showTools() }, "Call a function …");
     return el("div", { class: "welcome" }, el("h2", {}, isChat ? "Start a conversation" : "Complete a text"),
       el("p", { class: "dim" }, "Every token is coloured by what proposed it: the model itself, or a draft that the model agreed with. ",
         "“Compare two” runs a prompt with two adapters, or with and without speculative decoding, and marks where the answers first differ."),
       el("div", { class: "examples" }, examples.map((text) => el("button", { type: "button", onclick: () => {
         this.input.value = text;
         this.input.focus();
-      } }, text.trim().split("\n")[0] + (text.trim().includes("\n") ? " …" : "")))));
+      } }, text.trim().split("\n")[0] + (text.trim().includes("\n") ? " …" : ""))), isChat ? calling : null));
+  }
+
+  // An example of tools, with the demo adapter where the server has it.
+  async #showTools() {
+    const { data } = await json("v1/models").catch(() => ({ data: [] }));
+    const adapter = data.find((model) => model.parent && model.id === EXAMPLE_ADAPTER && !model.problem);
+    for (const settings of this.conversation.settings) {
+      settings.tools = exampleTools();
+      if (adapter) Object.assign(settings, { adapter: adapter.id, source: adapter.adapter_source || "" });
+    }
+    this.#refresh();
+    this.input.value = EXAMPLE_PROMPT;
+    this.input.focus();
   }
 
   // Turns
@@ -192,16 +210,26 @@ export class Playground {
     return undefined;
   }
 
+  #sendResults(results) {
+    const before = this.conversation.turns.at(-1);
+    before.drafts = results.map(({ text }) => text);
+    const turn = { prompt: "", results, answers: [] };
+    this.conversation.turns.push(turn);
+    this.#answerTurn(turn);
+    this.input.focus();
+  }
+
   async #answerTurn(turn) {
     const { conversation } = this;
+    const { settings, turns } = conversation;
     const random = Number(crypto.getRandomValues(new BigUint64Array(1))[0] & 0x1fffffffffffffn);
-    turn.answers = conversation.settings.map((settings) => newAnswer(structuredClone(settings), settings.seed === "" ? random : settings.seed));
+    turn.sides = settings.length;
+    const sides = turn.results ? sidesWithCalls(turns.at(-2), settings.length) : [...settings.keys()];
+    turn.answers = sides.map((side) => newAnswer(structuredClone(settings[side]), settings[side].seed === "" ? random : settings[side].seed, side));
     this.#showTurn(turn);
     await this.#write(); // so that a reload finds the ids of the answers
     this.history.refresh(conversation.id);
-    for (const [index, answer] of turn.answers.entries()) {
-      run(answer, () => this.#prompt(conversation, turn, index), conversation.mode === "chat", () => this.#changed(turn, answer));
-    }
+    for (const answer of turn.answers) run(answer, () => this.#request(conversation, turn, answer), () => this.#changed(turn, answer));
     this.turns.scrollTop = this.turns.scrollHeight;
   }
 
@@ -209,20 +237,10 @@ export class Playground {
     resume(answer, () => this.#changed(turn, answer));
   }
 
-  #messages(conversation, turn, index) {
-    const settings = turn.answers[index].settings;
-    const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
-    for (const earlier of conversation.turns) {
-      messages.push({ role: "user", content: earlier.prompt });
-      if (earlier === turn) break;
-      messages.push({ role: "assistant", content: (earlier.answers[index] || earlier.answers[0]).text });
-    }
-    return messages;
-  }
-
-  async #prompt(conversation, turn, index) {
-    if (conversation.mode !== "chat") return turn.prompt;
-    return renderChat(this.#messages(conversation, turn, index), turn.answers[index].settings);
+  #request(conversation, turn, { settings, seed, side }) {
+    if (conversation.mode !== "chat") return { path: "generate_stream", body: completionBody(turn.prompt, settings, seed) };
+    const body = chatBody(messagesOf(conversation, turn, side), settings, seed, this.capabilities.model);
+    return { path: "v1/chat/completions", body: detailed(body, settings) };
   }
 
   #regenerate(turn) {
@@ -230,6 +248,7 @@ export class Playground {
     conversation.turns.length = conversation.turns.indexOf(turn) + 1;
     this.#redraw();
     this.#stopAll(turn);
+    this.results?.remove();
     this.turns.lastChild?.remove();
     this.#answerTurn(turn);
   }
@@ -239,8 +258,11 @@ export class Playground {
     this.#stopAll(turn);
     conversation.turns.length = conversation.turns.indexOf(turn);
     this.#redraw();
-    this.input.value = turn.prompt;
-    this.input.focus();
+    if (turn.results) this.results.querySelector("textarea").focus();
+    else {
+      this.input.value = turn.prompt;
+      this.input.focus();
+    }
     this.#save();
   }
 
@@ -258,18 +280,19 @@ export class Playground {
   #showTurn(turn) {
     const isDouble = turn.answers.length > 1;
     const { conversation } = this;
+    this.results?.remove();
     const actions = {
       stop: (answer) => stop(answer, () => this.#changed(turn, answer)),
       regenerate: () => this.#regenerate(turn),
       code: (answer) => showCode({
         isChat: conversation.mode === "chat", prompt: turn.prompt, settings: answer.settings, seed: answer.seed, model: this.capabilities.model,
-        messages: this.#messages(conversation, turn, turn.answers.indexOf(answer)),
+        messages: messagesOf(conversation, turn, answer.side),
       }),
     };
-    const views = turn.answers.map((answer, index) => new AnswerView(answer, isDouble ? "AB"[index] : "", actions));
+    const views = turn.answers.map((answer) => new AnswerView(answer, turn.sides > 1 ? "AB"[answer.side] : "", actions));
     turn.answers.forEach((answer, index) => this.views.set(answer, views[index]));
-    this.turns.append(el("section", { class: `turn${isDouble ? " double" : ""}`, "aria-label": "Prompt and answer" },
-      el("div", { class: "prompt panel" }, el("div", { class: "prompt-text" }, turn.prompt),
+    this.turns.append(el("section", { class: `turn${isDouble ? " double" : ""}`, "aria-label": `Prompt and answer ${conversation.turns.indexOf(turn) + 1}` },
+      el("div", { class: "prompt panel" }, turn.results ? el("div", { class: "results-given" }, turn.results.map(resultView)) : el("div", { class: "prompt-text" }, turn.prompt),
         el("button", { type: "button", class: "small quiet", onclick: () => this.#edit(turn) }, "Edit")),
       el("div", { class: "answers" }, views.map((view) => view.element))));
     this.#draw(turn);
@@ -298,6 +321,16 @@ export class Playground {
     const found = second ? firstDifference(first.tokens, second.tokens, isOver) : -1;
     const sentence = !second ? "" : found >= 0 ? `First difference: token ${found + 1}.` : isOver && first.tokens.length ? "Both answers are the same." : "";
     for (const answer of turn.answers) this.views.get(answer)?.update([found, sentence]);
+    this.#askResults(turn);
+  }
+
+  // A form below the last answers, where they end with calls.
+  #askResults(turn) {
+    const isLast = turn === this.conversation.turns.at(-1);
+    if (!isLast || this.results?.isConnected || !turn.answers.some((answer) => answer.calls.length)) return;
+    if (turn.answers.some((answer) => ["running", "failed"].includes(answer.state))) return;
+    this.results = resultForm(turn, (results) => this.#sendResults(results));
+    this.turns.append(this.results);
   }
 
   // Storage

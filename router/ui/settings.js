@@ -1,6 +1,7 @@
 // The controls of one side: adapter, speculation, sampling, structured output, within the server's limits.
 
 import { el, field } from "./dom.js";
+import { exampleTools, toolNames, toolsFault } from "./tools.js";
 
 const METHODS = [
   ["auto", "Automatic"], ["lookup", "Prompt lookup"], ["medusa", "Medusa heads"], ["draft", "Draft model"], ["off", "Off"],
@@ -16,7 +17,7 @@ export function defaults(capabilities) {
   return {
     adapter: "", source: "", method: speculation.max_tokens ? "auto" : "off", draftTokens: speculation.default_tokens, schedule: "",
     maxTokens: Math.min(256, capabilities.max_total_tokens - 1), temperature: 0, topP: 1, topK: 0, repetition: 1, seed: "", stop: [],
-    alternatives: 3, format: "", grammar: "", system: "",
+    alternatives: 3, format: "", grammar: "", system: "", tools: "", toolChoice: "auto",
   };
 }
 
@@ -28,10 +29,11 @@ export class SettingsPanel {
     this.adapter = el("button", { type: "button", class: "adapter-button", onclick: () => onPick() });
     this.grammarField = field("Grammar", this.#text("grammar", { rows: 5, class: "mono", spellcheck: false }));
     this.systemField = field("System prompt", this.#text("system", { rows: 2 }));
+    this.toolFields = el("div", { class: "field-rows" }, this.#toolFields());
     this.samplingFields = el("div", { class: "field-rows" }, this.#samplingFields());
     this.element = el("div", { class: "settings" },
       el("div", { class: "field" }, el("span", { class: "label", id: "adapter-label" }, "Adapter"), this.adapter),
-      this.systemField, el("h3", {}, "Speculative decoding"), this.#speculationFields(), el("h3", {}, "Output"),
+      this.systemField, this.toolFields, el("h3", {}, "Speculative decoding"), this.#speculationFields(), el("h3", {}, "Output"),
       this.#outputFields(), this.grammarField, el("h3", {}, "Sampling"), this.#slider("temperature", "Temperature", 0, 2, 0.05), this.samplingFields);
     this.adapter.hidden = !capabilities.adapters;
   }
@@ -42,11 +44,12 @@ export class SettingsPanel {
     this.adapter.replaceChildren(el("span", { class: "picker-name" }, name), el("span", { class: "dim", "aria-hidden": "true" }, "▾"));
     this.adapter.setAttribute("aria-label", `Adapter: ${name}. Choose another`);
     for (const [name_, control] of Object.entries(this.controls)) {
-      const value = settings[name_];
+      const value = settings[name_] ?? { tools: "", toolChoice: "auto" }[name_];
       control.value = name_ === "stop" ? value.join("\n") : value;
       this.#output(control);
     }
     this.systemField.hidden = !isChat;
+    this.toolFields.hidden = !isChat;
     this.#relate();
   }
 
@@ -63,6 +66,19 @@ export class SettingsPanel {
     return el("div", { class: "field-rows" }, field("Method", this.#select("method", usable)),
       this.#slider("draftTokens", "Draft tokens per step", 0, most, 1),
       field("Draft length", this.#select("schedule", [["", "Server’s choice"], ["constant", "Constant"], ["auto", "Adapts to load"], ["heuristic", "Adapts to hits"]])));
+  }
+
+  #toolFields() {
+    const text = this.#text("tools", { rows: 4, class: "mono code-text", wrap: "off", spellcheck: false, placeholder: '[{"name": …, "parameters": …}]' });
+    const shown = field("Tools", text, " ");
+    this.toolNames = shown.querySelector("small");
+    const example = el("button", { type: "button", class: "small quiet", onclick: () => {
+      text.value = exampleTools();
+      text.dispatchEvent(new Event("input"));
+    } }, "Example");
+    shown.querySelector("label").after(el("span", { class: "field-action" }, example));
+    this.choiceField = field("Calls", this.#select("toolChoice", [["auto", "The model decides"], ["required", "At least one"], ["none", "None"]]));
+    return [shown, this.choiceField];
   }
 
   #outputFields() {
@@ -87,7 +103,11 @@ export class SettingsPanel {
     this.grammarField.hidden = !settings.format;
     for (const name of ["draftTokens", "schedule"]) if (this.controls[name]) this.controls[name].disabled = settings.method === "off";
     for (const name of ["topP", "topK"]) this.controls[name].disabled = !(settings.temperature > 0);
-    const { grammar, stop } = this.controls;
+    const { grammar, stop, tools } = this.controls;
+    this.choiceField.hidden = !settings.tools?.trim();
+    const fault = toolsFault(settings.tools);
+    tools.setCustomValidity(fault);
+    this.toolNames.textContent = fault || toolNames(settings.tools) || "Functions that the model may call, as JSON";
     grammar.setCustomValidity(settings.format && !settings.grammar.trim() ? "Write what the output follows" : jsonFault(settings));
     stop.setCustomValidity(settings.stop.length > this.capabilities.max_stop_sequences ? "Too many stop strings" : "");
   }

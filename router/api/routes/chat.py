@@ -52,14 +52,13 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         return self._prompt_logprobs_of(wanted, sequences[0])
 
     def _choice(self, wanted: ChatRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
-        token_ids = {"token_ids": [token.id for token in whole.tokens]} if wanted.common.report.token_ids else {}
         return {
             "index": 0,
             "message": _message(whole.message),
             "finish_reason": whole.message.finish.kind.value,
             "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
             "stop_reason": whole.stop_reason,
-            **token_ids,
+            **self._listed(wanted, whole.tokens),
         }
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
@@ -71,15 +70,13 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
             logprobs = None
-        token_ids = {}
-        if wanted.common.report.token_ids and chunk.tokens:
-            token_ids = {"token_ids": [token.id for token in chunk.tokens]}
+        listed = self._listed(wanted, chunk.tokens) if chunk.tokens else {}
         deltas = [delta for each in events if (delta := _delta_of(each)) is not None]
-        if not deltas and (logprobs is not None or token_ids):
+        if not deltas and (logprobs is not None or listed):
             deltas.append({"content": ""})
         for delta in deltas:
-            yield _delta(index, delta, logprobs=logprobs) | token_ids
-            logprobs, token_ids = None, {}
+            yield _delta(index, delta, logprobs=logprobs) | listed
+            logprobs, listed = None, {}
         if events and isinstance(last := events[-1], Finish):
             yield _delta(index, {}, last.kind.value) | {"stop_reason": last.stop_reason}
 

@@ -63,16 +63,15 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
                 prompt_logprobs = self._prompt_logprobs(whole.prefill, whole.prefill_alternatives, wanted)
                 logprobs = _joined(prompt_logprobs, logprobs)
         finish = "length" if wanted.only_prompt else FINISH_REASONS[whole.finish_reason]
-        token_ids = {}
-        if wanted.common.report.token_ids:
-            token_ids = {"prompt_token_ids": prompt.ids, "token_ids": [token.id for token in tokens]}
+        prompt_ids = {"prompt_token_ids": prompt.ids} if wanted.common.report.token_ids else {}
         return {
             "index": 0,
             "text": echoed + text,
             "logprobs": logprobs,
             "finish_reason": finish,
             "stop_reason": None if wanted.only_prompt else whole.stop_reason,
-            **token_ids,
+            **prompt_ids,
+            **self._listed(wanted, tokens),
             **self._prompt_logprobs_of(wanted, whole),
         }
 
@@ -90,11 +89,10 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
         more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
-        if wanted.common.report.token_ids:
-            more["token_ids"] = [token.id for token in chunk.tokens]
-            if visible.prompt_ids is not None:
-                more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
-        if text or logprobs or finish or more.get("token_ids"):
+        more |= self._listed(wanted, chunk.tokens)
+        if visible.prompt_ids is not None:
+            more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
+        if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
 
     def _logprobs(self, tokens: list[tuple[Token, int]], wanted: CompletionRequest) -> Logprobs:

@@ -257,7 +257,7 @@ class NativeRoutes:
     def _token_fields(self, token: Token, native: NativeRequest) -> dict[str, Any]:
         """`token`, and TGI's `top_tokens` where asked for."""
         parameters = native.parameters
-        fields: dict[str, Any] = {"token": _token(token, parameters.return_k_alternatives or 0)}
+        fields: dict[str, Any] = {"token": token_fields(token, parameters.return_k_alternatives or 0)}
         if parameters.top_n_tokens:
             special_ids = self._service.tokenizer.special_ids
             fields["top_tokens"] = [
@@ -322,7 +322,7 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
     yield item
 
 
-def _token(token: Token, num_alternatives: int) -> dict[str, Any]:
+def token_fields(token: Token, num_alternatives: int) -> dict[str, Any]:
     """LoRAX's token. A logprob of minus infinity becomes null, since JSON cannot represent it."""
     shown: dict[str, Any] = {
         "id": token.id,

@@ -254,6 +254,7 @@ class _OpenAIRequest(_Speculative, Constrained, ReportedRequest):
     logprob_token_ids: list[int] | None = Field(
         None, description="Needs `logprobs`: tokens that are listed in place of the likeliest", max_length=256
     )
+    details: bool | None = Field(False, description="Adds `tokens` to each choice, as /generate lists them")
     return_token_ids: bool | None = Field(False, description="Adds `prompt_token_ids` and `token_ids`")
     return_tokens_as_token_ids: bool | None = Field(False, description="Writes tokens in `logprobs` as `token_id:<id>`")
     receipt: bool | None = _ASKED_RECEIPT
@@ -326,6 +327,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(None, description="By token id; if asked for")
+    tokens: list[Token] | None = Field(None, description="With `details`")
 
 
 class _OpenAIResponse(ReportedAnswer):
@@ -349,6 +351,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
     stop_reason: int | str | None = Field(None, description="The stop token or stop string that ended the text")
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`")
+    tokens: list[Token] | None = Field(None, description="With `details`")
 
 
 class ChatCompletionResponse(_OpenAIResponse):
@@ -381,6 +384,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: dict[str, Any] | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    tokens: list[Token] | None = None
 
 
 class ChatCompletionChunk(_OpenAIChunk):

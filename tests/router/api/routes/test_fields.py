@@ -130,7 +130,7 @@ FIELDS: dict[str, tuple[Any, str, str, str, tuple[Any, ...]]] = {
     "api_token": ("x", A, A, A, ()),
     "apply_chat_template": (True, I, I, I, ()),
     "decoder_input_details": (True, I, I, A, (False,)),
-    "details": (True, I, I, A, (False,)),
+    "details": (True, A, A, A, (False,)),
     "do_sample": (True, A, A, A, (False,)),
     "grammar": ({"type": "regex", "value": "x"}, A, A, A, ()),
     "guideline": ("x", R, R, R, ()),

@@ -91,6 +91,21 @@ async def test_token_ids_are_returned(server: Serving, path: str, body: dict[str
     assert "token_ids" not in (await post(server, path, body))["choices"][0]
 
 
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_details_list_tokens_as_generate_does(server: Serving, path: str, body: dict[str, Any]) -> None:
+    server.says("ab", ends=True)
+    generated = await post(server, "/generate", {"inputs": "Hi", "parameters": {"details": True}})
+    listed = generated["details"]["tokens"]
+    logprobs = {"logprobs": True, "top_logprobs": 2} if path.startswith("/v1/chat") else {"logprobs": 2}
+    body = {**body, "details": True}
+    assert (await post(server, path, body))["choices"][0]["tokens"] == listed
+    *events, _ = await server.events(path, {**body, "stream": True})
+    assert [token for each in events for token in each["choices"][0].get("tokens", [])] == listed
+    [first, *_] = (await post(server, path, {**body, **logprobs}))["choices"][0]["tokens"]
+    assert [each["id"] for each in first["alternative_tokens"]] == [first["id"], first["id"] + 1]
+    assert "tokens" not in (await post(server, path, {**body, "details": False}))["choices"][0]
+
+
 async def test_tokens_are_written_as_ids(server: Serving) -> None:
     server.says("ab", logprobs=[-0.5, -0.25])
     ids = server.ids("ab")
