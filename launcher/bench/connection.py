@@ -87,6 +87,7 @@ class Connections:
 
     def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
         parts = urlsplit(url)
+        self._url = url
         self._host, self._prefix = parts.hostname or "", parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
@@ -123,7 +124,10 @@ class Connections:
             if (idle := self._idle.pop()).is_usable:
                 return idle
         loop = asyncio.get_running_loop()
-        _, protocol = await loop.create_connection(_Protocol, self._host, self._port, ssl=self._tls)
+        try:
+            _, protocol = await loop.create_connection(_Protocol, self._host, self._port, ssl=self._tls)
+        except OSError as error:
+            raise ConnectionError(f"cannot connect to {self._url}: {error}") from None
         return protocol
 
     async def close(self) -> None:

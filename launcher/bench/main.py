@@ -68,7 +68,7 @@ def _add_server(group: Any) -> None:
     group.add_argument("--model", help="the model's name (default: the first that /v1/models lists)")
     group.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE", help="may be repeated")
-    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields of every request")
+    group.add_argument("--extra-body", type=_fields, default={}, metavar="JSON", help="fields of every request")
     group.add_argument("--timeout-s", type=float, default=600.0, help="of one request (default: %(default)g)")
 
 
@@ -89,8 +89,8 @@ def _add_load(group: Any) -> None:
 
 def _add_texts(group: Any) -> None:
     forms = "128, uniform:64-256, normal:128,32, lognormal:128,2 or exponential:128"
-    group.add_argument("--input-len", type=draws.Length.read, default="128", metavar="L", help=f"{forms}; default: 128")
-    group.add_argument("--output-len", type=draws.Length.read, default="64", metavar="L", help="tokens; default: 64")
+    group.add_argument("--input-len", type=_length, default="128", metavar="L", help=f"{forms}; default: 128")
+    group.add_argument("--output-len", type=_length, default="64", metavar="L", help="tokens; default: 64")
     group.add_argument(
         "--tokenizer", metavar="FOLDER", help="with tokenizer.json: --input-len is in its tokens, not words"
     )
@@ -128,6 +128,23 @@ def _add_results(group: Any) -> None:
     group.add_argument("--label", default="", help="for the report")
     group.add_argument("--save-texts", action="store_true", help="include generated texts in --result")
     group.add_argument("--no-progress", action="store_true")
+
+
+def _length(text: str) -> draws.Length:
+    try:
+        return draws.Length.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def _compare(given: argparse.Namespace) -> int:

@@ -7,12 +7,12 @@ import { resultForm, resultView } from "./calls.js";
 import { messagesOf, sidesWithCalls, upgrade } from "./conversation.js";
 import { showCode } from "./copy.js";
 import { el, notify } from "./dom.js";
+import { apply, examplesOf, introduction } from "./examples.js";
 import { HistoryPanel } from "./history.js";
 import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
 import * as store from "./store.js";
 import { firstDifference } from "./tokens.js";
-import { EXAMPLE_ADAPTER, EXAMPLE_PROMPT, exampleTools } from "./tools.js";
 
 const CURRENT = "lorikeet-conversation";
 const SAVE_MS = 400;
@@ -155,33 +155,24 @@ export class Playground {
       },
     }, `Side ${"AB"[index]}`)));
     this.settings.show(this.#current(), { isChat });
-    if (!conversation.turns.length && !this.turns.childElementCount) this.turns.append(this.#welcome(isChat));
-    if (!conversation.turns.length) this.turns.replaceChildren(this.#welcome(isChat));
+    if (!conversation.turns.length) this.turns.replaceChildren(this.#welcome());
   }
 
-  #welcome(isChat) {
-    const examples = isChat ? ["Explain what a LoRA adapter is.", "Write a haiku about parrots."]
-      : ["def read_lines(path):\n", 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'];
-    const calling = el("button", { type: "button", onclick: () => this.#showTools() }, "Call a function …");
-    return el("div", { class: "welcome" }, el("h2", {}, isChat ? "Start a conversation" : "Complete a text"),
-      el("p", { class: "dim" }, "Every token is coloured by what proposed it: the model itself, or a draft that the model agreed with. ",
+  #welcome() {
+    const { mode } = this.conversation;
+    const examples = examplesOf(this.capabilities, mode).map((example) =>
+      el("button", { type: "button", title: example.prompt, onclick: () => this.#try(example) }, example.title));
+    return el("div", { class: "welcome" }, el("h2", {}, mode === "chat" ? "Start a conversation" : "Complete a text"),
+      el("p", { class: "dim" }, introduction(this.capabilities), "Every token is coloured by what proposed it: the model itself, or a draft that the model agreed with. ",
         "“Compare two” runs a prompt with two adapters, or with and without speculative decoding, and marks where the answers first differ."),
-      el("div", { class: "examples" }, examples.map((text) => el("button", { type: "button", onclick: () => {
-        this.input.value = text;
-        this.input.focus();
-      } }, text.trim().split("\n")[0] + (text.trim().includes("\n") ? " …" : ""))), isChat ? calling : null));
+      el("div", { class: "examples" }, examples));
   }
 
-  // An example of tools, with the demo adapter where the server has it.
-  async #showTools() {
-    const { data } = await json("v1/models").catch(() => ({ data: [] }));
-    const adapter = data.find((model) => model.parent && model.id === EXAMPLE_ADAPTER && !model.problem);
-    for (const settings of this.conversation.settings) {
-      settings.tools = exampleTools();
-      if (adapter) Object.assign(settings, { adapter: adapter.id, source: adapter.adapter_source || "" });
-    }
+  async #try(example) {
+    const { data } = example.adapter ? await json("v1/models").catch(() => ({ data: [] })) : { data: [] };
+    for (const settings of this.conversation.settings) apply(example, settings, data);
     this.#refresh();
-    this.input.value = EXAMPLE_PROMPT;
+    this.input.value = example.prompt;
     this.input.focus();
   }
 

@@ -10,8 +10,6 @@ const EXAMPLE = [
   functionTool("add_reminder", "Add a reminder at a time.", { text: string, time: string }),
   functionTool("convert", "Convert an amount between units.", { amount: { type: "number" }, from: string, to: string }),
 ];
-export const EXAMPLE_PROMPT = "What is the weather in Oslo in fahrenheit?";
-export const EXAMPLE_ADAPTER = "tools";
 export const EXAMPLE_RESULTS = { get_weather: '{"temperature": 71, "sky": "sunny"}', add_reminder: '{"saved": true}', convert: '{"result": 42}' };
 export const exampleTools = () => `[\n${EXAMPLE.map((tool) => ` ${JSON.stringify(tool.function)}`).join(",\n")}\n]`;
 

@@ -103,3 +103,24 @@ async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.Cap
 def test_settings_that_make_no_sense_are_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--url", "127.0.0.1:9", *words]) == 1
     assert capsys.readouterr().err.startswith("lorikeet-bench: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--input-len", "abc"], "'abc' is not a length: write "),
+        (["--extra-body", "{"], "'{' is no JSON"),
+        (["--extra-body", "[]"], "'[]' is no JSON object"),
+    ],
+)
+def test_values_that_cannot_be_read_are_explained(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", *words])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--url", "127.0.0.1:9", "--num-prompts", "1"]) == 1
+    assert "lorikeet-bench: cannot connect to http://127.0.0.1:9: " in capsys.readouterr().err

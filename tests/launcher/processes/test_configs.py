@@ -309,6 +309,7 @@ def test_the_launcher_says_who_may_use_the_server(tmp_path: Path, host: str, key
     shown = serving._try_it(given, Address(host, 3000))
     assert all(part in shown for part in parts), shown
     assert f"{Address(host, 3000).url}/generate " in shown
+    assert f"open {Address(host, 3000).url}/ in a browser" in shown
 
 
 @pytest.mark.parametrize(

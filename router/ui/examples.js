@@ -1,0 +1,36 @@
+// What an empty page offers to try: with the built-in demo what its adapters were trained for, else what any model can do.
+
+import { exampleTools } from "./tools.js";
+
+const DEMO = "lorikeet/base";
+const CALL = { title: "Call a function", prompt: "What is the weather in Oslo in fahrenheit?", hasTools: true };
+const WITH_DEMO = {
+  chat: [{ title: "Write a function", prompt: "Write a function: Return the length of the list.", adapter: "" }, { ...CALL, adapter: "tools" }],
+  completion: [
+    { title: "Go on with code", prompt: "def read_lines(path):\n", adapter: "" },
+    { title: "A record as JSON", prompt: 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', adapter: "json" },
+    { title: "A question as SQL", prompt: "Table parrots: name, age, colour\nList the name of parrots whose age is above 3.\nSQL:\n", adapter: "sql" },
+  ],
+};
+const WITH_OTHERS = {
+  chat: [
+    { title: "A question", prompt: "Explain what a LoRA adapter is." }, { title: "A poem", prompt: "Write a haiku about parrots." }, CALL,
+  ],
+  completion: [{ title: "Code", prompt: "def read_lines(path):\n" }, { title: "A sentence", prompt: "The largest parrot of the world is" }],
+};
+
+export function examplesOf({ model }, mode) {
+  return (model === DEMO ? WITH_DEMO : WITH_OTHERS)[mode];
+}
+
+export function introduction({ model }) {
+  return model === DEMO ? "This is the built-in demo: a very small model that was trained on Python code, and adapters that do one task each. " : "";
+}
+
+// Sets what an example needs, as far as the server lists its adapter among `models`.
+export function apply({ adapter, hasTools }, settings, models) {
+  settings.tools = hasTools ? exampleTools() : "";
+  if (adapter === undefined) return;
+  const found = models.find((model) => model.parent && model.id === adapter && !model.problem);
+  Object.assign(settings, { adapter: found?.id || "", source: found?.adapter_source || "" });
+}
