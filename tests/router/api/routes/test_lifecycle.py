@@ -199,10 +199,11 @@ async def test_a_disconnect_with_a_request_behind_frees_everything(server: Servi
     body = b'{"inputs":"Hi"}'
     fields = b"host: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
     request = b"POST %b HTTP/1.1\r\n%b\r\n%b" % (path.encode(), fields, body)
-    for _ in range(20):
+    for number in range(1, 21):
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server.url).port)
         writer.write(request + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        await server.shard.until(lambda: server.shard.num_running > 0)
+        # each its own: a request that starts after `idle` would run in the next test
+        await server.shard.until(lambda: len(server.shard.submits) == number)  # noqa: B023 - awaited here
         writer.close()
     await server.idle()
     assert sorted(server.shard.abort_ids) == sorted(submit.id for submit in server.shard.submits)
