@@ -8,7 +8,10 @@ from html import escape
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
 _STYLE = "text{font:11px system-ui,sans-serif;fill:#777}"
-COLOURS = ("#2563a8", "#c2410c", "#3f7d20", "#7e3794", "#8a6d00", "#0f766e")
+COLOURS = ("#2f7fd1", "#c2410c", "#3f7d20", "#a855c9", "#8a6d00", "#0f766e")
+"""Of a contrast of 3 and more with white and with black."""
+
+_ROUND = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)
 
 Points = Sequence[tuple[float, float]]
 
@@ -86,7 +89,7 @@ def _frame(axes: Axes, right: float | None, top: float) -> str:
 
 
 def _label(index: int, colour: str, name: str) -> str:
-    y = TOP + 12 + 16 * index
+    y = HEIGHT - BOTTOM - 12 - 16 * index  # a distribution leaves this corner free
     line = f'<path d="M{WIDTH - 150},{y - 4}h18" stroke="{colour}" stroke-width="3"/>'
     return line + _text(WIDTH - 126, y, name[:20], "start")
 
@@ -104,8 +107,8 @@ def _y(share: float) -> float:
 
 
 def _nice(value: float) -> float:
-    """The next number of the form 1, 2, 4 or 8 times a power of ten."""
+    """The next round number: a quarter of it has few digits."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 2, 4, 8, 10) if factor * power >= value * (1 - 1e-9))
+    return next(factor * power for factor in _ROUND if factor * power >= value * (1 - 1e-9))

@@ -4,6 +4,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from html import escape
 
 import numpy as np
@@ -15,8 +16,9 @@ _MOST_POINTS = 400
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884 }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } pre { border: 1px solid var(--line); padding: 1rem; overflow-x: auto; font-size: 13px }
-main { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 1rem }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } .wide { overflow-x: auto }
+pre { border: 1px solid var(--line); padding: 1rem; overflow-x: auto; font-size: 13px }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); gap: 1rem }
 figure { margin: 0; border: 1px solid var(--line); padding: .75rem } figcaption { font-weight: 600 }
 svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 1rem }
@@ -27,7 +29,8 @@ td:first-child, th:first-child { text-align: left }
 
 def html(result: Result, block: str) -> str:
     """The whole file; `block` is what was printed."""
-    title = escape(f"{result['model_id']} · {result['date']}" + (f" · {result['label']}" if result["label"] else ""))
+    date = datetime.strptime(result["date"], "%Y%m%d-%H%M%S")
+    title = escape(" · ".join(filter(None, [result["model_id"], f"{date:%Y-%m-%d %H:%M}", result["label"]])))
     figures = "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in figures_of(result).items()
     )
@@ -96,7 +99,7 @@ def _adapters(result: Result) -> str:
         f"<td>{values['median_ttft_ms']:.1f}<td>{values['median_e2el_ms']:.1f}<td>{values['tokens_per_second']:.1f}</tr>"
         for name, values in adapters.items()
     )
-    return f"<table>{head}{rows}</table>"
+    return f'<div class="wide" tabindex="0"><table>{head}{rows}</table></div>'
 
 
 def table(result: Result) -> str:

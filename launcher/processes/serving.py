@@ -150,9 +150,7 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
     who = "holders of an API key" if closed else "anyone"
     where = "on this machine" if address.is_local else f"who reaches port {address.port} of this machine"
     key = " -H 'authorization: Bearer KEY'" if closed else ""
-    page = (
-        "" if plan.task else f"\n  Or open {address.url}/ in a browser: a playground, and a live view.\n"
-    )
+    page = "" if plan.task else f"\n  Or open {address.url}/ in a browser: a playground, and a live view.\n"
     return (
         f"\n  Listening on {address.own_url}: {who} {where} may use it.\n  Try it:\n\n"
         f"    curl {address.url}/{path} -H 'content-type: application/json'{key} -d '{body}'\n{page}"
