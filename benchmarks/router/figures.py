@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks.evidence.figure import Figure, Suite, raw_value
 from benchmarks.evidence.sources import ROUTER
-from benchmarks.router import four_shards, throughput
+from benchmarks.router import four_shards, observed, throughput
 
 SOURCES = (*ROUTER, "benchmarks/router/throughput.py", "benchmarks/load/servers.py", "tests/router/simulated_shard.py")
 
@@ -17,4 +17,10 @@ SUITES: tuple[Suite, ...] = (
     Suite("router-shards", four_shards.measure, four_shards.ROUNDS,
           (Figure("throughput of one router over four shards, of four times one", four_shards.share, 0.9),),
           (*SOURCES, "benchmarks/router/four_shards.py"), "simulated shards"),
+    Suite("router-observed", observed.measure, observed.ROUNDS,
+          (Figure("processor time of ten viewers of the live view", observed.cost_of_viewers, 0.01, at_least=False,
+                  unit="of a core"),
+           Figure("processor time of traces that are not sampled", observed.cost_of_traces, 0.01, at_least=False,
+                  unit="of a core")),
+          (*SOURCES, "benchmarks/router/observed.py"), "simulated shard"),
 )  # fmt: skip

@@ -17,11 +17,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import uvloop
@@ -74,9 +74,16 @@ def write_model(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def servers(
-    step_ms: float, profile: str | None = None, num_shards: int = 1, max_running: int = 512
+    step_ms: float,
+    profile: str | None = None,
+    num_shards: int = 1,
+    max_running: int = 512,
+    settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Servers]:
-    """Start both, the router on the last core and everything else on the first. All shards are one process."""
+    """Start both, the router on the last core and everything else on the first. All shards are one process.
+
+    `settings` are further ones of the router.
+    """
     earlier = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORES[0]})
     with tempfile.TemporaryDirectory() as name:
@@ -84,15 +91,16 @@ async def servers(
         write_model(folder)
         addresses = [f"unix:{folder}/shard-{index}.sock" for index in range(num_shards)]
         port = free_port()
-        settings = {
+        written = {
             "model_id": "simulated",
             "model_path": name,
             "shard_addresses": addresses,
             "hostname": "127.0.0.1",
             "port": port,
             "log_level": "error",
+            **(settings or {}),
         }
-        (folder / "router.json").write_text(json.dumps(settings))
+        (folder / "router.json").write_text(json.dumps(written))
         shard_command = ["tests.router.simulated_shard", *addresses, "--step-ms", str(step_ms)]
         shard_command += ["--max-running", str(max_running)]
         router_command = ["lorikeet.router", str(folder / "router.json")]

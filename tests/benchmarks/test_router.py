@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 
+from benchmarks.router import observed
 from benchmarks.router.throughput import Client
 from lorikeet.proto import shard_pb2 as pb
 from tests.router.simulated_shard import merge_outputs
@@ -66,3 +67,9 @@ def test_coalesced_steps_lose_nothing() -> None:
     assert merged[1].finish_reason == pb.FINISH_LENGTH
     assert list(merged[2].token_ids) == [20]
     assert list(merged[3].token_ids) == [30]
+
+
+def test_the_cost_of_being_observed_is_a_share_of_one_core() -> None:
+    raw = {"plain": {"tokens_per_s": 10_000.0, "router_us_per_token": 16.0}}
+    raw["viewers"] = {"tokens_per_s": 9_900.0, "router_us_per_token": 16.3}
+    assert observed.cost(raw, "viewers") == pytest.approx(0.003)
