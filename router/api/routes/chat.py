@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Completed
+from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIRoute, Prompt
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.output.events import (
@@ -58,7 +59,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
             "finish_reason": whole.message.finish.kind.value,
             "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
             "stop_reason": whole.stop_reason,
-            **self._listed(wanted, whole.tokens),
+            **listed(wanted.common.report, wanted.num_logprobs, whole.tokens),
         }
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
@@ -70,13 +71,13 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
             logprobs = None
-        listed = self._listed(wanted, chunk.tokens) if chunk.tokens else {}
+        listing = listed(wanted.common.report, wanted.num_logprobs, chunk.tokens) if chunk.tokens else {}
         deltas = [delta for each in events if (delta := _delta_of(each)) is not None]
-        if not deltas and (logprobs is not None or listed):
+        if not deltas and (logprobs is not None or listing):
             deltas.append({"content": ""})
         for delta in deltas:
-            yield _delta(index, delta, logprobs=logprobs) | listed
-            logprobs, listed = None, {}
+            yield _delta(index, delta, logprobs=logprobs) | listing
+            logprobs, listing = None, {}
         if events and isinstance(last := events[-1], Finish):
             yield _delta(index, {}, last.kind.value) | {"stop_reason": last.stop_reason}
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
+from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
@@ -71,7 +72,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
             "finish_reason": finish,
             "stop_reason": None if wanted.only_prompt else whole.stop_reason,
             **prompt_ids,
-            **self._listed(wanted, tokens),
+            **listed(wanted.common.report, wanted.num_logprobs, tokens),
             **self._prompt_logprobs_of(wanted, whole),
         }
 
@@ -89,7 +90,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
         more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
-        more |= self._listed(wanted, chunk.tokens)
+        more |= listed(wanted.common.report, wanted.num_logprobs, chunk.tokens)
         if visible.prompt_ids is not None:
             more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):

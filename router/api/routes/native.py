@@ -26,6 +26,7 @@ from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Toke
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
+from lorikeet.router.schemas.report import ReportFields
 
 _TOKEN_EVENT = (
     b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
@@ -338,6 +339,15 @@ def token_fields(token: Token, num_alternatives: int) -> dict[str, Any]:
     shown["skipped"] = token.skipped
     shown["source"] = SOURCE_NAMES[token.source]
     return shown
+
+
+def listed(report: ReportFields, num_alternatives: int | None, tokens: list[Token]) -> dict[str, Any]:
+    """The tokens of a choice of OpenAI's routes in the forms that its request asks for: ids, LoRAX's details."""
+    ids = {"token_ids": [token.id for token in tokens]} if report.token_ids else {}
+    if not report.tokens:
+        return ids
+    count = len(report.logprob_token_ids) or num_alternatives or 0
+    return {**ids, "tokens": [token_fields(token, count) for token in tokens]}
 
 
 def token_event(token: Token) -> bytes:

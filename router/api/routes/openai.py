@@ -15,7 +15,6 @@ from starlette.responses import Response
 from lorikeet.router.api.collect import Completed, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.routes.native import token_fields
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
 from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
@@ -28,7 +27,7 @@ from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation, Token
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -301,15 +300,6 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         if not generations[0].request.receipt:
             return {}
         return {"receipt": await self._service.receipts.of(generations[0])}
-
-    def _listed(self, wanted: Wanted, tokens: list[Token]) -> dict[str, Any]:
-        """The tokens of a choice in the forms that the request asks for: their ids, LoRAX's details."""
-        report = wanted.common.report
-        ids = {"token_ids": [token.id for token in tokens]} if report.token_ids else {}
-        if not report.tokens:
-            return ids
-        count = len(report.logprob_token_ids) or wanted.num_logprobs or 0
-        return {**ids, "tokens": [token_fields(token, count) for token in tokens]}
 
     def _envelope(self, kind: str, common: CommonFields) -> "Envelope":
         info = self._service.dispatcher.info
