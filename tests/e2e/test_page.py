@@ -225,7 +225,7 @@ def test_all_is_done_with_the_keyboard(visit: Visit) -> None:
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "unit": "fahrenheit"}}\n</tool_call>'
-TOLD = "It is 71 degrees and sunny in Oslo."
+FINAL = "It is 71 degrees and sunny in Oslo."
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_function_is_called_and_gets_its_result(
     browser: Any, calling: Server, axe: str, theme: str, width: int
 ) -> None:
-    calling.serving.says(CALL, TOLD, ends=True, per_step=3)
+    calling.serving.says(CALL, FINAL, ends=True, per_step=3)
     visit = Visit(browser, calling.url, color_scheme=theme, viewport={"width": width, "height": 800})
     page = visit.open()
     page.get_by_role("button", name="Call a function").press("Enter")
@@ -255,7 +255,7 @@ def test_a_function_is_called_and_gets_its_result(
     page.get_by_label('Result of get_weather(city: "Oslo", unit: "fahrenheit")').press("Control+Enter")
     until(page, "document.querySelectorAll('.answer:not(.running)').length === 2")
     assert '[tool]{"temperature": 71, "sky": "sunny"}(get_weather)' in calling.prompt()
-    assert page.locator(".tokens").last.text_content() == TOLD + "end"
+    assert page.locator(".tokens").last.text_content() == FINAL + "end"
     assert not violations(page, axe)
     page.get_by_role("button", name="Copy as code").last.click()
     code = page.inner_text("dialog[open]")
@@ -294,22 +294,22 @@ def test_messages_of_two_sides_with_different_calls(visit: Visit) -> None:
         const answer = (side, text, calls = []) => ({ side, text, calls, settings: { system: '' } });
         const call = { id: 'x', name: 'f', arguments: '{}' };
         const called = { prompt: 'q', sides: 2, answers: [answer(0, '', [call]), answer(1, 'no')] };
-        const results = { results: [{ text: 'r', calls: [[0, 'x']] }], sides: 2, answers: [answer(0, 'told')] };
+        const results = { results: [{ text: 'r', calls: [[0, 'x']] }], sides: 2, answers: [answer(0, 'final')] };
         const next = { prompt: 'n', sides: 3, answers: [answer(0, ''), answer(1, ''), answer(2, '')] };
         const conversation = { turns: [called, results, next] };
         return [sidesWithCalls(called, 3), ...[0, 1, 2].map((side) => messagesOf(conversation, next, side))];
         }"""
     )
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    told = [
+    final = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "x", "content": "r"},
-        {"role": "assistant", "content": "told"},
+        {"role": "assistant", "content": "final"},
         {"role": "user", "content": "n"},
     ]
-    plain = [told[0], {"role": "assistant", "content": "no"}, told[-1]]
-    assert messages == [[0, 2], told, plain, told]
+    plain = [final[0], {"role": "assistant", "content": "no"}, final[-1]]
+    assert messages == [[0, 2], final, plain, final]
 
 
 def test_a_script_in_an_answer_is_text(visit: Visit, server: Server) -> None:
