@@ -10,6 +10,7 @@ COMMANDS = {
     "adapters": "lorikeet.demo.evaluation.adapters",
     "calls": "lorikeet.demo.evaluation.calls",
     "heads": "lorikeet.demo.evaluation.heads",
+    "search": "lorikeet.demo.evaluation.search",
     "tool": "lorikeet.demo.evaluation.tool",
 }
 

@@ -9,6 +9,7 @@ COMMANDS = {
     "draft": "lorikeet.demo.training.draft",
     "adapters": "lorikeet.demo.training.adapters",
     "heads": "lorikeet.demo.training.heads",
+    "search": "lorikeet.demo.training.search",
 }
 
 

@@ -83,16 +83,18 @@ def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
         return settings
     family = embedded().path.parent
     roots = (str(family / "adapters"), str(family), str(hub_cache(settings, environment)))
-    return settings.with_values(adapters=str(_family_catalogue()), local_adapter_root=roots)
+    return settings.with_values(adapters=str(_family_catalogue(settings)), local_adapter_root=roots)
 
 
 def is_family(settings: Settings) -> bool:
     """Whether the demo model's adapters are served."""
-    return settings["model-id"] is None and settings["adapters"] == str(_family_catalogue())
+    return settings["model-id"] is None and settings["adapters"] == str(_family_catalogue(settings))
 
 
-def _family_catalogue() -> Path:
-    return embedded().path.parent / "adapters.yaml"
+def _family_catalogue(settings: Settings) -> Path:
+    """Of the adapters that generate text, or of those that embed it."""
+    embeds = settings["pooling"] or settings["embedding-dim"] is not None
+    return embedded().path.parent / ("embedders.yaml" if embeds else "adapters.yaml")
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:

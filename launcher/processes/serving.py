@@ -145,6 +145,8 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
     path = "generate"
     if plan.task:
         path, wanted = _POOLED_TRIALS[plan.task]
+        if adapters.is_family(plan.settings):
+            wanted = {"model": "search", "input": "Return the length of the list"}
     body = json.dumps(wanted)
     closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"

@@ -18,6 +18,7 @@ from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.failures import failure_response
 from lorikeet.router.api.middleware import Handle, RequestMiddleware
 from lorikeet.router.api.pooled.classification import ClassificationRoutes
+from lorikeet.router.api.pooled.cohere import CohereRoute
 from lorikeet.router.api.pooled.compute import check_generates
 from lorikeet.router.api.pooled.embeddings import EmbeddingRoutes
 from lorikeet.router.api.pooled.pairs import PairRoutes
@@ -89,6 +90,7 @@ def _pooled(service: Service) -> dict[str, Handle]:
     embedding, labels, pairs = EmbeddingRoutes(service), ClassificationRoutes(service), PairRoutes(service)
     return {
         "/v1/embeddings": embedding.embeddings,
+        "/v2/embed": CohereRoute(service).embed,
         "/embed": embedding.embed,
         "/pooling": labels.pooling,
         "/classify": labels.classify,

@@ -145,6 +145,8 @@ OPERATIONS = (
               dialects.CountTokensRequest, dialects.CountedTokens),
     Operation(Kind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
               pooled_models.EmbeddingsRequest, pooled_models.EmbeddingsResponse),
+    Operation(Kind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
+              pooled_models.CohereEmbedRequest, pooled_models.CohereEmbedResponse),
     Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
               pooled_models.EmbedRequest, pooled_models.EmbedResponse),
     Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",

@@ -43,6 +43,24 @@ def vectors(folder: Path, texts: list[str], pooling: str, normalize: bool) -> to
     return torch.nn.functional.normalize(stacked, dim=-1) if normalize else stacked
 
 
+@pytest.mark.long
+def test_the_demo_model_finds_a_function_by_what_it_does() -> None:
+    functions = [
+        "def size(items):\n    count = 0\n    for _ in items:\n        count += 1\n    return count\n",
+        "def close(self):\n    if self._file is not None:\n        self._file.close()\n        self._file = None\n",
+        "def is_leap(year):\n    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)\n",
+    ]
+    with Launched("--pooling", "mean", "--cpu-memory", "128MiB", "--threads", "1") as launched:
+        launched.wait_until_ready()
+        body = {"model": "search", "input": ["Close the file", *functions]}
+        status, answer = post(f"{launched.url}/v1/embeddings", body)
+        assert status == 200, answer
+        found = torch.nn.functional.normalize(torch.tensor([each["embedding"] for each in answer["data"]]), dim=-1)
+        assert int((found[1:] @ found[0]).argmax()) == 1
+        bare = post(f"{launched.url}/v1/embeddings", {**body, "model": ""})[1]["data"][0]["embedding"]
+        assert bare != answer["data"][0]["embedding"]
+
+
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.long)])
 def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name, "embed" if name == "bert" else "generate")

@@ -50,14 +50,18 @@ class PooledFiles:
         """What turns logits into scores: `sigmoid`, `softmax` or `none`."""
         return pooling.activation(self._configuration)
 
+    @cached_property
+    def prompts(self) -> dict[str, str]:
+        """The model's prompts by name."""
+        return {} if self._pooled is None else dict(self._pooled.prompts)
+
     def prompted(self, text: str, prompt_name: str | None = None) -> str:
         """The text as sentence-transformers gives it to the model: after the prompt of that name, or the default one.
         Raises ValidationError for an unknown name.
         """
-        pooled = self._pooled
+        pooled, prompts = self._pooled, self.prompts
         if pooled is None:
             return text
-        prompts = dict(pooled.prompts)
         if prompt_name is not None and prompt_name not in prompts:
             known = ", ".join(prompts) or "none"
             raise ValidationError(f"`prompt_name` must be one of the model's prompts: {known}", "prompt_name")

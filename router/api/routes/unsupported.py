@@ -20,6 +20,7 @@ ALTERNATIVES = {
     "/v1/threads": f"{_NO_STORAGE}: use /v1/responses or /v1/chat/completions",
     "/v1/batches": "send the requests at once: they share the server's batch, and `priority` lets others go first",
     "/v1/messages/batches": "send the requests at once: they share the server's batch",
+    "/v1/embed": "use /v2/embed with the same texts, or /v1/embeddings",
     "/v1/fine_tuning": "train an adapter with PEFT, and name it as `model`",
     "/v1/evals": "lm-eval measures models over /v1/completions",
     "/v1/moderations": "serve a classifier, or ask the model itself",

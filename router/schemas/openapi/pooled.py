@@ -36,6 +36,23 @@ class EmbeddingsRequest(InputFields):
     """Of `/v1/embeddings`."""
 
 
+class CohereEmbedRequest(BaseModel):
+    """Of `/v2/embed`."""
+
+    model: str = Field(description="The base model, an adapter or an alias")
+    texts: list[str] | None = None
+    inputs: list[dict[str, object]] | None = Field(None, description="Objects with `content`: a list of texts")
+    input_type: str | None = Field(None, description="Chooses one of the model's prompts")
+    embedding_types: list[Literal["float", "binary", "ubinary", "base64"]] | None = None
+    output_dimension: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    truncate: Literal["NONE", "START", "END"] | None = None
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+    priority: int | None = None
+
+
 class PoolingRequest(InputFields):
     """Of `/pooling`."""
 
@@ -96,6 +113,39 @@ class EmbeddingsResponse(BaseModel):
     model: str
     usage: PromptUsage
     embeddings: list[Embedding]
+
+
+class CohereEmbeddings(BaseModel):
+    """Of each type that was asked for."""
+
+    float_: list[list[float]] | None = Field(None, alias="float")
+    binary: list[list[int]] | None = None
+    ubinary: list[list[int]] | None = None
+    base64: list[str] | None = None
+
+
+class CohereApiVersion(BaseModel):
+    version: str
+
+
+class CohereTokens(BaseModel):
+    input_tokens: int
+
+
+class CohereMeta(BaseModel):
+    api_version: CohereApiVersion
+    billed_units: CohereTokens
+    tokens: CohereTokens
+
+
+class CohereEmbedResponse(BaseModel):
+    """Of `/v2/embed`."""
+
+    id: str
+    embeddings: CohereEmbeddings
+    texts: list[str]
+    meta: CohereMeta
+    response_type: Literal["embeddings_by_type"]
 
 
 class EmbedResponse(BaseModel):

@@ -18,6 +18,11 @@ def test_the_demo_model_includes_its_adapters() -> None:
     assert settings["local-adapter-root"] == (str(FAMILY / "adapters"), str(FAMILY), "/data")
 
 
+def test_the_demo_model_has_other_adapters_when_it_embeds() -> None:
+    settings = adapters.with_family(read(["--pooling", "mean"], {}, "box"), ENVIRONMENT)
+    assert settings["adapters"] == str(FAMILY / "embedders.yaml") and adapters.is_family(settings)
+
+
 @pytest.mark.parametrize("flag", ["--model-id", "--adapters", "--local-adapter-root"])
 def test_a_given_model_or_adapters_replace_the_demo_s(flag: str) -> None:
     settings = read([flag, "something"], {}, "box")

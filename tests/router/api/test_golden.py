@@ -87,6 +87,9 @@ POOLED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vllm-pooling-token-embed": ("embed", "/pooling", {"input": "Rome?", "task": "token_embed"}),
     "vllm-pooling-token-classify": ("classify", "/pooling", {"input": "Rome?", "task": "token_classify"}),
     "vllm-pooling-error": ("embed", "/pooling", {"input": "Rome?", "task": "classify"}),
+    "cohere-embed": ("embed", "/v2/embed", {"model": MODEL_ID, "texts": TEXTS, "input_type": "search_query",
+                                            "embedding_types": ["float", "base64"]}),
+    "cohere-embed-error": ("embed", "/v2/embed", {"model": MODEL_ID, "texts": TEXTS, "images": ["data:"]}),
     "jina-rerank": ("embed", "/v1/rerank", {"query": "Rome?", "documents": TEXTS, "top_n": 1}),
 }  # fmt: skip
 """The model's task, path and body."""

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from lorikeet.proto.shard_pb2 import PooledModel
+from lorikeet.router.api.pooled.cohere import typed
+from lorikeet.router.schemas.dialects import cohere
 from tests.router.scripted_shard import pooled_values
 from tests.router.serving import MODEL_ID, Serving, serving
 
@@ -80,6 +82,59 @@ async def test_every_token_has_scores(classifier: Serving) -> None:
     body = {"input": "Rome?", "task": "token_classify", "use_activation": False}
     answer = (await classifier.client.post("/pooling", json=body)).json()
     assert answer["data"][0]["data"] == [pooled_values([each], SIZE) for each in classifier.ids("Rome?")]
+
+
+async def test_cohere_s_route_gives_each_type_of_vector(embedder: Serving) -> None:
+    body = {"model": MODEL_ID, "texts": ["Rome", "a"], "input_type": "search_document", "embedding_types": ["float"]}
+    answer = (await embedder.client.post("/v2/embed", json=body)).json()
+    assert answer["embeddings"] == {"float": [wanted(embedder, "Rome"), wanted(embedder, "a")]}
+    assert answer["texts"] == ["Rome", "a"] and answer["meta"]["api_version"] == {"version": "2"}
+    assert answer["meta"]["billed_units"] == {"input_tokens": len(embedder.ids("Rome")) + len(embedder.ids("a"))}
+    content = [{"type": "text", "text": "Ro"}, {"type": "text", "text": "me"}]
+    body = {"model": MODEL_ID, "inputs": [{"content": content}], "embedding_types": ["base64"]}
+    answer = (await embedder.client.post("/v2/embed", json=body)).json()
+    [text] = answer["embeddings"]["base64"]
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == wanted(embedder, "Rome")
+
+
+def test_cohere_s_bits_are_the_signs_of_the_values() -> None:
+    vectors = np.array([[1, -1, 0, -1, -1, -1, -1, 1] * 2, [-1] * 8 + [1] * 8], np.float32)
+    assert [each.tolist() for each in typed(vectors, "ubinary")] == [[161, 161], [0, 255]]
+    assert [each.tolist() for each in typed(vectors, "binary")] == [[33, 33], [-128, 127]]
+
+
+def test_cohere_s_types_of_texts_choose_the_model_s_prompt() -> None:
+    body = {"model": MODEL_ID, "texts": ["x"], "truncate": "START", "max_tokens": 3}
+    prompts = {"query": "q: ", "passage": "p: ", "special": "s: "}
+    for input_type, name in {"search_query": "query", "search_document": "passage", "special": "special"}.items():
+        assert cohere.translate({**body, "input_type": input_type}, prompts).body["prompt_name"] == name
+    made = cohere.translate({**body, "input_type": "clustering"}, prompts).body
+    assert made["prompt_name"] is None
+    assert (made["truncate_prompt_tokens"], made["truncation_side"]) == (3, "left")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"images": ["data:"]}, 422, "images"),
+        ({"embedding_types": ["int8"]}, 422, "embedding_types"),
+        ({"embedding_types": ["bits"]}, 400, "embedding_types"),
+        ({"embedding_types": ["binary"]}, 400, "embedding_types"),
+        ({"input_type": "poem"}, 400, "input_type"),
+        ({"truncate": "MIDDLE"}, 400, "truncate"),
+        ({"truncate": "NONE", "max_tokens": 3}, 422, "max_tokens"),
+        ({"output_dimension": 9}, 400, "output_dimension"),
+        ({"input": "x"}, 422, "input"),
+        ({"texts": []}, 400, "texts"),
+        ({"inputs": [{"content": [{"type": "image_url"}]}]}, 422, "inputs[0].content[0]"),
+    ],
+)
+async def test_what_cohere_s_route_does_not_do_is_rejected_by_name(
+    embedder: Serving, fields: dict[str, Any], status: int, param: str
+) -> None:
+    response = await embedder.client.post("/v2/embed", json={"model": MODEL_ID, "texts": ["x"], **fields})
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
