@@ -90,9 +90,9 @@ class Visit:
         self.page.wait_for_selector("[data-ready]")
         return self.page
 
-    def complete(self, prompt: str = "Hello") -> None:
-        """Send a text to complete."""
-        self.page.get_by_role("button", name="Completion", exact=True).click()
+    def complete(self, prompt: str = "Hello", mode: str = "Completion") -> None:
+        """Send a text to complete, or a message."""
+        self.page.get_by_role("button", name=mode, exact=True).click()
         self.page.fill("#prompt", prompt)
         self.page.get_by_role("button", name="Send", exact=True).click()
 
@@ -322,10 +322,11 @@ def test_a_script_in_an_answer_is_text(visit: Visit, server: Server) -> None:
     assert page.locator(".prose img, .prose script, .prose [href^=javascript]").count() == 0
 
 
-def test_a_stream_survives_a_reload(visit: Visit, server: Server) -> None:
+@pytest.mark.parametrize("mode", ["Chat", "Completion"])
+def test_a_stream_survives_a_reload(visit: Visit, server: Server, mode: str) -> None:
     server.serving.says(TEXT, step_seconds=0.03, ends=True)
     page = visit.open()
-    visit.complete()
+    visit.complete(mode=mode)
     until(page, "document.querySelectorAll('.token').length > 5")
     page.reload()
     page.wait_for_selector(".answer.running")

@@ -24,7 +24,7 @@ class CapabilityRoutes:
         keys = service.selection.keys
         has_keys = bool(keys) or keys.has_admin
         content: dict[str, Any] = {
-            "model": config.model_id,
+            "model": config.model_name,
             "version": None if info is None else info.version,
             "device": None if info is None else info.device,
             "max_input_length": config.max_input_length,

@@ -99,11 +99,12 @@ async def test_the_page_is_open_and_the_rest_is_closed_by_keys(tmp_path: Path, a
 
 
 async def test_capabilities_are_the_limits_of_the_server(tmp_path: Path, anyio_backend: str) -> None:
-    async with serving(tmp_path, chat_template=False, speculative_tokens=2, speculative_tokens_max=5) as server:
+    fields = {"speculative_tokens": 2, "speculative_tokens_max": 5, "served_model_names": ("parrot", "bird")}
+    async with serving(tmp_path, chat_template=False, **fields) as server:
         shown = (await server.client.get("/v1/capabilities")).json()
     assert (shown["chat"], shown["adapters"], shown["may_watch"], shown["key"]) == (False, False, True, None)
     assert (shown["speculation"]["default_tokens"], shown["speculation"]["max_tokens"]) == (2, 5)
-    assert shown["max_total_tokens"] == 2048
+    assert (shown["max_total_tokens"], shown["model"]) == (2048, "parrot")
 
 
 async def test_files_outside_the_folder_are_not_served(server: Serving) -> None:

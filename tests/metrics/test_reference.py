@@ -1,0 +1,1 @@
+from tests.router.metrics.test_reference import *  # noqa
