@@ -4,6 +4,7 @@ import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 
 import pytest
@@ -99,7 +100,11 @@ async def test_the_page_is_open_and_the_rest_is_closed_by_keys(tmp_path: Path, a
 
 
 async def test_capabilities_are_the_limits_of_the_server(tmp_path: Path, anyio_backend: str) -> None:
-    fields = {"speculative_tokens": 2, "speculative_tokens_max": 5, "served_model_names": ("parrot", "bird")}
+    fields: dict[str, Any] = {
+        "speculative_tokens": 2,
+        "speculative_tokens_max": 5,
+        "served_model_names": ("parrot", "bird"),
+    }
     async with serving(tmp_path, chat_template=False, **fields) as server:
         shown = (await server.client.get("/v1/capabilities")).json()
     assert (shown["chat"], shown["adapters"], shown["may_watch"], shown["key"]) == (False, False, True, None)
