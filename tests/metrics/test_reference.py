@@ -1,1 +1,0 @@
-from tests.router.metrics.test_reference import *  # noqa
