@@ -152,6 +152,7 @@ def test_sixteen_requests_under_several_adapters_equal_peft(tmp_path: Path) -> N
             assert torch.equal(ask(index), together[index])
 
 
+@pytest.mark.long
 def test_pairs_are_scored_and_ranked_by_a_cross_encoder(tmp_path: Path) -> None:
     base = tiny_pooled.make("bert", tmp_path / "bert", "classify", num_labels=1)
     settings = json.loads((base / "tokenizer_config.json").read_text())

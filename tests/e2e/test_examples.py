@@ -66,6 +66,7 @@ def test_examples_are_short(path: Path) -> None:
     assert path.name == "__pycache__" or len(path.read_text().splitlines()) <= 80
 
 
+@pytest.mark.long
 def test_lmflow_s_prompt_loop(example: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("import os\n" + "x " * 5000 + "\nimport sys\n"))
     arguments = ["--gamma", "4", "--max_new_tokens", "24", "--temperature", "0", "--ignore_eos"]
@@ -81,6 +82,7 @@ def test_lmflow_s_prompt_loop(example: Any, monkeypatch: pytest.MonkeyPatch, cap
     assert "[Input validation error" in refused  # only that prompt
 
 
+@pytest.mark.long
 def test_llm_speculative_sampling_s_four_texts(example: Any, capsys: Any) -> None:
     prompt = "def add(a, b):\n"
     example("compare").main(["--input", prompt, "-M", "24", "-s", "3", "-v", *SMALL])

@@ -121,7 +121,7 @@ def check(port: int, grammars: list[Hostile]) -> Canary:
 
 
 def test_hostile_grammars_fail_alone(replicas: Replicas) -> None:
-    check(replicas.launched.port, hostile(16, SEED))
+    check(replicas.launched.port, hostile(6, SEED))
 
 
 def test_every_kind_is_drawn() -> None:

@@ -91,6 +91,7 @@ def test_only_sharing_keys_hit_each_other_s_prefixes(scene: Scene) -> None:
         assert (before["cached_tokens"], after["cached_tokens"]) == (0, num_found)
 
 
+@pytest.mark.long
 def test_time_to_first_token_is_independent_of_other_keys(scene: Scene) -> None:
     """A prompt of another key takes as long as a new one, whereas a key's own prompt is fast."""
     seconds: dict[str, list[float]] = {"new": [], "another's": [], "own": []}

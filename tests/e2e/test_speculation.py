@@ -87,8 +87,8 @@ def counts(answer: Answer) -> dict[str, int]:
 
 
 def test_texts_are_the_same_with_and_without_prompt_lookup(server: Client) -> None:
-    cases = [(prompt, asked) for prompt in REPEATING for asked in LOOKUP_ASKED]
-    widths = [{"speculative_tokens": width} for width in (0, 5, 1, 10)]
+    cases = [(prompt, asked) for prompt in REPEATING[:2] for asked in LOOKUP_ASKED]
+    widths = [{"speculative_tokens": width} for width in (0, 5, 10)]
     usual = {"max_new_tokens": 48, "ignore_eos_token": False}
     with ThreadPoolExecutor(8) as pool:  # batched as they arrive
         found = [

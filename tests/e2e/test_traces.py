@@ -15,7 +15,7 @@ from tests.e2e.conftest import Replicas
 from tests.e2e.launched import Launched
 from tests.e2e.test_recovery import until_back, until_tokens
 
-NUM_TOKENS = 600
+NUM_TOKENS = 300
 
 
 def cpu_ticks(pid: int) -> int:

@@ -14,6 +14,7 @@ from tests.e2e.launched import ROOT, Launched
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
+@pytest.mark.long
 def test_names_adapters_key_template_path_and_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")

@@ -147,7 +147,7 @@ def test_agrees_with_the_reference(name: str, kind: Kind, page_size: int) -> Non
             assert (error <= allowed).all(), f"{(error / allowed).max():.2f} times the rounding error"
 
 
-@each_page_size
+@pytest.mark.parametrize("page_size", [32, pytest.param(64, marks=pytest.mark.long)])
 @each_kind
 @each_spec
 def test_equal_bits_alone_in_chunks_and_in_any_batch(name: str, kind: Kind, page_size: int) -> None:

@@ -31,7 +31,7 @@ EPOCH = 1
 PAGE_SIZE = 4
 MAX_RUNNING = 200
 NUM_TOKENS = 3
-NUM_REQUESTS = 20_000
+NUM_REQUESTS = 5_000
 PROMPTS = ([3, 3, 7, 1, 9, 2, 6], [5, 2, 8])
 """The last pages fill up while the text is drawn, so that pages run short."""
 LOGITS = np.random.default_rng(3).normal(size=(V, V, V)).astype(np.float32) * 2

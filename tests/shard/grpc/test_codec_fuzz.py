@@ -184,4 +184,4 @@ class WireMachine(RuleBasedStateMachine):
 
 
 def test_random_commands_of_a_router() -> None:
-    run_state_machine_as_test(WireMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(WireMachine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None))
