@@ -54,34 +54,30 @@ class Served(ChatModelIntegrationTests):
         return os.environ["SECOND_MODEL"]
 
 
-class TestChatCompletions(Served):
+class ServedToOpenAI(Served):
+    """A route of OpenAI's."""
+
+    @property
+    def chat_model_class(self) -> type[ChatOpenAI]:
+        return ChatOpenAI
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+
+class TestChatCompletions(ServedToOpenAI):
     """`/v1/chat/completions`."""
 
     __test__ = True
     settings: ClassVar = {"temperature": 0, "stream_usage": True}
 
-    @property
-    def chat_model_class(self) -> type[ChatOpenAI]:
-        return ChatOpenAI
 
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-
-class TestResponses(Served):
+class TestResponses(ServedToOpenAI):
     """`/v1/responses`."""
 
     __test__ = True
     settings: ClassVar = {"temperature": 0, "use_responses_api": True}
-
-    @property
-    def chat_model_class(self) -> type[ChatOpenAI]:
-        return ChatOpenAI
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
 
 
 class TestMessages(Served):
