@@ -85,7 +85,8 @@ def test_the_tokens_of_the_rounded_weights(name: str, method: str, tmp_path: Pat
     assert kept.exact and kept.num_distinct >= 8, kept
 
 
-@pytest.mark.parametrize("method", sample([("int8",), ("int4",)], ("int4",)))
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
 def test_the_tokens_of_rounded_activations(method: str, tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, **SIZES["llama"])
     prompts = prompts_of("llama", LENGTHS)
