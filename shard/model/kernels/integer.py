@@ -204,7 +204,8 @@ class PackedIntegers:
 def _packed_groups(code: ctypes.CDLL, values: torch.Tensor, num_padded: int) -> torch.Tensor:
     """values: [out, groups] float32. Returns [padded * groups]."""
     packed = torch.empty(num_padded * values.shape[1])
-    code.pack_groups(values.contiguous().data_ptr(), *values.shape, packed.data_ptr())
+    in_order = values.contiguous()  # held until the call returns
+    code.pack_groups(in_order.data_ptr(), *values.shape, packed.data_ptr())
     return packed
 
 

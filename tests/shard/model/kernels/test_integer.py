@@ -75,6 +75,16 @@ def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
 
 
+def test_scales_and_minimums_may_lie_in_any_order() -> None:
+    weight = drawn("4 bits, groups of 32, minimums", 40, 256)
+    assert weight.minimums is not None
+    scales, minimums = (each.t().contiguous().t() for each in (weight.scales, weight.minimums))
+    x = rows_of(3, 256, torch.float32)
+    for _ in range(20):  # memory that was given back too early may still hold its values
+        packed = PackedIntegers(IntegerWeight(4, weight.values, scales, minimums), None)
+        assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
+
+
 @pytest.mark.usefixtures("code")
 def test_rows_that_are_no_multiple_of_a_word() -> None:
     for num_in in (1, 3, 33, 66, 130):
