@@ -5,11 +5,11 @@ import { exampleTools } from "./tools.js";
 const DEMO = "lorikeet/base";
 const CALL = { title: "Call a function", prompt: "What is the weather in Oslo in fahrenheit?", hasTools: true };
 const WITH_DEMO = {
-  chat: [{ title: "Write a function", prompt: "Write a function: Return the length of the list.", adapter: "" }, { ...CALL, adapter: "tools" }],
+  chat: [{ title: "Write a function", prompt: "Write a function: Return the length of the list.", adapter: "" }, { ...CALL, adapter: "tools", schedule: "constant" }],
   completion: [
     { title: "Go on with code", prompt: "def read_lines(path):\n", adapter: "" },
-    { title: "A record as JSON", prompt: 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', adapter: "json" },
-    { title: "A question as SQL", prompt: "Table parrots: name, age, colour\nList the name of parrots whose age is above 3.\nSQL:\n", adapter: "sql" },
+    { title: "A record as JSON", prompt: 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n', adapter: "json", schedule: "constant" },
+    { title: "A question as SQL", prompt: "Table parrots: name, age, colour\nList the name of parrots whose age is above 3.\nSQL:\n", adapter: "sql", schedule: "constant" },
   ],
 };
 const WITH_OTHERS = {
@@ -28,8 +28,10 @@ export function introduction({ model }) {
 }
 
 // Sets what an example needs, as far as the server lists its adapter among `models`.
-export function apply({ adapter, hasTools }, settings, models) {
+// `schedule` is constant where drafts shall be seen: adapting to load, a small model on CPU may be faster without any.
+export function apply({ adapter, hasTools, schedule }, settings, models) {
   settings.tools = hasTools ? exampleTools() : "";
+  if (schedule && settings.method !== "off") settings.schedule = schedule;
   if (adapter === undefined) return;
   const found = models.find((model) => model.parent && model.id === adapter && !model.problem);
   Object.assign(settings, { adapter: found?.id || "", source: found?.adapter_source || "" });
