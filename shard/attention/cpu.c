@@ -10,45 +10,31 @@
 // [N, kv_heads, P / TERMS, value_width, TERMS]; key_width is key_dim rounded up to 2, value_width rounded up to 16.
 #include <math.h>
 #include <omp.h>
+#include "system/parts.h"
 #include "system/simd.h"
 #if BF16 && PAIRED && defined(WITH_AVX512)
 #define TERMS 2
 #else
 #define TERMS 1
 #endif
-#define INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define BLOCK (2 * LANES)  // positions scored in one pass over the dimensions
-#define COLUMNS 4          // vectors of V summed in one pass over the positions
+#define BLOCK (2 * LANES)  // positions of a page are a multiple of it
 #define AHEAD 256          // prefetch distance in positions
+// A product is computed in parts of WIDTH lanes. Sums, weights and a broadcast of one pass fill the registers: scores of
+// SCORE_ROWS rows and SCORED positions, outputs of VALUE_ROWS rows and COLUMNS parts.
+#ifdef __AVX512F__
+#define SCORE_ROWS 8
+#define VALUE_ROWS 4
+#define COLUMNS 4
+#else
+#define SCORE_ROWS 6
+#define VALUE_ROWS 6
+#define COLUMNS 2
+#endif
+#define SCORED (2 * WIDTH)
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2)));
-
-INLINE vec splat(float x) { return x - (vec){0}; }
-
-INLINE vec select_vec(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
-
-// exp for x <= 0; below -87 it is 0.
-INLINE vec exp_vec(vec x) {
-    ivec tiny = x < splat(-87.0f);
-    vec t = select_vec(tiny, splat(-87.0f), x);
-    vec z = t * splat(1.44269504088896341f) + splat(12582912.0f);  // round to nearest by magic number
-    ivec n = (ivec)z - (ivec)splat(12582912.0f);
-    vec f = z - splat(12582912.0f);
-    t = t - f * splat(0.693359375f);
-    t = t - f * splat(-2.12194440e-4f);
-    vec y = splat(1.9875691500e-4f);
-    y = y * t + splat(1.3981999507e-3f);
-    y = y * t + splat(8.3334519073e-3f);
-    y = y * t + splat(4.1665795894e-2f);
-    y = y * t + splat(1.6666665459e-1f);
-    y = y * t + splat(5.0000001201e-1f);
-    y = y * t * t + t + splat(1.0f);
-    return select_vec(tiny, splat(0.0f), y * (vec)((n + 127) << 23));
-}
+typedef uint32_t upart __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint16_t hpart __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
 // `operand`: the type of a query element or weight in a product; `terms`: TERMS operands per lane.
 #if TERMS == 2
@@ -64,29 +50,29 @@ INLINE terms spread(const operand *p) {
     memcpy(&pair, p, sizeof(pair));
     return (terms)_mm512_set1_epi32(pair);
 }
-INLINE vec add_products(vec sum, terms a, terms b) { return (vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
-// The weights of BLOCK positions as operands; `sum` adds the rounded weights.
-INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
-    const terms both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+INLINE part add_products(part sum, terms a, terms b) { return (part)_mm512_dpbf16_ps((__m512)sum, a, b); }
+// The weights x of BLOCK positions as operands; `sums` adds the rounded weights.
+INLINE void keep_weights(operand *out, const part *x, part *sums) {
+    const terms both = _mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
     _mm512_storeu_si512(out, (__m512i)both);
-    return add_products(sum, both, (terms)_mm512_set1_epi16(0x3f80));
+    *sums = add_products(*sums, both, (terms)_mm512_set1_epi16(0x3f80));
 }
 // exp(x - most) for x <= most; its relative error of 1e-6 is far below the rounding to bfloat16.
-INLINE vec weigh(vec x, float most) {
+INLINE part weigh(part x, float most) {
     const float log2e = 1.44269504088896341f;
     const __m512 z = _mm512_max_ps(splat(-200.0f), x * splat(log2e) - splat(most * log2e));  // a NaN stays
     const __m512 n = _mm512_roundscale_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = z - n;
-    vec y = splat(1.3264727214e-3f);
+    part y = splat(1.3264727214e-3f);
     y = y * f + splat(9.6715128126e-3f);
     y = y * f + splat(5.5507337448e-2f);
     y = y * f + splat(2.4022242083e-1f);
     y = y * f + splat(6.9314697760e-1f);
     return _mm512_scalef_ps(y * f + splat(1.0f), n);
 }
-INLINE vec larger(vec x, vec than) { return _mm512_max_ps(x, than); }  // `than` where x is NaN
-INLINE float largest(vec x) { return _mm512_reduce_max_ps(x); }
-INLINE float total(vec x) { return _mm512_reduce_add_ps(x); }
-INLINE void store_first(element *out, vec x, int64_t count) { store_lanes(out, first_lanes(count), (__m512)x); }
+INLINE part larger(part x, part than) { return _mm512_max_ps(x, than); }  // `than` where x is NaN
+INLINE float largest(part x) { return _mm512_reduce_max_ps(x); }
+INLINE float total(const part *sums) { return _mm512_reduce_add_ps(*sums); }
+INLINE void store_first(element *out, part x, int64_t count) { store_lanes(out, first_lanes(count), (__m512)x); }
 // Writes a position's V to its half of the pairs at `out` only: another thread may write the other half.
 INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
     for (int64_t c = 0; c < dim; c += LANES) {
@@ -100,34 +86,37 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
 }
 #else
 typedef float operand;
-typedef vec terms;
+typedef part terms;
 #if BF16
-INLINE terms load(const element *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
+INLINE terms load(const element *p) { return (part)(__builtin_convertvector(*(const hpart *)p, upart) << 16); }
 #else
-INLINE terms load(const element *p) { return *(const vec *)p; }
+INLINE terms load(const element *p) { return *(const part *)p; }
 #endif
 INLINE terms load_first(const element *p) { return load(p); }
 INLINE void put_query(operand *out, const element *query, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) out[d] = to_float(query[d]);
 }
 INLINE terms spread(const operand *p) { return splat(*p); }
-INLINE vec add_products(vec sum, terms a, terms b) { return sum + a * b; }
-INLINE vec larger(vec x, vec than) { return select_vec(x > than, x, than); }
-INLINE float largest(vec x) {
+INLINE part add_products(part sum, terms a, terms b) { return sum + a * b; }
+INLINE part larger(part x, part than) { return select_part(x > than, x, than); }
+INLINE float largest(part x) {
     float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
     return most;
 }
-INLINE float total(vec x) {
-    for (int w = LANES / 2; w > 0; w /= 2)
+INLINE float total(const part *sums) {  // of LANES lanes, by halves
+    part x = sums[0];
+    if (WIDTH < LANES) x += sums[1];
+    for (int w = WIDTH / 2; w > 0; w /= 2)
         for (int i = 0; i < w; i++) x[i] += x[i + w];
     return x[0];
 }
-INLINE vec weigh(vec x, float most) { return exp_vec(x - splat(most)); }
-INLINE vec keep_weights(operand *out, vec low, vec high, vec sum) {
-    *(vec *)out = low;
-    *(vec *)(out + LANES) = high;
-    return sum + low + high;
+INLINE part weigh(part x, float most) { return exp_part(x - splat(most)); }
+INLINE void keep_weights(operand *out, const part *x, part *sums) {
+    for (int i = 0; i < BLOCK / WIDTH; i++) {
+        *(part *)(out + i * WIDTH) = x[i];
+        sums[i % (LANES / WIDTH)] += x[i];
+    }
 }
 INLINE void put_value(element *out, const element *value, int64_t dim, int64_t half) {
     memcpy(out + half, value, sizeof(element) * dim);
@@ -136,8 +125,11 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
     for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
     if (dim % 2) out[dim * page_size] = 0;
 }
-INLINE void store_first(element *out, vec x, int64_t count) {
-    for (int i = 0; i < LANES && i < count; i++) out[i] = from_float(x[i]);
+INLINE void store_first(element *out, part x, int64_t count) {
+    if (count >= WIDTH)
+        for (int i = 0; i < WIDTH; i++) out[i] = from_float(x[i]);
+    else
+        for (int i = 0; i < count; i++) out[i] = from_float(x[i]);
 }
 #endif
 
@@ -209,13 +201,13 @@ INLINE void prefetch(const element *p, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / sizeof(element)) __builtin_prefetch(p + i, 0, 2);
 }
 
-// Scaled scores out[r][0..BLOCK) of `rows` query rows against BLOCK positions of one page; prefetches `soon`.
+// Scaled scores out[r][0..SCORED) of `rows` query rows against SCORED positions of one page; prefetches `soon`, if any.
 INLINE void score_block(int rows, const operand *q, int64_t dim, const element *k, int64_t page_size, float scaling,
                         float *out, int64_t stride, const element *soon) {
-    vec low[8] = {0}, high[8] = {0};
+    part low[SCORE_ROWS] = {0}, high[SCORE_ROWS] = {0};
     for (int64_t d = 0; d < dim; d += TERMS) {
-        const terms a = load(k + d * page_size), b = load(k + d * page_size + LANES * TERMS);
-        prefetch(soon + d * BLOCK, BLOCK * TERMS);
+        const terms a = load(k + d * page_size), b = load(k + d * page_size + WIDTH * TERMS);
+        if (soon) prefetch(soon + d * SCORED, SCORED * TERMS);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const terms x = spread(q + r * dim + d);
@@ -224,13 +216,13 @@ INLINE void score_block(int rows, const operand *q, int64_t dim, const element *
         }
     }
     for (int r = 0; r < rows; r++) {
-        *(vec *)(out + r * stride) = low[r] * splat(scaling);
-        *(vec *)(out + r * stride + LANES) = high[r] * splat(scaling);
+        *(part *)(out + r * stride) = low[r] * splat(scaling);
+        *(part *)(out + r * stride + WIDTH) = high[r] * splat(scaling);
     }
 }
 
-INLINE void add_terms(int rows, int columns, vec (*sum)[COLUMNS], const operand *p, int64_t stride, const terms *x) {
-#pragma GCC unroll 4
+INLINE void add_terms(int rows, int columns, part (*sum)[COLUMNS], const operand *p, int64_t stride, const terms *x) {
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
         const terms weight = spread(p + r * stride);
 #pragma GCC unroll 4
@@ -238,10 +230,10 @@ INLINE void add_terms(int rows, int columns, vec (*sum)[COLUMNS], const operand 
     }
 }
 
-// out[r][0..columns*LANES) = sum over the tile's positions, from the start of the first page, of p[r][j] * v[j].
+// out[r][0..columns*WIDTH) = sum over the tile's positions, from the start of the first page, of p[r][j] * v[j].
 INLINE void value_block(int rows, int columns, const operand *p, int64_t stride, const Tile *tile, const Tile *next,
                         int64_t column, int64_t page_size, int64_t width, int64_t ahead, float *out) {
-    vec sum[4][COLUMNS] = {0};
+    part sum[VALUE_ROWS][COLUMNS] = {0};
     int64_t count = tile->end - tile->page * page_size;
     for (int64_t i = 0; i < tile->values.count; i++, p += page_size, count -= page_size) {
         const element *v = page_of(&tile->values, i) + column * TERMS;
@@ -251,33 +243,33 @@ INLINE void value_block(int rows, int columns, const operand *p, int64_t stride,
         terms x[COLUMNS];
         for (; j + TERMS <= here; j += TERMS) {
 #pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * LANES * TERMS);
-            prefetch(soon + j * width, columns * LANES * TERMS);
+            for (int c = 0; c < columns; c++) x[c] = load(v + j * width + c * WIDTH * TERMS);
+            prefetch(soon + j * width, columns * WIDTH * TERMS);
             add_terms(rows, columns, sum, p + j, stride, x);
         }
         if (j < here) {  // the last position is the first of a pair, whose second belongs to no visible position
-            for (int c = 0; c < columns; c++) x[c] = load_first(v + j * width + c * LANES * TERMS);
+            for (int c = 0; c < columns; c++) x[c] = load_first(v + j * width + c * WIDTH * TERMS);
             add_terms(rows, columns, sum, p + j, stride, x);
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) *(vec *)(out + r * width + c * LANES) = sum[r][c];
+        for (int c = 0; c < columns; c++) *(part *)(out + r * width + c * WIDTH) = sum[r][c];
 }
 
 // tanh by exp; absolute error about 1e-7.
-INLINE vec tanh_vec(vec x) {
-    ivec sign = (ivec)x & (int32_t)0x80000000;
-    vec e = exp_vec((vec)((ivec)(x + x) | (int32_t)0x80000000));
-    vec y = (splat(1.0f) - e) / (splat(1.0f) + e);
-    return select_vec((ivec)(x != x), x, (vec)((ivec)y | sign));
+INLINE part tanh_part(part x) {
+    ipart sign = (ipart)x & (int32_t)0x80000000;
+    part e = exp_part((part)((ipart)(x + x) | (int32_t)0x80000000));
+    part y = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return select_part((ipart)(x != x), x, (part)((ipart)y | sign));
 }
 
-// 16 scores of a row, from position j on, of which [low, high) are visible, with cap, slope and mask applied.
-INLINE vec shape_scores(const Layer *layer, vec x, int64_t j, int64_t low, int64_t high, float slope) {
-    const ivec position = (int32_t)j + (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if (layer->softcap != 0) x = splat(layer->softcap) * tanh_vec(x / splat(layer->softcap));
-    if (layer->slopes) x -= splat(slope) * __builtin_convertvector((int32_t)high - 1 - position, vec);
-    return select_vec((position < (int32_t)low) | (position >= (int32_t)high), splat(-INFINITY), x);
+// Scores of a row, from position j on, of which [low, high) are visible, with cap, slope and mask applied.
+INLINE part shape_scores(const Layer *layer, part x, int64_t j, int64_t low, int64_t high, float slope) {
+    const ipart position = (int32_t)j + (ipart)FROM_ZERO;
+    if (layer->softcap != 0) x = splat(layer->softcap) * tanh_part(x / splat(layer->softcap));
+    if (layer->slopes) x -= splat(slope) * __builtin_convertvector((int32_t)high - 1 - position, part);
+    return select_part((position < (int32_t)low) | (position >= (int32_t)high), splat(-INFINITY), x);
 }
 
 // Scores to weights, in place, over the block-aligned positions [from, to), of which [low, high) are visible.
@@ -286,18 +278,19 @@ static float softmax(const Layer *layer, float *row, int64_t from, int64_t to, i
                      int64_t head) {
     const float slope = layer->slopes ? layer->slopes[head] : 0.0f;
     const int plain = layer->softcap == 0 && !layer->slopes;
-    vec top = splat(-INFINITY), sums = splat(0.0f);
-    for (int64_t j = from; j < to; j += LANES) {
-        vec x = *(vec *)(row + j - from);
-        if (!plain || j < low || j + LANES > high)
-            *(vec *)(row + j - from) = x = shape_scores(layer, x, j, low, high, slope);
+    part top = splat(-INFINITY), sums[LANES / WIDTH] = {0};
+    for (int64_t j = from; j < to; j += WIDTH) {
+        part x = *(part *)(row + j - from);
+        if (!plain || j < low || j + WIDTH > high)
+            *(part *)(row + j - from) = x = shape_scores(layer, x, j, low, high, slope);
         top = larger(x, top);
     }
     float most = largest(top);
     if (layer->sinks && layer->sinks[head] > most) most = layer->sinks[head];
     for (int64_t j = 0; j < to - from; j += BLOCK) {
-        const vec a = weigh(*(vec *)(row + j), most), b = weigh(*(vec *)(row + j + LANES), most);
-        sums = keep_weights((operand *)row + j, a, b, sums);
+        part x[BLOCK / WIDTH];
+        for (int i = 0; i < BLOCK / WIDTH; i++) x[i] = weigh(*(part *)(row + j + i * WIDTH), most);
+        keep_weights((operand *)row + j, x, sums);
     }
     return total(sums) + (layer->sinks ? expf(layer->sinks[head] - most) : 0.0f);
 }
@@ -318,13 +311,13 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
         put_query(q + r * dim, source, layer->key_dim);
         for (int64_t d = layer->key_dim; d < dim; d++) q[r * dim + d] = 0;
     }
-    for (int64_t j = 0; j < span; j += BLOCK) {
+    for (int64_t j = 0; j < span; j += SCORED) {
         const element *k = page_of(&tile->keys, j / P) + j % P * TERMS;
         const element *soon = page_in_turn(tile, next, j / P + ahead) + j % P * dim;
         float *s = scores + j;
         int64_t r = 0;
-#define SCORES(n) score_block(n, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, soon)
-        for (; r + 8 <= rows; r += 8) SCORES(8);
+#define SCORES(n) score_block(n, q + r * dim, dim, k, P, layer->scaling, s + r * span, span, r ? NULL : soon)
+        for (; r + SCORE_ROWS <= rows; r += SCORE_ROWS) SCORES(SCORE_ROWS);
         for (; r + 4 <= rows; r += 4) SCORES(4);
         for (; r < rows; r++) SCORES(1);
     }
@@ -336,20 +329,20 @@ static void attend_tile(const Layer *layer, const Step *step, const Tile *tile, 
     }
     const operand *p = (const operand *)scores;  // weights replace the scores
     const int64_t stride = span * (int64_t)(sizeof(float) / sizeof(operand));
-    for (int64_t c = 0, r = 0, columns; c < width; c += columns * LANES, r = 0) {
-        columns = c + COLUMNS * LANES <= width ? COLUMNS : 1;
+    for (int64_t c = 0, r = 0, columns; c < width; c += columns * WIDTH, r = 0) {
+        columns = c + COLUMNS * WIDTH <= width ? COLUMNS : LANES / WIDTH;
 #define VALUES(R, C) value_block(R, C, p + r * stride, stride, tile, next, c, P, width, ahead, out + r * width + c)
-        for (; r + 4 <= rows; r += 4)
-            if (columns == COLUMNS) VALUES(4, COLUMNS); else VALUES(4, 1);
+        for (; r + VALUE_ROWS <= rows; r += VALUE_ROWS)
+            if (columns == COLUMNS) VALUES(VALUE_ROWS, COLUMNS); else VALUES(VALUE_ROWS, LANES / WIDTH);
         for (; r < rows; r++)
-            if (columns == COLUMNS) VALUES(1, COLUMNS); else VALUES(1, 1);
+            if (columns == COLUMNS) VALUES(1, COLUMNS); else VALUES(1, LANES / WIDTH);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const vec scale = splat(1.0f / sums[r]);
+        const part scale = splat(1.0f / sums[r]);
         element *target =
             output + ((row0 + r / group) * layer->num_heads + kv_head * group + r % group) * layer->value_dim;
-        for (int64_t c = 0; c < layer->value_dim; c += LANES)
-            store_first(target + c, *(vec *)(out + r * width + c) * scale, layer->value_dim - c);
+        for (int64_t c = 0; c < layer->value_dim; c += WIDTH)
+            store_first(target + c, *(part *)(out + r * width + c) * scale, layer->value_dim - c);
     }
 }
 

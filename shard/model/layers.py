@@ -1,10 +1,10 @@
 """The pass over a loaded network that replaces transformers' attention, linear layers and experts by ours.
 
-Our layers own their weights. Quantised layers are replaced on every device. On CPU plain weights lie in oneDNN's
-blocked layout, which is read two to three times as fast for few rows and gives equal bits for any number of rows from
-two on; the model never runs fewer (see `Model.compute`). In bfloat16 layout and product are ours where the processor
-allows it, and a usual decoder layer is one call. On devices plain products are torch's; the operators between them are
-fused (fusion/select.py).
+Our layers own their weights. Quantised layers are replaced on every device. On CPU plain weights lie in a layout of
+ours, or in oneDNN's, which are read two to three times as fast for few rows and give equal bits for any number of rows
+from two on; the model never runs fewer (see `Model.compute`). In bfloat16 a usual decoder layer is one call, in float32
+norms and activations of encoders are fused with products. On devices plain products are torch's; the operators between
+them are fused (fusion/select.py).
 """
 
 from functools import partial
@@ -20,6 +20,7 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
 from lorikeet.shard.model.attention_binding import AttentionBinding, is_attention, replace_legacy
 from lorikeet.shard.model.fusion.attention import FusedAttention
+from lorikeet.shard.model.fusion.encoder import can_fuse, fuse_encoder
 from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack
@@ -55,6 +56,8 @@ def replace_layers(
     fusion = choose(fusions, network, inputs.device, dtype, tied)
     if fusion is not None and (is_whole or fusion.kernels.keeps_outputs):
         fusion.place(network)
+    if is_whole and can_fuse(fusions, inputs.device, dtype):
+        fuse_encoder(network)
     _take_over_quantized(network, dtype)  # rounded weights, unless they are fused
     _round_experts(network)
     is_packed = inputs.device.type == "cpu" and can_pack(dtype)

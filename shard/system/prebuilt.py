@@ -65,6 +65,7 @@ LIBRARIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention/cpu.c", ("BF16=1", "PAIRED=1")),
     ("model/lora/targets.c", ("BF16=0",)),
     ("model/lora/targets.c", ("BF16=1",)),
+    ("model/kernels/float32.c", ()),
     ("model/kernels/cpu.c", ()),
     (INTEGERS, ("BF16=0",)),
     (INTEGERS, ("BF16=1",)),

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from lorikeet.shard.model.kernels import cpu
+from lorikeet.shard.model.kernels import cpu, float32
 
 _ISA = "ONEDNN_MAX_CPU_ISA"
 
@@ -95,9 +95,28 @@ class StreamedMatrix(PackedMatrix):
         return cpu.linear(x, self.packed, self.out_features, bias)
 
 
+class Float32Matrix(PackedMatrix):
+    """The layout and product of float32.c."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight)
+        self.packed = float32.pack(weight)
+        # [out]
+        self.bias = None if bias is None else bias.clone()
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return float32.linear(x, self.packed, self.out_features, bias)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU of the product with the bias, with the bits of the two one after the other. x: [..., in]."""
+        return float32.linear(x, self.packed, self.out_features, self.bias, is_gelu=True)
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this machine multiplies packed matrices of `dtype`."""
-    return onednn_multiplies(dtype) or (dtype == torch.bfloat16 and cpu.available())
+    if onednn_multiplies(dtype):
+        return True
+    return cpu.available() if dtype == torch.bfloat16 else dtype == torch.float32 and float32.available()
 
 
 @cache
@@ -112,6 +131,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     """weight: [out, in]; bias: [out]. The fastest layout that this machine and the shape allow."""
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available():
         return StreamedMatrix(weight, bias)
+    if weight.dtype == torch.float32 and float32.available():
+        return Float32Matrix(weight, bias)
     return BlockedMatrix(weight, bias) if onednn_multiplies(weight.dtype) else SharedMatrix(weight.contiguous(), bias)
 
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from lorikeet.shard.attention import cpu as attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels import cpu as products
-from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels import float32, integer
 from lorikeet.shard.model.lora import targets
 from lorikeet.shard.system import native, prebuilt
 from tests.shard.attention.test_cpu import KINDS, PAGES, Runner, random_rows, spec_of
@@ -146,7 +146,7 @@ class _fresh_libraries:
     """Within the block, every kernel is loaded anew by `load`, and forgotten after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, load: Callable[..., ctypes.CDLL]) -> None:
-        for module in (attention, products, targets, integer):
+        for module in (attention, products, targets, integer, float32):
             monkeypatch.setattr(module, "library", load)
 
     def __enter__(self) -> None:
@@ -156,7 +156,8 @@ class _fresh_libraries:
         self._forget()
 
     def _forget(self) -> None:
-        for function in (products._load, products.available, targets.compiled, targets.library_for, integer._load):
+        of_products = (products._load, products.available, float32._load, float32.available, float32.block_size)
+        for function in (*of_products, targets.compiled, targets.library_for, integer._load):
             function.cache_clear()
 
 
@@ -173,6 +174,8 @@ def _results() -> Iterator[tuple[str, torch.Tensor]]:
             yield f"integers {kind} {bits}", packed.product(rows_of(13, 256, KINDS[kind].dtype), with_bias=False)
     if products.available():
         yield from _products()
+    if float32.available():
+        yield from _float32()
 
 
 def _adapted(dtype: torch.dtype) -> torch.Tensor:
@@ -201,3 +204,17 @@ def _products() -> Iterator[tuple[str, torch.Tensor]]:
     rotated = draw(7, 128)
     products.rotate(rotated, 2, draw(7, 64), draw(7, 64))
     yield "rotate", rotated
+
+
+def _float32() -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x, weight, bias = draw(29, 96), draw(200, 96), draw(200)
+    packed = float32.pack(weight)
+    for is_gelu in (False, True):
+        yield f"float32 {is_gelu=}", float32.linear(x, packed, 200, bias, is_gelu)
+    yield "gelu", float32.gelu(draw(9, 65))
+    yield "layer_norm", float32.layer_norm(x, draw(29, 96), draw(96), draw(96), 1e-5)

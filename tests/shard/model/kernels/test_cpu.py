@@ -12,7 +12,14 @@ from lorikeet.shard.model.fusion.kernels import CpuKernels
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 from lorikeet.shard.model.fusion.select import Fusion
 from lorikeet.shard.model.kernels import cpu as kernels
-from lorikeet.shard.model.kernels.packing import BlockedMatrix, SharedMatrix, StreamedMatrix, onednn_multiplies, pack
+from lorikeet.shard.model.kernels.packing import (
+    BlockedMatrix,
+    Float32Matrix,
+    SharedMatrix,
+    StreamedMatrix,
+    onednn_multiplies,
+    pack,
+)
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
 
@@ -89,7 +96,7 @@ def test_rows_may_lie_apart() -> None:
 def test_the_layout_follows_type_and_shape() -> None:
     assert isinstance(pack(random(8, 6), None), StreamedMatrix)
     assert isinstance(pack(random(8, 5), None), BlockedMatrix if onednn_multiplies(torch.bfloat16) else SharedMatrix)
-    assert isinstance(pack(random(8, 6).float(), None), BlockedMatrix)
+    assert isinstance(pack(random(8, 6).float(), None), Float32Matrix)
 
 
 @torch.inference_mode()
