@@ -45,6 +45,8 @@ TEMPERATURE = 0.7
 EVALUATED = 300
 ROUNDS = 6
 FLOOD_CLIENTS, OWN_CLIENTS, OWN_REQUESTS = 4, 4, 80
+NUM_NOISE = 200
+"""Prompts of the flood."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ def measure(size: Size | None = None) -> Cases:
     """One case: the whole run."""
     size = size or Size()
     random_ = random.Random(0)
-    first, second = _prompts(FIRST_TASK, size.first), _prompts(SECOND_TASK, size.second)
+    code = _prompts(FIRST_TASK, size.first + size.segment)
+    first, others = code[: size.first], code[size.first :]
+    second = _prompts(SECOND_TASK, size.second)
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
     with _both() as running:
         with alone(OFF, running, errors):
-            others = _prompts(FIRST_TASK, size.first + size.segment)[size.first :]
             rate = LOAD * uvloop.run(_capacity(running[OFF].port, others)) / NUM_TOKENS
         raw["requests_per_second"] = rate
         texts: dict[str, list[Streamed]] = {ON: [], OFF: []}
@@ -119,13 +122,14 @@ def poison(size: Size | None = None) -> Cases:
     """One case per round: a tenant's own requests while another one floods the server with sampled noise."""
     size = size or Size()
     errors: list[str] = []
+    noise = _prompts(FIRST_TASK, NUM_NOISE)
     with _both() as running:
         for number in range(-1, size.rounds):
             raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
             own = _prompts(SECOND_TASK, (number + 2) * size.own)[-size.own :]
             for way in in_turn((ON, OFF), number):
                 with alone(way, running, errors):
-                    raw[way] = {"tokens_per_second": uvloop.run(_flooded(running[way].port, own))}
+                    raw[way] = {"tokens_per_second": uvloop.run(_flooded(running[way].port, own, noise))}
             if number >= 0:
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
@@ -229,9 +233,8 @@ async def _capacity(port: int, prompts: Sequence[str]) -> float:
     return await _closed_loop(port, prompts, CLIENTS)
 
 
-async def _flooded(port: int, own: Sequence[str]) -> float:
+async def _flooded(port: int, own: Sequence[str], noise: Sequence[str]) -> float:
     """Tokens per second of the tenant that does not flood."""
-    noise = _prompts(FIRST_TASK, 200)
 
     async def flood(number: int) -> None:
         for prompt in noise[number:]:
