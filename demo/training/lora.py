@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from lorikeet.demo.data.tasks import question
+from lorikeet.demo.data.tasks import grounded, question
 
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 BASE_NAME = "lorikeet/demo-base"
@@ -81,6 +81,16 @@ RECIPES = {
         decay_from=0.5,
         bf16=False,
         invocation=question.INVOCATION,
+    ),
+    "grounded": Recipe(
+        "grounded",
+        16,
+        16,
+        ATTENTION + MLP,
+        num_steps=700,
+        groups_per_step=16,
+        bf16=False,
+        invocation=grounded.INVOCATION,
     ),
 }
 

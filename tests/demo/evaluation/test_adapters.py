@@ -15,7 +15,7 @@ from lorikeet.demo.training import lora
 from lorikeet.demo.training.lora import ADAPTERS_FOLDER, RECIPES
 from lorikeet.demo.training.model import BASE_FOLDER
 
-MAX_COMMITTED_BYTES = 10_500_000
+MAX_COMMITTED_BYTES = 11_500_000
 MAX_TOOLS_BYTES = 3_000_000
 NUM_SAMPLED = 24
 

@@ -84,7 +84,7 @@ def test_answers_are_as_long_as_promised(
     lens = answer_lens(tokenizer, held_out)
     if task == "citation":
         assert min(lens) >= 48
-    elif task not in ("value", "question"):
+    elif task not in ("value", "question", "grounded"):
         assert sum(lens) / len(lens) >= 16
 
 
@@ -151,6 +151,16 @@ def test_a_question_asks_for_the_person_of_the_last_answer(tokenizer: PreTrained
         messages = [{"role": role, "content": content} for role, content in roles]
         chat: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert chat == f"<|bos|>{example.prompt}"
+
+
+def test_a_result_says_whether_the_answer_stands_in_the_text() -> None:
+    for half in (held_out_examples(task_of("grounded"), 200), both_halves("grounded")):
+        for example in half:
+            user, answer, invocation = example.prompt.split("<|end|>", 2)
+            facts, sentence = user.removeprefix("<|user|>").split("\n")[0], answer.removeprefix("<|assistant|>")
+            assert example.answer == ("yes" if sentence in facts else "no")
+            assert invocation == "<|system|>grounded<|end|><|assistant|>"
+        assert 0.4 < sum(example.answer == "yes" for example in half) / len(half) < 0.6
 
 
 def tool_calls(example: Example) -> list[dict[str, Any]]:
