@@ -201,6 +201,32 @@ def test_a_resumable_stream_survives_its_connection_and_its_shard(server: Launch
     assert num_moved(server.url) > moved
 
 
+@pytest.mark.long
+def test_an_activated_adapter_writes_the_same_text_when_its_shard_is_killed_in_the_middle(server: Launched) -> None:
+    """Its start is found in the prompt again, not in the output, which the second shard gets as known tokens."""
+    asked = "<|user|>Wamiko sold the lantern in Tobar. Sotra kept room 93.\nWhat do you know about Wamiko?<|end|>"
+    invocation = "<|system|>question<|end|><|assistant|>"
+    usual = {"max_new_tokens": 400, "ignore_eos_token": True, "do_sample": True, "seed": 3, "details": True}
+    expected: dict[str | None, list[tuple[Any, ...]]] = {}
+    for name in (None, "question"):
+        prompt = f"{asked}<|assistant|>Wamiko sold the lantern in Tobar.<|end|>{invocation}"
+        body = {"inputs": prompt, "parameters": {**usual, "adapter_id": name}}
+        expected[name] = texts(httpx.post(f"{server.url}/generate_stream", json=body, timeout=120).text)
+    assert expected["question"] != expected[None]
+    moved, times = num_moved(server.url), [num_connected(server, index) for index in (0, 1)]
+    events, shards = "", [server.shard(index) for index in (0, 1)]
+    with httpx.stream("POST", f"{server.url}/generate_stream", json=body, timeout=120) as response:
+        assert response.headers["x-lorikeet-adapter-activated"] == "true"
+        for part in response.iter_text():
+            events += part
+            while events.count("\n\n") >= 20 and shards:  # it runs on one of them
+                os.kill(shards.pop(), signal.SIGKILL)
+    assert texts(events) == expected["question"]
+    assert num_moved(server.url) > moved
+    for index in (0, 1):
+        until_back(server, index, times[index] + 1)
+
+
 def texts(events: str) -> list[tuple[Any, ...]]:
     """Everything but which draft source gave a token, and times."""
     shown = [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line.startswith("data: ")]
