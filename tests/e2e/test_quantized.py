@@ -29,7 +29,7 @@ def texts_of(server: Client) -> list[list[int]]:
 def reference(folder: Path, store: Path, method: str | None, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The same from an engine in this process whose products of integers are torch's."""
     monkeypatch.setattr(integer, "available", lambda: False)
-    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO / "base")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(prompt).input_ids for prompt in (*PROMPTS, PROMPTS[-1])]
     digest = lay_out(folder, store, {CITATION: DEMO / CITATION})[CITATION]
     config = ShardConfig(

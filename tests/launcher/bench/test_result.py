@@ -31,7 +31,7 @@ SAMPLES = [
     sample(0.2, 0.2, adapter="a", tier="slot", sources=Counter(target=1), num_steps=1),
     Sample(Planned("p", 4, "c"), 0.3, error="status 429: full"),
 ]
-SETTINGS = {"date": "d", "label": "<l>", "model_id": "m", "max_concurrency": 4, "request_rate": 2.0}
+SETTINGS = {"date": "20261125-120000", "label": "<l>", "model_id": "m", "max_concurrency": 4, "request_rate": 2.0}
 
 
 def made() -> dict[str, Any]:
