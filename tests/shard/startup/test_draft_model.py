@@ -189,7 +189,7 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
     """With memory for a few of them, so that some are preempted in the middle of a block."""
     rng = random.Random(lag)
     setup = Setup(
-        num_pages=25, step_tokens=23, max_running=6, commit_lag=lag, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)
+        num_pages=18, step_tokens=23, max_running=6, commit_lag=lag, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)
     )
     rig = Rig(setup)
     rig.watches_kv = True
