@@ -28,7 +28,8 @@ MADE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2.5": ("qwen2", "qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}, {}),
     "qwen3": ("qwen3", "qwen3", {}, {}),
     "gemma 2": (
-        "gemma2", "gemma2", {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0, "tie_word_embeddings": True}, {},
+        "gemma2", "gemma2",
+        {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0, "tie_word_embeddings": True}, {},
     ),
     "gemma 3": (
         "gemma3_text", "gemma3",
