@@ -1,18 +1,19 @@
 """Where each adapter is: in a slot of the step, in host memory, loading, or failed. Imports no torch.
 
 An adapter is identified by the digest of its content. It goes ABSENT → LOADING → host memory → a slot, and is evicted
-from either when room is needed: the one of least worth first, none that a running request uses, none that is pinned.
-A `Device` copies adapters into slots.
+from either when room is needed: the one with the lowest score first, none that a running request uses, none that is
+pinned. A `Device` copies adapters into slots.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import attrgetter
 from typing import Protocol, cast
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.scheduler.cached_adapter import AdapterWorth, CachedAdapter, Content
+from lorikeet.shard.scheduler.cached_adapter import CachedAdapter, Content, EvictionScores
 
 NO_ADAPTERS = "this shard serves no adapters"
 MOST_SIZES = 4096
@@ -80,7 +81,7 @@ class AdapterSlots:
         self._device = device
         self._load = load
         self._cached: dict[str, CachedAdapter] = {}  # least recently used first
-        self._worth = AdapterWorth()
+        self._scores = EvictionScores()
         self._loading: set[str] = set()
         self._unwanted: set[str] = set()
         """Loading adapters that were unloaded since."""
@@ -117,7 +118,7 @@ class AdapterSlots:
             return None
         adapter.num_users += 1
         adapter.num_uses += 1
-        adapter.worth = self._worth.of(adapter.num_uses, adapter.content.num_bytes)
+        adapter.score = self._scores.of(adapter.num_uses, adapter.content.num_bytes)
         self._cached[digest] = self._cached.pop(digest)
         return adapter.slot
 
@@ -208,8 +209,8 @@ class AdapterSlots:
         if len(self._sizes) > MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]
         self._make_host_room(content.num_bytes)
-        worth = self._worth.of(0, content.num_bytes)
-        adapter = self._cached[digest] = CachedAdapter(digest, content, worth, is_pinned=digest in self._pinned)
+        score = self._scores.of(0, content.num_bytes)
+        adapter = self._cached[digest] = CachedAdapter(digest, content, score, is_pinned=digest in self._pinned)
         self._place(adapter)
 
     def failed(self, digest: str, reason: str) -> None:
@@ -250,13 +251,14 @@ class AdapterSlots:
     # Eviction
 
     def _place(self, adapter: CachedAdapter) -> None:
-        """Give an adapter a slot, or wait while all slots are in use; the one of least worth is drained then."""
+        """Give an adapter a slot, or wait while all slots are in use; the least recently used one is drained then."""
         while not self._fits(adapter):
-            victim = next((other for other in self._by_worth() if other.slot >= 0 and other.may_leave), None)
+            idle = (other for other in self._cached.values() if other.slot >= 0 and other.may_leave)
+            victim = min(idle, key=attrgetter("score"), default=None)
             if victim is None:
                 self._wait_for_slot(adapter)
                 return
-            self._worth.gave_way(victim.worth)
+            self._scores.evicted(victim.score)
             self._leave_slot(victim)
         adapter.slot = self._free.pop()
         self._waiting_since.pop(adapter.digest, None)
@@ -264,10 +266,6 @@ class AdapterSlots:
         adapter.is_copying = True
         self._copying.append(adapter)
         self._poll_copy(adapter)
-
-    def _by_worth(self) -> list[CachedAdapter]:
-        """Of adapters of equal worth, the least recently used first."""
-        return sorted(self._cached.values(), key=lambda adapter: adapter.worth)
 
     def _poll_copy(self, adapter: CachedAdapter) -> None:
         if self._device.is_ready(adapter.slot):
@@ -283,7 +281,7 @@ class AdapterSlots:
         since = self._waiting_since.setdefault(adapter.digest, self.now)
         if self.now - since < self.limits.cycle_seconds:
             return
-        for other in self._by_worth():
+        for other in self._cached.values():  # in turn: by score, rare adapters would share one slot
             if other.slot >= 0 and not (other.is_pinned or other.is_draining or other.is_copying):
                 other.is_draining = True
                 self._waiting_since[adapter.digest] = self.now
@@ -301,14 +299,16 @@ class AdapterSlots:
             self._changes.states[adapter.digest] = (Residency.HOST_MEMORY, "")
 
     def _make_host_room(self, num_bytes: int) -> None:
-        """Evict unused adapters, the one of least worth first; those in use stay, whatever their size."""
+        """Evict unused adapters, the one with the lowest score first; those in use stay, whatever their size."""
         total = sum(adapter.content.num_bytes for adapter in self._cached.values()) + num_bytes
-        for adapter in self._by_worth() if total > self.limits.host_bytes else ():
+        if total <= self.limits.host_bytes:
+            return
+        for adapter in sorted(self._cached.values(), key=attrgetter("score")):
             if total <= self.limits.host_bytes:
                 return
             if adapter.may_leave:
                 total -= adapter.content.num_bytes
-                self._worth.gave_way(adapter.worth)
+                self._scores.evicted(adapter.score)
                 self._leave_slot(adapter)
                 self._leave_host(adapter)
 

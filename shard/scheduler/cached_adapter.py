@@ -1,9 +1,9 @@
-"""An adapter in host memory, and what it is worth to keep it there: what loading it again would cost, times how often
+"""An adapter in host memory, and the score by which adapters are evicted: the cost of loading it again, times how often
 it is used, per byte. Imports no torch.
 
-GreedyDual-Size-Frequency (Cherkasova 1998): an adapter that is used is worth `floor + uses * cost / size`, and the
-floor rises to the worth of each one that leaves. So an adapter that is used no more leaves some time, however often it
-was used before.
+GreedyDual-Size-Frequency (Cherkasova 1998): the score of an adapter that is used is `floor + uses * cost / size`, and
+the floor rises to the score of each evicted adapter. So an adapter that is no longer used is evicted at some time,
+however often it was used before.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Protocol
 FIXED_COST = 8 * 2**20
 """What opening, checking and placing a file costs, in bytes that are read in the same time."""
 EXPECTED_USES = 4
-"""What an adapter counts as until it is used: requests wait for it."""
+"""Uses that an adapter is credited with until its first use: requests wait for it."""
 
 
 class Content(Protocol):
@@ -33,7 +33,8 @@ class CachedAdapter:
 
     digest: str
     content: Content
-    worth: float = 0.0
+    score: float = 0.0
+    """The adapter with the lowest score is evicted first."""
     slot: int = -1
     num_users: int = 0
     """Running requests."""
@@ -57,16 +58,16 @@ class CachedAdapter:
         return self.num_users == 0 and not self.is_pinned and not self.is_copying
 
 
-class AdapterWorth:
+class EvictionScores:
     """Of the adapters of one shard."""
 
     def __init__(self) -> None:
         self._floor = 0.0
 
     def of(self, num_uses: int, num_bytes: int) -> float:
-        """Of an adapter that is used now, for the `num_uses`-th time since it was loaded; 0 for one just loaded."""
+        """The score of an adapter at its `num_uses`-th use since it was loaded; 0 at the load itself."""
         return self._floor + (num_uses or EXPECTED_USES) * (num_bytes + FIXED_COST) / max(1, num_bytes)
 
-    def gave_way(self, worth: float) -> None:
-        """An adapter of that worth was evicted."""
-        self._floor = max(self._floor, worth)
+    def evicted(self, score: float) -> None:
+        """Raise the floor to the score of an evicted adapter."""
+        self._floor = max(self._floor, score)

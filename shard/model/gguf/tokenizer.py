@@ -7,10 +7,12 @@ from typing import Any
 
 from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from lorikeet.shard.model.gguf.file import GgufFile
 
+SPLITS: dict[str, str] | None = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+"""transformers' regular expressions by kind; None before 5.18, which splits all texts as GPT-2 does."""
 LIKE_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
 )  # fmt: skip
@@ -33,11 +35,13 @@ ENDS = (
 
 def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     """transformers' tokenizer of `file`, which is `name` in `folder`. Raises ValueError for texts that are split in an
-    unknown way.
+    unknown way, and where transformers is too old to split them.
     """
     kind, split = (file.value(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     is_bpe = kind == "gpt2"
-    if is_bpe and split not in (*GGUF_PRE_TOKENIZER_SPLITS, *LIKE_GPT_2, *DIGIT_BY_DIGIT):
+    if is_bpe and SPLITS is None:
+        raise ValueError("its tokenizer needs transformers 5.18 or newer: pip install 'transformers>=5.18'")
+    if is_bpe and split not in (*(SPLITS or ()), *LIKE_GPT_2, *DIGIT_BY_DIGIT):
         raise ValueError(f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split})")
     is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
     begins = {"add_bos_token": True} if is_like_llama_3 else {}  # the file's own flag comes first

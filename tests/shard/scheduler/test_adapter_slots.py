@@ -171,7 +171,7 @@ def test_an_absent_adapter_is_asked_for_once_and_then_runs() -> None:
     assert slots.take_changes().states == {"a": (Residency.RESIDENT, "")}
 
 
-def test_the_one_of_least_worth_makes_room_but_never_one_in_use_or_pinned() -> None:
+def test_the_lowest_score_is_evicted_but_never_one_in_use_or_pinned() -> None:
     slots, _ = make(num_slots=3)
     load(slots, "a", "b", "c")
     for digest in ("b", "c", "c"):
@@ -199,6 +199,19 @@ def test_an_adapter_that_waits_long_gets_a_slot_of_one_in_use() -> None:
     assert slots.acquire("patient") is None
     slots.release("busy")
     assert slots.acquire("patient") is not None
+
+
+def test_adapters_that_are_always_in_use_give_way_in_turn_whatever_their_score() -> None:
+    """Otherwise rare adapters would share one slot, and wait longer the more of them there are."""
+    slots, _ = make()
+    load(slots, "popular", "rare", "waiting")
+    for digest in (*["popular"] * 8, "rare"):
+        assert slots.acquire(digest) is not None
+    assert slots.acquire("waiting") is None
+    slots.now += 2.5
+    assert slots.acquire("waiting") is None
+    assert slots.acquire("popular") is None, "its last use is longer ago"
+    assert slots.acquire("rare") is not None
 
 
 def test_unloading_waits_for_running_requests_and_says_whose_kv_may_go() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.cached_adapter import EXPECTED_USES, AdapterWorth
+from lorikeet.shard.scheduler.cached_adapter import EXPECTED_USES, EvictionScores
 from tests.shard.scheduler.test_adapter_slots import Device, Weights
 
 NUM_ADAPTERS, NUM_REQUESTS = 1000, 6000
@@ -69,14 +69,14 @@ def test_popularity_may_move() -> None:
 
 
 def test_an_adapter_that_is_used_no_more_leaves() -> None:
-    worth = AdapterWorth()
-    once_popular = worth.of(1000, MEBIBYTE)
+    scores = EvictionScores()
+    once_popular = scores.of(1000, MEBIBYTE)
     for _ in range(1000):
-        worth.gave_way(worth.of(1, MEBIBYTE))
-    assert worth.of(1, MEBIBYTE) > once_popular
+        scores.evicted(scores.of(1, MEBIBYTE))
+    assert scores.of(1, MEBIBYTE) > once_popular
 
 
 def test_one_that_requests_wait_for_stays_before_one_used_once() -> None:
-    worth = AdapterWorth()
-    assert worth.of(0, MEBIBYTE) == worth.of(EXPECTED_USES, MEBIBYTE) > worth.of(1, MEBIBYTE)
-    assert worth.of(1, MEBIBYTE) > worth.of(1, 8 * MEBIBYTE), "a small one takes less room for nearly the same cost"
+    scores = EvictionScores()
+    assert scores.of(0, MEBIBYTE) == scores.of(EXPECTED_USES, MEBIBYTE) > scores.of(1, MEBIBYTE)
+    assert scores.of(1, MEBIBYTE) > scores.of(1, 8 * MEBIBYTE), "a small one takes less room for nearly the same cost"

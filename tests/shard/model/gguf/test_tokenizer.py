@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.shard.model.gguf import tokenizer as tokenizers
 from lorikeet.shard.model.gguf.file import GgufFile
 from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
 from tests import tiny
@@ -60,6 +61,15 @@ def test_an_unknown_split_is_rejected(plain: Path, tmp_path: Path) -> None:
     file = written(plain, tmp_path, pre="chameleon")
     with pytest.raises(ValueError, match=r"in a way that is not known here \(tokenizer.ggml.pre chameleon\)"):
         read_tokenizer(tmp_path, "tiny.gguf", file)
+
+
+def test_a_transformers_that_splits_no_texts_is_rejected(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 5.17 has no regular expressions for the named kinds."""
+    monkeypatch.setattr(tokenizers, "SPLITS", None)
+    with pytest.raises(ValueError, match=r"needs transformers 5\.18 or newer"):
+        read_tokenizer(tmp_path, "tiny.gguf", written(plain, tmp_path, pre="llama-bpe"))
 
 
 def test_every_token_that_ends_an_answer_is_named(plain: Path, tmp_path: Path) -> None:
