@@ -58,10 +58,9 @@ class Record:
     decisions: tuple[Decision, ...]
 
     @property
-    def learned(self) -> set[str]:
-        """All heads that are named here and were learned."""
-        named = {self.digest, self.replaced, *(decision.heads_digest for decision in self.decisions)}
-        return named - {"", self.given_digest}
+    def heads(self) -> set[str]:
+        """All heads that it names, given ones among them."""
+        return {self.digest, self.replaced, *(decision.heads_digest for decision in self.decisions)} - {""}
 
 
 class Records:
@@ -117,7 +116,7 @@ class Records:
         self.flush()
         records = self._read_all()
         given = {record.given_digest for record in records}
-        for digest in set[str]().union(*(record.learned for record in records)) - given:
+        for digest in set[str]().union(*(record.heads for record in records)) - given:
             self.release(digest)
             (self._root / f"{digest}.safetensors").unlink(missing_ok=True)
         for record in records:
