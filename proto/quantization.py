@@ -98,11 +98,11 @@ def reason_against_integers(config: Mapping[str, Any]) -> str:
     bits = settings.get("bits", settings.get("w_bit"))
     group = settings.get("group_size", settings.get("q_group_size"))
     if bits != 4:
-        return f"it has {bits} bits"
+        return f"its weights have {bits} bits"
     if not isinstance(group, int) or (group != -1 and group % _LEAST_GROUP):
-        return f"its groups of {group} are no multiple of {_LEAST_GROUP}"
+        return f"its group size {group} is not a multiple of {_LEAST_GROUP}"
     if settings.get("desc_act"):
-        return "neighbours in its rows are of different groups (desc_act)"
+        return "its columns are reordered across groups (desc_act)"
     if settings.get("dynamic"):
         return "its layers have different settings (dynamic)"
     layout = settings.get("version", "gemm") if settings["quant_method"] == "awq" else settings.get("checkpoint_format")

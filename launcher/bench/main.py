@@ -141,9 +141,9 @@ def _fields(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found
 
 

@@ -3,7 +3,7 @@
 import { el, field } from "./dom.js";
 import { EXAMPLE_RESULTS } from "./tools.js";
 
-// [name, value as JSON] of each argument; null where the text is no JSON object.
+// [name, value as JSON] of each argument; null where the text is not a JSON object.
 function argumentsOf(call) {
   try {
     const given = JSON.parse(call.arguments);

@@ -164,6 +164,6 @@ function jsonFault(settings) {
     JSON.parse(settings.grammar);
     return "";
   } catch (error) {
-    return `This is no JSON: ${error.message}`;
+    return `This is not valid JSON: ${error.message}`;
   }
 }

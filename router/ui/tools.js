@@ -20,7 +20,7 @@ export function parseTools(text) {
   try {
     given = JSON.parse(text);
   } catch (error) {
-    throw new Error(`This is no JSON: ${error.message}`);
+    throw new Error(`This is not valid JSON: ${error.message}`);
   }
   const names = new Set();
   return (Array.isArray(given) ? given : [given]).map((each, index) => {

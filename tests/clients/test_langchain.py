@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.anyio]
 
 PACKAGES = ("langchain-tests", "langchain-openai", "langchain-anthropic")
 TESTS = "standard_langchain.py"
-NO_FILES = "the model reads text alone"
+NO_FILES = "the model accepts text only"
 SKIPPED = {
     "test_image_inputs": NO_FILES,
     "test_image_tool_message": NO_FILES,

@@ -274,7 +274,7 @@ def test_tools_that_are_not_valid_are_not_sent(browser: Any, calling: Server) ->
     visit = Visit(browser, calling.url)
     page = visit.open()
     tools = page.get_by_label("Tools")
-    for text, fault in (("[{", "This is no JSON"), ('[{"name": "a b"}]', "Function 1 needs a name")):
+    for text, fault in (("[{", "This is not valid JSON"), ('[{"name": "a b"}]', "Function 1 needs a name")):
         tools.fill(text)
         page.fill("#prompt", "Hello")
         page.get_by_role("button", name="Send", exact=True).click()

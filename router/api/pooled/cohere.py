@@ -61,7 +61,7 @@ def typed(vectors: Values, name: str) -> list[Any]:
     if name in ("float", "base64"):
         return [encoded(vector, name) for vector in vectors]
     if vectors.shape[1] % 8:
-        rule = f"{name} needs a number of dimensions that 8 divides. Given: {vectors.shape[1]}"
+        rule = f"{name} needs a number of dimensions that is a multiple of 8. Given: {vectors.shape[1]}"
         raise ValidationError(f"`embedding_types` {rule}", "embedding_types")
     packed = np.packbits(vectors >= 0, axis=1)
     return list(packed if name == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8))

@@ -44,7 +44,7 @@ def translate(body: dict[str, Any], prompts: Mapping[str, str]) -> CohereEmbed:
     fields = Fields(body)
     refuse_others(fields, NAMES)
     if fields.take("images"):
-        raise UnsupportedField("images", "is not supported by this server: the model reads text alone")
+        raise UnsupportedField("images", "is not supported by this server: the model accepts text only")
     texts = _texts(fields)
     types = fields.texts("embedding_types") or ["float"]
     for name in types:
@@ -82,7 +82,7 @@ def _texts(fields: Fields) -> list[str]:
         if fields.take("texts"):
             raise ValidationError("`texts` and `inputs` cannot both be given", "texts")
     if not texts or not all(texts):
-        raise ValidationError("`texts` must be strings, none of them empty", "texts")
+        raise ValidationError("`texts` must be a list of non-empty strings", "texts")
     return texts
 
 
@@ -93,7 +93,7 @@ def _parts(value: Any, where: str) -> list[str]:
         name = f"{where}.content[{index}]"
         part = object_of(item, name)
         if part.get("type") != "text":
-            raise UnsupportedField(name, "must be a text: the model reads text alone")
+            raise UnsupportedField(name, "must be a text: the model accepts text only")
         found.append(text_of(part.get("text"), f"{name}.text"))
     return found
 

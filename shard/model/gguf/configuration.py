@@ -67,7 +67,7 @@ def llama3_parameters(config: Any, factors: torch.Tensor) -> dict[str, Any]:
         "original_max_position_embeddings": round(float(lengths.median())) if len(lengths) else ORIGINAL_LENGTH,
     }  # fmt: skip
     if not torch.allclose(_factors(config, found), factors, rtol=TOLERANCE, atol=0):
-        raise ValueError(f"its tensor {ROPE_FACTORS} holds no factors of rope_type llama3: use the original checkpoint")
+        raise ValueError(f"its tensor {ROPE_FACTORS} does not match rope_type llama3: use the original checkpoint")
     return found
 
 

@@ -42,7 +42,7 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     if is_bpe and SPLITS is None:
         raise ValueError("its tokenizer needs transformers 5.18 or newer: pip install 'transformers>=5.18'")
     if is_bpe and split not in (*(SPLITS or ()), *LIKE_GPT_2, *DIGIT_BY_DIGIT):
-        raise ValueError(f"its tokenizer splits texts in a way that is not known here (tokenizer.ggml.pre {split})")
+        raise ValueError(f"its pre-tokenizer is not supported (tokenizer.ggml.pre {split})")
     is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
     begins = {"add_bos_token": True} if is_like_llama_3 else {}  # the file's own flag comes first
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, **begins)

@@ -85,7 +85,7 @@ def read_weight(parts: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) 
         zeros = zeros + 1
     own = parts.get("g_idx")
     if own is not None and not torch.equal(own.long(), torch.arange(num_in) // group):
-        raise ValueError("neighbours in its rows are of different groups (desc_act)")
+        raise ValueError("its columns are reordered across groups (desc_act)")
     scales = scales.t().contiguous()
     minimums = None if (zeros == MIDDLE).all() else -zeros.float().t() * scales
     return IntegerWeight(_BITS, values.t().contiguous(), scales, minimums)

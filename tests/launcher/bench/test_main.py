@@ -109,8 +109,8 @@ def test_settings_that_make_no_sense_are_rejected(words: list[str], capsys: pyte
     ("words", "sentence"),
     [
         (["--input-len", "abc"], "'abc' is not a length: write "),
-        (["--extra-body", "{"], "'{' is no JSON"),
-        (["--extra-body", "[]"], "'[]' is no JSON object"),
+        (["--extra-body", "{"], "'{' is not valid JSON"),
+        (["--extra-body", "[]"], "'[]' is not a JSON object"),
     ],
 )
 def test_values_that_cannot_be_read_are_explained(
