@@ -73,7 +73,7 @@ def test_matrices_in_another_layout_are_rejected(tmp_path: Path) -> None:
     packed_checkpoints.write(plain, tmp_path / "shuffled", tmp_path / "dense", "gptq", is_shuffled=True)
     path = tmp_path / "shuffled" / "config.json"
     path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
-    with pytest.raises(ValueError, match=r"quantised by gptq: model.*_proj: neighbours in its rows are of different"):
+    with pytest.raises(ValueError, match=r"quantised by gptq: model.*_proj: its columns are reordered across groups"):
         ours(tmp_path / "shuffled", None)
 
 
