@@ -10,19 +10,24 @@ import json
 import os
 import resource
 import sys
+import time
 from dataclasses import asdict
 from typing import Any
 
 import orjson
+import structlog
 
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.text.chat_template import NO_OPTIONS, ChatTemplate, TemplateOptions
+
+log = structlog.get_logger()
 
 START_SECONDS = 20.0
 MAX_LINE_BYTES = 64 << 20
 MAX_PROMPT = 8 << 20
 _MAX_MEMORY = 1 << 30
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+_COMMAND = (sys.executable, "-m", "lorikeet.router.text.template_process")
 
 
 class ProcessEnded(Exception):
@@ -59,13 +64,17 @@ class TemplateProcess:
             await process.wait()
 
     async def start(self) -> None:
-        """Start the process where it does not run. Raises RuntimeError where it does not answer."""
+        """Start the process where it does not run. Raises RuntimeError where it does not start twice in a row."""
         if self._process is not None and self._process.returncode is None:
             return
+        if not await self._starts() and not await self._starts():
+            raise RuntimeError("the process for chat templates does not start")
+
+    async def _starts(self) -> bool:
+        """Start the process. False where it ends or does not answer: the log says why."""
+        began = time.monotonic()
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "lorikeet.router.text.template_process",
+            *_COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -75,12 +84,15 @@ class TemplateProcess:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await _ask(process, question_of("", {}, [], NO_OPTIONS))
-        except (TimeoutError, ProcessEnded) as error:
+        except (TimeoutError, ProcessEnded):
             await self.close()
-            raise RuntimeError("the process for chat templates does not start") from error
+            seconds = round(time.monotonic() - began, 3)
+            log.warning("template_process_not_started", exit_status=process.returncode, seconds=seconds)
+            return False
         except BaseException:
             await self.close()
             raise
+        return True
 
 
 async def _ask(process: asyncio.subprocess.Process, question: bytes) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import structlog
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text import untrusted_templates
+from lorikeet.router.text import template_process, untrusted_templates
 from lorikeet.router.text.chat_template import NO_OPTIONS
 from lorikeet.router.text.untrusted_templates import UntrustedTemplates
 
@@ -83,6 +85,28 @@ async def test_a_killed_process_is_replaced_and_the_prompt_rendered(templates: U
     await asyncio.sleep(0.02)
     kill(templates._other_lane)
     assert await killed == "x"
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+async def test_a_process_that_ends_at_its_start_is_started_once_more(
+    templates: UntrustedTemplates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: int
+) -> None:
+    """A process may end for reasons that have nothing to do with the template."""
+    program = """
+count=$(cat "$0" 2>/dev/null || echo 0)
+echo $((count + 1)) > "$0"
+[ "$count" -ge "$1" ] || exit 7
+shift
+exec "$@"
+"""
+    command = ("sh", "-c", program, str(tmp_path / "starts"), str(ends), *template_process._COMMAND)
+    monkeypatch.setattr(template_process, "_COMMAND", command)
+    with structlog.testing.capture_logs() as logs:
+        if ends == 2:
+            with pytest.raises(RuntimeError, match="does not start"):
+                await render(templates, "{{ messages[0].content }}", "a")
+        assert await render(templates, "{{ messages[0].content }}", "a") == "Hi"
+    assert [each["event"] for each in logs] == ["template_process_not_started"] * ends
 
 
 async def test_a_caller_that_leaves_does_not_end_the_process(templates: UntrustedTemplates) -> None:
