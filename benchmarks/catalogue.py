@@ -4,6 +4,7 @@ from benchmarks.adapters import figures as adapters
 from benchmarks.embeddings import figures as embeddings
 from benchmarks.evidence.figure import Suite
 from benchmarks.grammar import figures as grammar
+from benchmarks.llama_cpp import figures as llama_cpp
 from benchmarks.quantization import figures as quantization
 from benchmarks.recovery import figures as recovery
 from benchmarks.router import figures as router
@@ -12,5 +13,5 @@ from benchmarks.speculation import figures as speculation
 
 SUITES: tuple[Suite, ...] = (
     *serving.SUITES, *router.SUITES, *adapters.SUITES, *speculation.SUITES, *recovery.SUITES, *grammar.SUITES,
-    *embeddings.SUITES, *quantization.SUITES,
+    *embeddings.SUITES, *quantization.SUITES, *llama_cpp.SUITES,
 )  # fmt: skip

@@ -41,19 +41,20 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
         }
         targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
         for name in both:
-            _run(targets[name], clients, SEED)
+            run(targets[name], clients, SEED)
         for number in range(rounds):
             raw: dict[str, Any] = {"clients": clients, "load_average": os.getloadavg()[0], **speeds()}
             errors: list[str] = []
             for name in in_turn((OURS, VLLM), number):
                 with alone(name, both, errors):
-                    answers = _run(targets[name], clients, SEED + 1 + number)
+                    answers = run(targets[name], clients, SEED + 1 + number)
                 raw[name] = summary(answers)
                 errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
             yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-def _run(target: completions.Target, clients: int, seed: int) -> list[completions.Answer]:
+def run(target: completions.Target, clients: int, seed: int) -> list[completions.Answer]:
+    """A closed loop of several prompts per client."""
     texts = prompts(clients * REQUESTS_PER_CLIENT[clients], PROMPT_TOKENS, seed)
     return uvloop.run(completions.closed_loop(target, texts, clients, LENGTH))
 

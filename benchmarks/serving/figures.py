@@ -6,7 +6,7 @@ from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
-from benchmarks.serving import closed_loop, fresh_clone, open_loop, overload, start, transformers_peer
+from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, overload, start, transformers_peer
 
 LLAMA = "random Llama, 200 M"
 TARGET_SHARE = {1: 0.72, 8: 0.70, 32: 0.70}
@@ -28,8 +28,21 @@ def _closed(clients: int) -> Suite:
     )  # fmt: skip
 
 
+def _next_to_a_neighbour(clients: int) -> Suite:
+    word = "client" if clients == 1 else "clients"
+    return Suite(
+        f"neighbour-{clients}", partial(neighbour.measure, clients), neighbour.ROUNDS,
+        (Figure(f"throughput over vLLM next to a process that takes half a core, {clients} {word}",
+                partial(speedup, OURS, VLLM), 1.0, unit="×"),),
+        (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/neighbour.py",
+         "benchmarks/serving/machine.py"),
+        LLAMA, "bfloat16", OUR_VLLM,
+    )  # fmt: skip
+
+
 SUITES: tuple[Suite, ...] = (
     *map(_closed, TARGET_SHARE),
+    *map(_next_to_a_neighbour, TARGET_SHARE),
     Suite("open", open_loop.measure, 1,
           tuple(Figure(f"highest request rate with p99 time to first token within 2 s, {name}",
                        partial(open_loop.highest_rate, name), unit="requests/s", over=Over.WORST)

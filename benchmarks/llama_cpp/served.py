@@ -1,0 +1,150 @@
+"""This server next to llama.cpp's: closed loops over HTTP on the 200 M Llama, 256 tokens in and 64 out, in alternating
+rounds. int8 stands next to Q8_0, int4 next to Q4_0; with `--adapters` eight clients have an adapter each.
+
+    python -m benchmarks.llama_cpp.served [--clients 1|8|32 | --adapters] [--rounds N]
+
+llama.cpp is compiled by `python -m benchmarks.llama_cpp.build`. It computes requests with different adapters one after
+the other.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases
+from benchmarks.llama_cpp.build import VERSION, program
+from benchmarks.load import adapted, completions, servers
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, alone, in_turn, speedup, summary
+from benchmarks.models.prompts import prompts
+from benchmarks.models.random_llama import llama_200m
+
+ROUNDS = 8
+REQUESTS_PER_CLIENT = {1: 4, 8: 3, 32: 2}
+CLIENTS = 8
+"""With adapters."""
+ADAPTED_REQUESTS = {OURS: 3, "llama.cpp": 1}
+"""Of each client. llama.cpp gets fewer: with adapters it takes several times as long per token."""
+SEED, ADAPTED_SEED = 41_000, 42_000
+PAIRS = {"int8": "Q8_0", "int4": "Q4_0"}
+"""Our rounding, and llama.cpp's of about as many bits."""
+BF16 = "BF16"
+SLOT_TOKENS = 512
+"""Context of each of llama.cpp's slots."""
+IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True, "cache_prompt": False}
+LLAMA_CPP_VERSION = VERSION
+
+
+def llama_cpp(model: Path, clients: int, *flags: str) -> servers.Command:
+    """llama.cpp's server with a slot for each client and a thread for each core; all else is its default."""
+    address = ("--host", "127.0.0.1", "--port", "{port}")
+    slots = ("--parallel", str(clients), "--ctx-size", str(clients * SLOT_TOKENS), "--threads", str(os.cpu_count()))
+    return servers.Command((str(program()), "--model", str(model), *address, *slots, "--no-webui", *flags))
+
+
+def measure(clients: int, rounds: int = ROUNDS) -> Cases:
+    """One case per round, after one that warms up: the four servers in turn."""
+    model = llama_200m()
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for ours, theirs in PAIRS.items():
+            command = servers.lorikeet(model, "--dtype", "bfloat16", "--quantize", ours)
+            running[ours] = stack.enter_context(servers.running(f"{OURS}-{ours}", command))
+            command = llama_cpp(_file(model, theirs), clients)
+            running[theirs] = stack.enter_context(servers.running(f"llama.cpp-{theirs}", command))
+        asked = partial(_ask, running, str(model), clients)
+        yield from _rounds(running, asked, rounds)
+
+
+def adapters(rounds: int = ROUNDS) -> Cases:
+    """The same with eight adapters of rank 16 on q, k, v and o, in bfloat16 and with int8 and Q8_0."""
+    from benchmarks.models import adapter_files
+
+    base = adapted.full()
+    folders = adapter_files.make(base.model, base.root, [f"attention-{i}" for i in range(CLIENTS)])
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for ours, theirs in (("bfloat16", BF16), ("int8", "Q8_0")):
+            flags = () if ours == "bfloat16" else ("--quantize", ours)
+            running[ours] = stack.enter_context(adapted.serving(f"{OURS}-{ours}", base, *flags))
+            command = _with_adapters(base.model, theirs, folders)
+            running[theirs] = stack.enter_context(servers.running(f"llama.cpp-{theirs}", command))
+        asked = partial(_ask_adapters, running, str(base.model), [folder.name for folder in folders])
+        yield from _rounds(running, asked, rounds)
+
+
+def _file(model: Path, kind: str) -> Path:
+    from benchmarks.llama_cpp.files import model_file  # gguf
+
+    return model_file(model, kind)
+
+
+def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.Command:
+    from benchmarks.llama_cpp.files import adapter_file  # gguf
+
+    files = [flag for folder in folders for flag in ("--lora", str(adapter_file(folder, model)))]
+    return llama_cpp(_file(model, kind), len(folders), *files, "--lora-init-without-apply")
+
+
+def _rounds(running: Mapping[str, servers.Server], ask: Any, rounds: int) -> Iterator[Case]:
+    for number in range(-1, rounds):
+        raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+        errors: list[str] = []
+        for name in in_turn(tuple(running), number):
+            with alone(name, running, errors):
+                answers = ask(name, number)
+            raw[name] = summary(answers)
+            errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+        if number >= 0:
+            yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+def _ask(
+    running: Mapping[str, servers.Server], model: str, clients: int, name: str, number: int
+) -> list[completions.Answer]:
+    extra = EXTRA[OURS] if name in PAIRS else IGNORE_EOS
+    texts = prompts(clients * REQUESTS_PER_CLIENT[clients], LENGTH.num_prompt, SEED + number)
+    target = completions.Target(running[name].port, model, extra)
+    return uvloop.run(completions.closed_loop(target, texts, clients, LENGTH))
+
+
+def _ask_adapters(
+    running: Mapping[str, servers.Server], model: str, adapters: Sequence[str], name: str, number: int
+) -> list[completions.Answer]:
+    """A closed loop in which each client asks for its own adapter."""
+    ours, port = name.islower(), running[name].port
+    requests = ADAPTED_REQUESTS[OURS if ours else "llama.cpp"]
+    texts = prompts(CLIENTS * requests, LENGTH.num_prompt, ADAPTED_SEED + number)
+
+    async def client(index: int) -> list[completions.Answer]:
+        chosen = {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]}
+        target = completions.Target(port, model, chosen)
+        if ours:
+            target = completions.Target(port, adapters[index], EXTRA[OURS])
+        return [await completions.complete(target, text, LENGTH) for text in texts[index::CLIENTS]]
+
+    async def clients() -> list[completions.Answer]:
+        return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
+
+    return uvloop.run(clients())
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS)
+    parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=1)
+    parser.add_argument("--adapters", action="store_true", help="eight clients with an adapter each")
+    options = parser.parse_args()
+    pairs = {"bfloat16": BF16, "int8": "Q8_0"} if options.adapters else PAIRS
+    cases = adapters(options.rounds) if options.adapters else measure(options.clients, options.rounds)
+    return arguments.print_cases(cases, {f"{a} over {b}": partial(speedup, a, b) for a, b in pairs.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

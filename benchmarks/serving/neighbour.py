@@ -1,0 +1,75 @@
+"""Closed loop over HTTP next to a process that takes half a core in a fixed pattern, this server and vLLM in
+alternating rounds.
+
+python -m benchmarks.serving.neighbour [--clients 1|8|32] [--rounds N]
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases
+from benchmarks.load import completions, peers, servers
+from benchmarks.load.rounds import EXTRA, OURS, VLLM, alone, in_turn, speedup, summary
+from benchmarks.serving import closed_loop
+
+ROUNDS = 8
+SEED = 61_000
+PERIOD_S, SHARE = 0.02, 0.5
+"""The process computes for so much of each period, and sleeps for the rest."""
+PROGRAM = f"""
+import time
+while True:
+    began = time.monotonic()
+    while time.monotonic() < began + {PERIOD_S * SHARE}:
+        pass
+    time.sleep({PERIOD_S * (1 - SHARE)})
+"""
+
+
+def measure(clients: int, rounds: int = ROUNDS) -> Cases:
+    """One case per round, after one that warms up: both servers in turn, next to the neighbour."""
+    model = peers.model_folder()
+    commands = {VLLM: peers.vllm(model), OURS: servers.lorikeet(model)}
+    with contextlib.ExitStack() as stack:
+        both = {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
+        targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
+        stack.enter_context(neighbour())
+        for number in range(-1, rounds):
+            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+            errors: list[str] = []
+            for name in in_turn((OURS, VLLM), number):
+                with alone(name, both, errors):
+                    answers = closed_loop.run(targets[name], clients, SEED + number)
+                raw[name] = summary(answers)
+                errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+            if number >= 0:
+                yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that takes half a core meanwhile."""
+    tied = [sys.executable, str(servers.TETHER), str(os.getpid())]
+    process = subprocess.Popen([*tied, sys.executable, "-c", PROGRAM])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, rounds=ROUNDS)
+    parser.add_argument("--clients", type=int, choices=list(closed_loop.REQUESTS_PER_CLIENT), default=8)
+    options = parser.parse_args()
+    return arguments.print_cases(measure(options.clients, options.rounds), {"vLLM": partial(speedup, OURS, VLLM)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
