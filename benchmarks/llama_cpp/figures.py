@@ -32,7 +32,7 @@ def _closed(clients: int) -> Suite:
 SUITES: tuple[Suite, ...] = (
     *map(_closed, TARGETS),
     Suite("llama-cpp-adapters", served.adapters, served.ROUNDS,
-          (Figure("8 adapters in bfloat16 over llama.cpp", partial(speedup, "bfloat16", served.BF16), 4.0, unit="×"),
+          (Figure("8 adapters in bfloat16 over llama.cpp", partial(speedup, "bfloat16", "BF16"), 4.0, unit="×"),
            Figure("8 adapters in int8 over llama.cpp's Q8_0", partial(speedup, "int8", "Q8_0"), 4.0, unit="×")),
           (*SOURCES, *ADAPTERS), LLAMA, "bfloat16, int8", PEER),
 )  # fmt: skip

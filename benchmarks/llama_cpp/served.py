@@ -30,12 +30,14 @@ ROUNDS = 8
 REQUESTS_PER_CLIENT = {1: 4, 8: 3, 32: 2}
 CLIENTS = 8
 """With adapters."""
-ADAPTED_REQUESTS = {OURS: 3, "llama.cpp": 1}
+LLAMA_CPP = "llama.cpp"
+ADAPTED_REQUESTS = {OURS: 3, LLAMA_CPP: 1}
 """Of each client. llama.cpp gets fewer: with adapters it takes several times as long per token."""
 SEED, ADAPTED_SEED = 41_000, 42_000
 PAIRS = {"int8": "Q8_0", "int4": "Q4_0"}
 """Our rounding, and llama.cpp's of about as many bits."""
-BF16 = "BF16"
+ADAPTED = {"bfloat16": "BF16", "int8": "Q8_0"}
+"""The same with adapters."""
 SLOT_TOKENS = 512
 """Context of each of llama.cpp's slots."""
 IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True, "cache_prompt": False}
@@ -58,7 +60,7 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
             command = servers.lorikeet(model, "--dtype", "bfloat16", "--quantize", ours)
             running[ours] = stack.enter_context(servers.running(f"{OURS}-{ours}", command))
             command = llama_cpp(_file(model, theirs), clients)
-            running[theirs] = stack.enter_context(servers.running(f"llama.cpp-{theirs}", command))
+            running[theirs] = stack.enter_context(servers.running(f"{LLAMA_CPP}-{theirs}", command))
         asked = partial(_ask, running, str(model), clients)
         yield from _rounds(running, asked, rounds)
 
@@ -71,11 +73,11 @@ def adapters(rounds: int = ROUNDS) -> Cases:
     folders = adapter_files.make(base.model, base.root, [f"attention-{i}" for i in range(CLIENTS)])
     with contextlib.ExitStack() as stack:
         running = {}
-        for ours, theirs in (("bfloat16", BF16), ("int8", "Q8_0")):
+        for ours, theirs in ADAPTED.items():
             flags = () if ours == "bfloat16" else ("--quantize", ours)
             running[ours] = stack.enter_context(adapted.serving(f"{OURS}-{ours}", base, *flags))
             command = _with_adapters(base.model, theirs, folders)
-            running[theirs] = stack.enter_context(servers.running(f"llama.cpp-{theirs}", command))
+            running[theirs] = stack.enter_context(servers.running(f"{LLAMA_CPP}-{theirs}", command))
         asked = partial(_ask_adapters, running, str(base.model), [folder.name for folder in folders])
         yield from _rounds(running, asked, rounds)
 
@@ -119,14 +121,13 @@ def _ask_adapters(
     running: Mapping[str, servers.Server], model: str, adapters: Sequence[str], name: str, number: int
 ) -> list[completions.Answer]:
     """A closed loop in which each client asks for its own adapter."""
-    ours, port = name.islower(), running[name].port
-    requests = ADAPTED_REQUESTS[OURS if ours else "llama.cpp"]
+    is_ours, port = name in ADAPTED, running[name].port
+    requests = ADAPTED_REQUESTS[OURS if is_ours else LLAMA_CPP]
     texts = prompts(CLIENTS * requests, LENGTH.num_prompt, ADAPTED_SEED + number)
 
     async def client(index: int) -> list[completions.Answer]:
-        chosen = {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]}
-        target = completions.Target(port, model, chosen)
-        if ours:
+        target = completions.Target(port, model, {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]})
+        if is_ours:
             target = completions.Target(port, adapters[index], EXTRA[OURS])
         return [await completions.complete(target, text, LENGTH) for text in texts[index::CLIENTS]]
 
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=1)
     parser.add_argument("--adapters", action="store_true", help="eight clients with an adapter each")
     options = parser.parse_args()
-    pairs = {"bfloat16": BF16, "int8": "Q8_0"} if options.adapters else PAIRS
+    pairs = ADAPTED if options.adapters else PAIRS
     cases = adapters(options.rounds) if options.adapters else measure(options.clients, options.rounds)
     return arguments.print_cases(cases, {f"{a} over {b}": partial(speedup, a, b) for a, b in pairs.items()})
 
