@@ -11,18 +11,22 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.figure import Case, Figure, Suite, status
+from benchmarks.evidence.figure import Case, Figure, Raw, Suite, status
 from benchmarks.evidence.sources import REPOSITORY, digest
+from benchmarks.evidence.statistics import percentile
 
 RESULTS = Path(__file__).parents[1] / "results"
 VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy", "triton")
 Result = dict[str, Any]
+MOST_SAMPLES = 1000
+"""Longer lists of a case are archived as these percentiles."""
+PERCENTS = (50, 90, 99, 100)
 
 
 def slug(name: str) -> str:
@@ -115,7 +119,19 @@ def write(results: Sequence[Result], cases: Sequence[Case], folder: Path = RESUL
             unfinished = path.with_suffix(".part")
             unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
             unfinished.replace(path)
-    archive([*results, {"suite": results[0]["suite"], "cases": [asdict(case) for case in cases]}], folder)
+    kept = [asdict(replace(case, raw=summarized(case.raw))) for case in cases]
+    archive([*results, {"suite": results[0]["suite"], "cases": kept}], folder)
+
+
+def summarized(raw: Raw) -> Result:
+    """Raw values with percentiles in the place of long lists of samples."""
+    found: Result = {}
+    for name, value in raw.items():
+        if isinstance(value, list) and len(value) > MOST_SAMPLES:
+            found[name] = {"count": len(value)} | {f"p{percent}": percentile(value, percent) for percent in PERCENTS}
+        else:
+            found[name] = summarized(value) if isinstance(value, Mapping) else value
+    return found
 
 
 def archive(rows: Iterable[Mapping[str, Any]], folder: Path = RESULTS) -> None:

@@ -96,6 +96,12 @@ def test_settings_are_the_constants_of_the_module(measured: Measured) -> None:
     assert "measured" not in measured.suite.settings
 
 
+def test_long_lists_of_samples_are_archived_as_percentiles() -> None:
+    raw = {"few": [2, 1], "deep": {"pauses": list(range(2000))}, "number": 1.5}
+    pauses = {"count": 2000, "p50": 999, "p90": 1799, "p99": 1979, "p100": 1999}
+    assert results.summarized(raw) == {"few": [2, 1], "deep": {"pauses": pauses}, "number": 1.5}
+
+
 def test_current_results_are_small_and_belong_to_figures() -> None:
     files = list(results.RESULTS.rglob("*"))
     assert sum(path.stat().st_size for path in files if path.is_file()) <= MOST_BYTES
