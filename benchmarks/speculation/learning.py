@@ -221,7 +221,8 @@ async def _closed_loop(port: int, prompts: Sequence[str], clients: int, **parame
     async def client() -> None:
         nonlocal count
         for prompt in waiting:
-            count += len((await _stream(port, prompt, {**_parameters(1), **parameters})).token_ids)
+            text = await _stream(port, prompt, {**_parameters(1), **parameters})
+            count += len(text.token_ids)  # `count += len(await …)` would read `count` before other clients add to it
 
     start = time.monotonic()
     await asyncio.gather(*(client() for _ in range(clients)))
