@@ -37,9 +37,9 @@ WITHOUT_TORCH = (
 FOLDERS = {
     "adapters": ("", "sources", "medusa", "formats", "loader", "learning"),
     "router": (
-        "http", "text", "requests", "streams", "schemas/openapi", "schemas/chat", "schemas", "schemas/dialects",
-        "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch", "live", "api/pooled",
-        "api/routes", "api", "",
+        "http", "text/templates", "text", "requests", "streams", "schemas/openapi", "schemas/chat", "schemas",
+        "schemas/dialects", "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch",
+        "live", "api/pooled", "api/routes", "api", "",
     ),
     "shard": (
         "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",

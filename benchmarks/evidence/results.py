@@ -127,10 +127,12 @@ def summarized(raw: Raw) -> Result:
     """Raw values with percentiles in the place of long lists of samples."""
     found: Result = {}
     for name, value in raw.items():
-        if isinstance(value, list) and len(value) > MOST_SAMPLES:
+        if isinstance(value, Mapping):
+            found[name] = summarized(value)
+        elif isinstance(value, list) and len(value) > MOST_SAMPLES and all(isinstance(x, int | float) for x in value):
             found[name] = {"count": len(value)} | {f"p{percent}": percentile(value, percent) for percent in PERCENTS}
         else:
-            found[name] = summarized(value) if isinstance(value, Mapping) else value
+            found[name] = value
     return found
 
 

@@ -10,7 +10,8 @@ from benchmarks.load.rounds import speedup
 
 LLAMA = "random Llama, 200 M"
 PEER = f"llama.cpp of llama-cpp-python {VERSION}"
-SOURCES = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/llama_cpp/*.py")
+SOURCES = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/llama_cpp/*.py", "benchmarks/serving/closed_loop.py",
+           "benchmarks/serving/machine.py", "tests/shard/model/gguf/files.py")  # fmt: skip
 TARGETS: dict[int, dict[str, float | None]] = {
     1: {"int8": 1.6, "int4": 1.4},
     8: {"int8": 2.8, "int4": 1.7},

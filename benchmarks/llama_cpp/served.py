@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases
 from benchmarks.llama_cpp.build import VERSION, program
 from benchmarks.load import adapted, completions, servers
-from benchmarks.load.rounds import EXTRA, LENGTH, OURS, alone, in_turn, speedup, summary
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, speedup
 from benchmarks.models.prompts import prompts
 from benchmarks.models.random_llama import llama_200m
+from benchmarks.serving.closed_loop import in_round
 
 ROUNDS = 8
 REQUESTS_PER_CLIENT = {1: 4, 8: 3, 32: 2}
@@ -95,21 +96,15 @@ def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.C
     return llama_cpp(_file(model, kind), len(folders), *files, "--lora-init-without-apply")
 
 
-def _rounds(running: Mapping[str, servers.Server], ask: Any, rounds: int) -> Iterator[Case]:
+def _rounds(running: Mapping[str, servers.Server], ask: Callable[..., Any], rounds: int) -> Iterator[Case]:
     for number in range(-1, rounds):
-        raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-        errors: list[str] = []
-        for name in in_turn(tuple(running), number):
-            with alone(name, running, errors):
-                answers = ask(name, number)
-            raw[name] = summary(answers)
-            errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+        case = in_round(number, running, partial(ask, number))
         if number >= 0:
-            yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+            yield case
 
 
 def _ask(
-    running: Mapping[str, servers.Server], model: str, clients: int, name: str, number: int
+    running: Mapping[str, servers.Server], model: str, clients: int, number: int, name: str
 ) -> list[completions.Answer]:
     extra = EXTRA[OURS] if name in PAIRS else IGNORE_EOS
     texts = prompts(clients * REQUESTS_PER_CLIENT[clients], LENGTH.num_prompt, SEED + number)
@@ -118,7 +113,7 @@ def _ask(
 
 
 def _ask_adapters(
-    running: Mapping[str, servers.Server], model: str, adapters: Sequence[str], name: str, number: int
+    running: Mapping[str, servers.Server], model: str, adapters: Sequence[str], number: int, name: str
 ) -> list[completions.Answer]:
     """A closed loop in which each client asks for its own adapter."""
     is_ours, port = name in ADAPTED, running[name].port

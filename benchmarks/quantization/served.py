@@ -6,19 +6,20 @@
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases
+from benchmarks.evidence.figure import Cases
 from benchmarks.load import completions, servers
-from benchmarks.load.rounds import EXTRA, LENGTH, OURS, alone, in_turn, speedup, summary
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, speedup
 from benchmarks.models.prompts import prompts
 from benchmarks.models.random_llama import llama_200m
 from benchmarks.quantization.weights import METHODS, PLAIN
+from benchmarks.serving.closed_loop import in_round
 
 ROUNDS = 8
 REQUESTS = 4
@@ -32,15 +33,9 @@ def measure(rounds: int = ROUNDS) -> Cases:
     with contextlib.ExitStack() as stack:
         running = {name: stack.enter_context(_serving(name, model)) for name in (PLAIN, *METHODS)}
         for number in range(-1, rounds):
-            raw: dict[str, Any] = {}
-            errors: list[str] = []
-            for name in in_turn(tuple(running), number):
-                with alone(name, running, errors):
-                    answers = _run(running[name], model, SEED + number)
-                raw[name] = summary(answers)
-                errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+            case = in_round(number, running, partial(_run, running, model, SEED + number))
             if number >= 0:
-                yield Case(f"round {number + 1}", raw, "; ".join(errors[:3]))
+                yield case
 
 
 def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[servers.Server]:
@@ -48,8 +43,8 @@ def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[server
     return servers.running(f"{OURS}-{name}", servers.lorikeet(model, "--dtype", "bfloat16", *flags))
 
 
-def _run(server: servers.Server, model: Path, seed: int) -> list[completions.Answer]:
-    target = completions.Target(server.port, str(model), EXTRA[OURS])
+def _run(running: Mapping[str, servers.Server], model: Path, seed: int, name: str) -> list[completions.Answer]:
+    target = completions.Target(running[name].port, str(model), EXTRA[OURS])
     texts = prompts(REQUESTS, LENGTH.num_prompt, seed)
     return uvloop.run(completions.closed_loop(target, texts, 1, LENGTH))
 

@@ -9,7 +9,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -28,6 +30,8 @@ REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
 """vLLM's share of the limit below which the machine was too disturbed for a conclusion."""
 SEED = 7_000
+Asked = Callable[[str], Sequence[completions.Answer]]
+"""Asks a server by its name."""
 VLLM_VERSION, VLLM_FLAGS, VLLM_ENVIRONMENT = peers.VLLM_VERSION, peers.VLLM_FLAGS, peers.VLLM_ENVIRONMENT
 
 
@@ -41,22 +45,29 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
         }
         targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
         for name in both:
-            run(targets[name], clients, SEED)
+            run(targets, clients, SEED, name)
         for number in range(rounds):
-            raw: dict[str, Any] = {"clients": clients, "load_average": os.getloadavg()[0], **speeds()}
-            errors: list[str] = []
-            for name in in_turn((OURS, VLLM), number):
-                with alone(name, both, errors):
-                    answers = run(targets[name], clients, SEED + 1 + number)
-                raw[name] = summary(answers)
-                errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
-            yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+            machine = {"clients": clients, **speeds()}
+            case = in_round(number, both, partial(run, targets, clients, SEED + 1 + number))
+            yield replace(case, raw={**machine, **case.raw})
 
 
-def run(target: completions.Target, clients: int, seed: int) -> list[completions.Answer]:
+def in_round(number: int, running: Mapping[str, servers.Server], ask: Asked) -> Case:
+    """Ask each server in turn, while the others are stopped."""
+    raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+    errors: list[str] = []
+    for name in in_turn(tuple(running), number):
+        with alone(name, running, errors):
+            answers = ask(name)
+        raw[name] = summary(answers)
+        errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+    return Case(f"round {number}", raw, "; ".join(errors[:3]))
+
+
+def run(targets: Mapping[str, completions.Target], clients: int, seed: int, name: str) -> list[completions.Answer]:
     """A closed loop of several prompts per client."""
     texts = prompts(clients * REQUESTS_PER_CLIENT[clients], PROMPT_TOKENS, seed)
-    return uvloop.run(completions.closed_loop(target, texts, clients, LENGTH))
+    return uvloop.run(completions.closed_loop(targets[name], texts, clients, LENGTH))
 
 
 def speeds() -> dict[str, float]:

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases
+from benchmarks.evidence.figure import Cases
 from benchmarks.load import completions, peers, servers
-from benchmarks.load.rounds import EXTRA, OURS, VLLM, alone, in_turn, speedup, summary
+from benchmarks.load.rounds import EXTRA, OURS, VLLM, speedup
 from benchmarks.serving import closed_loop
 
 ROUNDS = 8
@@ -41,15 +40,9 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
         targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
         stack.enter_context(neighbour())
         for number in range(-1, rounds):
-            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-            errors: list[str] = []
-            for name in in_turn((OURS, VLLM), number):
-                with alone(name, both, errors):
-                    answers = closed_loop.run(targets[name], clients, SEED + number)
-                raw[name] = summary(answers)
-                errors += [f"{name}: {answer.error}" for answer in answers if answer.error]
+            case = closed_loop.in_round(number, both, partial(closed_loop.run, targets, clients, SEED + number))
             if number >= 0:
-                yield Case(f"round {number}", raw, "; ".join(errors[:3]))
+                yield case
 
 
 @contextlib.contextmanager

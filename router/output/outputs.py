@@ -26,7 +26,7 @@ from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.text.chat_template import Rendered
+from lorikeet.router.text.templates.chat_template import Rendered
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizing, chat templates, incremental detokenization, stop strings."""
+"""Text and token ids: tokenizing, grammars, incremental detokenization, stop strings."""

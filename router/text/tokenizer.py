@@ -16,7 +16,13 @@ from tokenizers.processors import TemplateProcessing
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError, ValidationError
-from lorikeet.router.text.chat_template import (
+from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.encoding import Cut, Encoded, Input, encode_group, groups
+from lorikeet.router.text.fill_in_middle import FillInMiddle
+from lorikeet.router.text.length import token_length
+from lorikeet.router.text.pool import TextPool
+from lorikeet.router.text.tail import Cuts
+from lorikeet.router.text.templates.chat_template import (
     NO_OPTIONS,
     ChatTemplate,
     Rendered,
@@ -24,12 +30,6 @@ from lorikeet.router.text.chat_template import (
     find_template,
     template_of,
 )
-from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
-from lorikeet.router.text.encoding import Cut, Encoded, Input, encode_group, groups
-from lorikeet.router.text.fill_in_middle import FillInMiddle
-from lorikeet.router.text.length import token_length
-from lorikeet.router.text.pool import TextPool
-from lorikeet.router.text.tail import Cuts
 from lorikeet.router.text.vocabulary import Vocabulary
 
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 180.0
 END_S = 60.0
 DEFECTS = ("unhandled_exception", "output_parser_failed")
-"""Events of the log that no request may cause."""
+"""Log events of defects, which no request may cause."""
 
 
 def alive(pid: int) -> bool:
@@ -84,10 +84,10 @@ class Launched:
         self._process.wait()
         self._reader.join()
         defects = [line for line in self.lines if any(event in line for event in DEFECTS)]
-        if error is not None:
-            error.add_note("\n".join(defects))
-        else:
+        if error is None:
             assert not defects, "\n".join(defects)
+        elif defects:
+            error.add_note("\n".join(defects))
 
     @property
     def pid(self) -> int:

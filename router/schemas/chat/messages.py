@@ -10,7 +10,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.schemas.field_table import Route, check_unread
 from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.text.chat_template import TemplateOptions
+from lorikeet.router.text.templates.chat_template import TemplateOptions
 
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 MAX_TEMPLATE_BYTES = 1 << 20

@@ -15,7 +15,7 @@ import pytest
 from lorikeet.router.output.call_syntax import syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.text.chat_template import ChatTemplate, TemplateOptions
+from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions
 from tests.package_environments import unpacked
 
 pytestmark = pytest.mark.long

@@ -14,7 +14,7 @@ from lorikeet.router.output.outputs import Outputs, Prepared
 from lorikeet.router.requests.types import FinishReason
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS
-from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered
+from lorikeet.router.text.templates.chat_template import NO_OPTIONS, Rendered
 
 pytestmark = pytest.mark.anyio
 

@@ -33,7 +33,7 @@ def gguf_name(name: str, architecture: str = "llama") -> str:
     import gguf
 
     (kind,) = [kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture]
-    found = gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
+    found: str | None = gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None
     return found
 

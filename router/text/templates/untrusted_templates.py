@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import Rendered, TemplateOptions
-from lorikeet.router.text.template_process import ProcessEnded, TemplateProcess, question_of
+from lorikeet.router.text.templates.chat_template import Rendered, TemplateOptions
+from lorikeet.router.text.templates.template_process import ProcessEnded, TemplateProcess, question_of
 from lorikeet.router.turns import Turns
 
 SECONDS = 2.0
@@ -137,7 +137,10 @@ class UntrustedTemplates:
         options: TemplateOptions,
         who: str,
     ) -> Rendered:
-        """The prompt. `who` is the caller and the source of the template. Raises ChatTemplateError."""
+        """The prompt. `who` is the caller and the source of the template.
+
+        Raises ChatTemplateError, and RuntimeError if the process does not start.
+        """
         key = hashlib.sha256(template.encode(errors="surrogatepass")).digest()
         question = question_of(template, named_tokens, messages, options)
         try:

@@ -1,14 +1,11 @@
-"""Renders the chat templates of adapters in a separate process, with limits on time and memory.
+"""The process that renders the chat templates of adapters, as the router's event loop uses it.
 
-Jinja's sandbox restricts what a template may access, but not its time and memory; a process can be killed. Run as
-`python -m lorikeet.router.text.template_process`, it answers each line of JSON with another until its input ends.
+Jinja's sandbox restricts what a template may access, but not its time and memory; a process can be killed.
 """
 
 import asyncio
 import contextlib
-import json
 import os
-import resource
 import sys
 import time
 from dataclasses import asdict
@@ -17,17 +14,14 @@ from typing import Any
 import orjson
 import structlog
 
-from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import NO_OPTIONS, ChatTemplate, TemplateOptions
+from lorikeet.router.text.templates.chat_template import NO_OPTIONS, TemplateOptions
 
 log = structlog.get_logger()
 
 START_SECONDS = 20.0
 MAX_LINE_BYTES = 64 << 20
-MAX_PROMPT = 8 << 20
-_MAX_MEMORY = 1 << 30
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
-_COMMAND = (sys.executable, "-m", "lorikeet.router.text.template_process")
+_COMMAND = (sys.executable, "-m", "lorikeet.router.text.templates.template_worker")
 
 
 class ProcessEnded(Exception):
@@ -67,11 +61,11 @@ class TemplateProcess:
         """Start the process where it does not run. Raises RuntimeError where it does not start twice in a row."""
         if self._process is not None and self._process.returncode is None:
             return
-        if not await self._starts() and not await self._starts():
+        if not await self._try_start() and not await self._try_start():
             raise RuntimeError("the process for chat templates does not start")
 
-    async def _starts(self) -> bool:
-        """Start the process. False where it ends or does not answer: the log says why."""
+    async def _try_start(self) -> bool:
+        """Start the process. Returns False if it ends or does not answer, and logs its exit status."""
         began = time.monotonic()
         self._process = process = await asyncio.create_subprocess_exec(
             *_COMMAND,
@@ -115,30 +109,3 @@ def question_of(
     """The line of JSON that asks for a prompt."""
     question = {"template": template, "special_tokens": special_tokens, "messages": messages, **asdict(options)}
     return orjson.dumps(question)
-
-
-def main() -> None:
-    """Answer until the input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in sys.stdin.buffer:
-        question = json.loads(line)
-        try:
-            template = ChatTemplate(question["template"], question["special_tokens"])
-            options = TemplateOptions(question["variables"], question["continue_final_message"])
-            text, unread = template.render(question["messages"], options), template.unread(options.variables)
-            answer = (
-                {"text": text, "unread": unread} if len(text) <= MAX_PROMPT else {"error": "the prompt is too long"}
-            )
-        except ChatTemplateError as error:
-            answer = {"error": error.message}
-        except MemoryError:
-            answer = {"error": "the template needs too much memory"}
-        except Exception as error:  # a template may raise anything
-            answer = {"error": type(error).__name__}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,9 +12,9 @@ import pytest
 import structlog
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text import template_process, untrusted_templates
-from lorikeet.router.text.chat_template import NO_OPTIONS
-from lorikeet.router.text.untrusted_templates import UntrustedTemplates
+from lorikeet.router.text.templates import template_process, untrusted_templates
+from lorikeet.router.text.templates.chat_template import NO_OPTIONS
+from lorikeet.router.text.templates.untrusted_templates import UntrustedTemplates
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.chat_template import ChatTemplate, TemplateOptions, find_template
+from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions, find_template
 
 MESSAGES = [{"role": "user", "content": "Grüße <b>"}]
 
