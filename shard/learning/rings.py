@@ -1,7 +1,7 @@
 """The newest output tokens of each pair of tenant and adapter with their hidden states, in memory of bounded size.
 
 The memory is shared with the trainer's process and has no name, so that nothing of it reaches a disk (except as swap).
-If it is full, the pair with the most blocks gives up its oldest. Imports no torch.
+If it is full, the pair with the most rows gives up its oldest block. Imports no torch.
 """
 
 import mmap
@@ -103,7 +103,7 @@ class Rings:
             block = self._free.pop()
         else:
             # of several the least recently used; the newest pair, which may have none yet, is the one that needs it
-            pair, ring = max(self._rings.items(), key=lambda item: len(item[1].blocks))
+            pair, ring = max(self._rings.items(), key=lambda item: item[1].num_rows)
             block = ring.blocks.popleft()
             if not ring.blocks and pair != next(reversed(self._rings)):
                 del self._rings[pair]

@@ -81,4 +81,18 @@ MUTANTS = [
         "pass",
         "tests/shard/scheduler/test_budget.py::test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step",
     ),
+    Mutant(
+        "a slot is taken from the least recently used adapter",
+        "shard/scheduler/adapter_slots.py",
+        'victim = min(idle, key=attrgetter("score"), default=None)',
+        "victim = next(idle, None)",
+        "tests/shard/scheduler/test_adapter_slots.py::test_the_adapter_with_the_lowest_score_gives_up_its_slot",
+    ),
+    Mutant(
+        "the ring with the most blocks gives up its oldest",
+        "shard/learning/rings.py",
+        "key=lambda item: item[1].num_rows",
+        "key=lambda item: len(item[1].blocks)",
+        "tests/shard/learning/test_rings.py::test_every_pair_keeps_its_newest_rows_and_none_of_another",
+    ),
 ]

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.learning.rows import JobRows
@@ -36,6 +36,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_needed() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3 * BLOCK_ROWS)), min_size=1, max_size=40))
+@example([(0, 1), (2, 257), (0, 256), (1, 257), (3, 513), (2, 1)]).via("blocks counted in place of rows")
 def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[int, int]]) -> None:
     layout = RowsLayout(SIZE, MIN_BLOCKS)
     rings, kept = Rings(layout), dict[int, list[int]]()

@@ -171,7 +171,18 @@ def test_an_absent_adapter_is_asked_for_once_and_then_runs() -> None:
     assert slots.take_changes().states == {"a": (Residency.RESIDENT, "")}
 
 
-def test_the_lowest_score_is_evicted_but_never_one_in_use_or_pinned() -> None:
+def test_the_adapter_with_the_lowest_score_gives_up_its_slot() -> None:
+    """Here the one that was used once, although the others were used before it."""
+    slots, _ = make(num_slots=3)
+    load(slots, "thrice", "twice", "once")
+    for digest in ("thrice", "thrice", "thrice", "twice", "twice", "once"):
+        assert slots.acquire(digest) is not None
+        slots.release(digest)
+    load(slots, "new")
+    assert [digest for digest in ("thrice", "twice", "once", "new") if not slots.is_resident(digest)] == ["once"]
+
+
+def test_an_adapter_in_use_or_pinned_keeps_its_slot() -> None:
     slots, _ = make(num_slots=3)
     load(slots, "a", "b", "c")
     for digest in ("b", "c", "c"):
