@@ -107,10 +107,10 @@ def test_a_call_does_not_depend_on_speculation(client: openai.OpenAI, sampling: 
     check(*calls[0])
 
 
-def test_a_call_goes_on_when_its_shard_or_the_parser_is_lost(replicas: Replicas, client: openai.OpenAI) -> None:
-    """Streams and whole answers are in the middle of calls when both are killed."""
+def test_a_call_goes_on_when_its_shard_or_a_parser_is_lost(replicas: Replicas, client: openai.OpenAI) -> None:
+    """Streams and whole answers are in the middle of calls when the shard and the parsers are killed."""
     alone = {name: call_of(client, **sampling) for name, sampling in SAMPLING.items()}
-    lost = [replicas.launched.shard(0), parser(replicas)]
+    lost = [replicas.launched.shard(0), *parsers(replicas)]
 
     def kill() -> None:
         time.sleep(0.3)
@@ -135,14 +135,13 @@ def test_a_call_goes_on_when_its_shard_or_the_parser_is_lost(replicas: Replicas,
     assert json.loads(call_of(client, **SAMPLING["greedy"])[1])
 
 
-def parser(replicas: Replicas) -> int:
-    """The router's process that parses outputs."""
+def parsers(replicas: Replicas) -> list[int]:
+    """The router's processes that parse outputs: the base model's and, once an adapter needed it, the adapters'."""
     router = replicas.launched.child("router")
-    children = Path(f"/proc/{router}/task/{router}/children").read_text().split()
-    for task in Path(f"/proc/{router}/task").iterdir():
-        children += (task / "children").read_text().split()
-    [found] = {pid for pid in children if "parser_worker" in Path(f"/proc/{pid}/cmdline").read_text()}
-    return int(found)
+    children = {pid for each in Path(f"/proc/{router}/task").glob("*/children") for pid in each.read_text().split()}
+    found = [int(pid) for pid in children if "parser_worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert found
+    return found
 
 
 DEMO_TOOLS: Any = [
