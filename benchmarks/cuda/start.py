@@ -20,13 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.engines import write_config
+from benchmarks.cuda.kv_room import CONTEXT, GRAPHS
 from benchmarks.cuda.setup import LlamaShape, Setup, num_starts
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.servers import REPOSITORY, tail
+from lorikeet.launcher.processes.process import environment_of_children
 
 TIMEOUT_S = 240.0
 STOP_S = 30.0
-GRAPHS = "graphs_captured"
+CAPTURED = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 FILE_BYTES = 4 << 30
 SPREAD = 0.02
@@ -51,7 +53,7 @@ def measure(setup: Setup) -> Cases:
             raw, log = _start(result, mark, folder / f"shard-{number}.log")
             raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}
             has_graphs = "graphs" in raw or not setup.is_cuda
-            yield Case(f"start {number}", raw, "" if has_graphs else f"the log has no {GRAPHS!r}: {log[-500:]}")
+            yield Case(f"start {number}", raw, "" if has_graphs else f"the log has no {CAPTURED!r}: {log[-500:]}")
 
 
 def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any], str]:
@@ -63,6 +65,7 @@ def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any
         process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.shard", str(path)],
             cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=environment_of_children(os.environ),
         )  # fmt: skip
     try:
         while not mark.exists():
@@ -88,18 +91,30 @@ def events(text: str) -> dict[str, Any]:
         if not line.startswith("{"):
             continue
         result = json.loads(line)
-        if result.get("event") == GRAPHS:
+        if result.get("event") == CAPTURED:
             graphs = {key: result[key] for key in ("seconds", "num_graphs", "bytes")}
             earlier = found.get("graphs", dict.fromkeys(graphs, 0))  # target and draft model each have their own
             found["graphs"] = {key: earlier[key] + value for key, value in graphs.items()}
         if result.get("event") == "kv_memory":
             found["num_kv_tokens"] = result["num_tokens"]
+        if result.get("event") == "device_memory":
+            found["context_bytes"] = result["other_bytes"]
     return found
 
 
 def capture_s(raw: Raw) -> float:
     """Seconds of capturing all graphs; none on CPU, where there are none."""
     return float(raw["graphs"]["seconds"]) if "graphs" in raw else 0.0
+
+
+def graphs_over_declared(raw: Raw) -> float:
+    """Bytes of all graphs over those of the table of KV tokens; 0 on CPU."""
+    return raw["graphs"]["bytes"] / GRAPHS[False] if "graphs" in raw else 0.0
+
+
+def context_over_declared(raw: Raw) -> float:
+    """Bytes of the CUDA context and of libraries over those of the table of KV tokens; 0 on CPU."""
+    return raw["context_bytes"] / CONTEXT if "context_bytes" in raw else 0.0
 
 
 def write(folder: Path, shape: LlamaShape, dtype: str, device: str, file_bytes: int = FILE_BYTES) -> int:

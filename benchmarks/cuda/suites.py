@@ -157,6 +157,11 @@ def _start(setup: Setup) -> list[Suite]:
     return [_suite("start", setup, sizes.num_starts(setup), "start.measure", figures=[
         figure("start of a shard to ready, from local disk", partial(raw_value, "ready_s"), 60.0),
         figure("capture of all graphs", _of("start.capture_s"), 30.0),
+        *(
+            Figure(f"memory of {what} over that in the table of KV tokens", _of(f"start.{name}_over_declared"), 1.0,
+                   at_least=False, over=Over.WORST)
+            for name, what in (("graphs", "all graphs"), ("context", "CUDA and libraries"))
+        ),
     ])]  # fmt: skip
 
 

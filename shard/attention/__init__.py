@@ -2,9 +2,9 @@
 
 `auto` picks, in this order:
 
-- on CUDA, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V not in fp8, `triton` for rows of
-  short segments and `varlen`, torch's FlashAttention, for long prompts (by_length.py); without triton `varlen` alone;
-  layers that `varlen` does not support run on `triton`;
+- on CUDA from compute capability 8.0 on, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V
+  not in fp8, `triton` for rows of short segments and `varlen`, torch's FlashAttention, for long prompts (by_length.py);
+  without triton `varlen` alone; layers that `varlen` does not support run on `triton`;
 - on CUDA otherwise `triton`, our own kernels, if the package triton is installed;
 - on CPU `cpu`, our own C kernel, for float32 and bfloat16 if there is a C compiler;
 - else `reference`, which is slow.
@@ -97,10 +97,10 @@ def has_triton() -> bool:
 def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, kv_dtype: torch.dtype | None) -> str:
     """The backend that `auto` stands for. Logs a warning if it is the reference although another one could run."""
     if device.type == "cuda":
-        from lorikeet.shard.attention.varlen import DTYPES, PAGE_SIZE, has_page_tables
+        from lorikeet.shard.attention.varlen import DTYPES, OLDEST, PAGE_SIZE, has_page_tables
 
-        has_pages = (page_size or PAGE_SIZE) % PAGE_SIZE == 0
-        if dtype in DTYPES and has_page_tables() and has_pages and kv_dtype is None:
+        is_supported = has_page_tables() and gpu.capability(device) >= OLDEST
+        if dtype in DTYPES and is_supported and (page_size or PAGE_SIZE) % PAGE_SIZE == 0 and kv_dtype is None:
             return "varlen"
         if has_triton():
             return "triton"

@@ -14,12 +14,15 @@ from torch.nn.attention import varlen
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.system import gpu
 
 PAGE_SIZE = 256
 """Tokens; the kernel needs a multiple of it."""
 MOST_DIM, DIM_STEP = 256, 8
 """Head sizes that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
+OLDEST = (8, 0)
+"""Compute capability of the first devices that the kernel runs on."""
 
 Kernel = Callable[..., torch.Tensor]
 Store = Callable[[PagedKV, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -58,6 +61,8 @@ class VarlenAttention(AttentionBackend):
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
             return f"torch's FlashAttention does not support {dtype}"
+        if device.type == "cuda" and gpu.capability(device) < OLDEST:
+            return "torch's FlashAttention needs a device of compute capability 8.0 or newer"
         if not spec.is_causal:
             return "attention to later tokens is not supported on pages by torch's FlashAttention"
         for name in ("softcap", "sinks", "alibi_slopes"):

@@ -34,7 +34,16 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._filling: Future[Bitmask] | None = None
         self._rows: list[int] = []
-        self._mask_rows = _device_kernel() if device is not None and device.type == "cuda" else mask_rows
+        self._device = device or torch.device("cpu")
+        self._mask_rows = mask_rows if self._device.type == "cpu" else _device_kernel()
+
+    def warm_up(self) -> None:
+        """Compile the device's kernel, which would otherwise happen in the first step with a constrained request."""
+        if self._device.type == "cpu":
+            return
+        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        packed = torch.zeros(1, 1 + self._num_words, dtype=torch.int32, device=self._device)
+        self._mask_rows(logits, packed)
 
     def start(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Begin to fill the masks of a step whose drafts are known, next to the forward pass."""

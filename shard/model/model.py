@@ -141,9 +141,12 @@ class Model:
         for binding in self.lora_targets.values():
             binding.allocate(num_slots)
 
-    def enable_device_kernels(self, num_slots: int, max_rows: int, max_drafts: int) -> "DeviceKernels":
+    def enable_device_kernels(
+        self, num_slots: int, max_rows: int, max_drafts: int, is_cooperative: bool = True
+    ) -> "DeviceKernels":
         """Compute adapters and heads by kernels of the device, for up to `max_rows` rows and `max_drafts` draft rows of
-        a step. Needs triton. Raises ValueError for an invalid file of kernel configurations.
+        a step; `is_cooperative` as in DeviceKernels. Needs triton. Raises ValueError for an invalid file of kernel
+        configurations, or where a kernel does not end.
         """
         from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
         from lorikeet.shard.model.kernels import tuning
@@ -152,7 +155,9 @@ class Model:
         tuned = tuning.read(self.info.device)
         self.inputs.reserve_groups(max_rows, num_slots, max_drafts)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
-        self._kernels = DeviceKernels(targets_of(self.lora_targets), num_slots, self.info.device, tuned)
+        targets, device = targets_of(self.lora_targets), self.info.device
+        self._kernels = DeviceKernels(targets, num_slots, device, tuned, is_cooperative)
+        self._kernels.try_cooperation(self.info.dtype)
         return self._kernels
 
     @torch.inference_mode()

@@ -1,5 +1,6 @@
 """What kernels ask about the CUDA device that they run on."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,20 @@ def num_processors(device: torch.device) -> int:
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def finishes(device: torch.device, seconds: float) -> bool:
+    """Whether a CUDA device finishes within `seconds` what was launched on its current stream. Others have finished."""
+    if device.type != "cuda":
+        return True
+    launched = torch.cuda.Event()
+    launched.record(torch.cuda.current_stream(device))
+    end = time.monotonic() + seconds
+    while not launched.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 @contextmanager

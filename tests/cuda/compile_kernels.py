@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from lorikeet.shard.system import gpu
 from tests.cuda.kernel_variants import VARIANTS, launches
-from tests.cuda.launches import Launch
+from tests.cuda.launches import Launch, fingerprint
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
@@ -61,6 +61,7 @@ def work(job: tuple[int, int]) -> list[dict[str, object]]:
     return [
         {"variant": variant.name, "kernel": launch.kernel, "architecture": architecture}
         | compile_launch(kernels[launch.kernel], launch, architecture)
+        | {"launches": fingerprint({each for each in found if each.kernel == launch.kernel})}
         for launch in dict.fromkeys(found)
     ]
 

@@ -35,6 +35,8 @@ class Resources:
     shared: int
     """Bytes of shared memory of a program."""
     warps: int
+    launches: str
+    """`fingerprint` of the variant's launches of this kernel."""
 
     @property
     def programs(self) -> int:

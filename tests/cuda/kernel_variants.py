@@ -181,12 +181,12 @@ def _variants() -> Iterator[Variant]:
         yield Variant(f"gate{name}", lambda dtype=dtype: fused.gate(tensor(T, 2 * 14336, dtype=dtype), False), *span)
         yield Variant(f"rotary{name}", lambda dtype=dtype: rotary(dtype, 128, 128, False), *span)
         yield Variant(f"rotary with norms{name}", lambda dtype=dtype: rotary(dtype, 128, 64, True), *span)
-    for kind, least in ((FP8, ADA), (torch.int8, AMPERE)):
+    for kind in (FP8, torch.int8):
         name = "fp8" if kind == FP8 else "int8"
-        yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), least)
+        yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), AMPERE)
+        yield Variant(f"weights in {name} float16", lambda kind=kind: eight_bits(FP16, kind), TURING, TURING)
     yield Variant("weights in 4 bits", lambda: four_bits(BF16), AMPERE)
     yield Variant("weights in 4 bits float16", lambda: four_bits(FP16), TURING, TURING)
-    yield Variant("weights in int8 float16", lambda: eight_bits(FP16, torch.int8), TURING, TURING)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
     yield Variant("rotary, K and V in fp8", lambda: rotary(BF16, 128, 128, False, stores=False), ADA)

@@ -4,7 +4,8 @@ Launch functions of the kernels are called with tensors on `meta`; nothing is co
 """
 # mypy: allow-untyped-calls
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Launch:
     def __str__(self) -> str:
         types = [f"{name}={kind}" for name, kind in self.signature if kind != "constexpr"]
         return f"{self.kernel}({', '.join([*types, *(f'{name}={value}' for name, value in self.constants)])})"
+
+
+def fingerprint(launches: Iterable[Launch]) -> str:
+    """Eight characters that differ where types, constants such as tiles, or options of one of the launches do."""
+    return hashlib.sha256(repr(sorted(map(repr, launches))).encode()).hexdigest()[:8]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.shard.attention.layerwise import trial_steps
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.model import Model
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
@@ -95,6 +96,17 @@ def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
         sampler.verify(logits[:5], range(3), [3] * 3, [[1], [], [2]])
     assert {launch.kernel for launch in found.launches} >= {"scan", "resolve"}
     assert set(found.launches) <= compiled
+
+
+def test_masks_of_grammars_launch_no_kernel_that_start_did_not() -> None:
+    masks = GrammarMasks(SHAPE.vocabulary, META)
+    with without_values(), recorded() as found:
+        masks.warm_up()
+    compiled = set(found.launches)
+    packed = torch.empty(3, 1 + SHAPE.vocabulary // 32, dtype=torch.int32, device=META)
+    with without_values(), recorded() as found:
+        masks._mask_rows(torch.empty(8, SHAPE.vocabulary, device=META), packed)
+    assert {launch.kernel for launch in compiled} == {"mask_tokens"} and set(found.launches) <= compiled
 
 
 def test_what_start_launches() -> None:

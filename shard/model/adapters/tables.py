@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from lorikeet.shard.batch.inputs import AdapterRows
@@ -21,20 +22,31 @@ from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product
 from lorikeet.shard.model.lora.triton import ENTRY, PART, add_delta
 from lorikeet.shard.system import gpu
 
+log = structlog.get_logger()
+
 _ALIGNED = 16
 MATRIX_UNITS = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
 PROGRAMS_PER_PROCESSOR = {True: 3, False: 2}
 """Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
+COOPERATION_S = 30.0
+"""Programs of a trial that wait for each other longer than this wait for ever: it takes less than 1 ms."""
 
 
 class DeviceKernels:
     """The targets of one model and their table on the device."""
 
     def __init__(
-        self, targets: Sequence[LoraTarget], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+        self,
+        targets: Sequence[LoraTarget],
+        num_slots: int,
+        device: torch.device,
+        tuned: Tuned = DEFAULTS,
+        is_cooperative: bool = True,
     ) -> None:
+        """`is_cooperative`: whether a product may be one launch, whose programs wait for each other, instead of two."""
         self.device = device
+        self._is_cooperative = is_cooperative
         self._tuned = tuned
         self._index = {target: index for index, target in enumerate(targets)}
         # [slots, targets, ENTRY] rank and addresses, 0 for none
@@ -47,6 +59,30 @@ class DeviceKernels:
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
         for target in targets:
             target.kernels = self
+
+    def try_cooperation(self, dtype: torch.dtype) -> None:
+        """Launch as many programs that wait for each other as may run at once, for a step of this dtype without rows.
+        Where the device refuses, products take two launches. Raises ValueError where the programs do not end.
+        """
+        target = next((target for target in self._index if not target.is_embedding), None)
+        if target is None or not self._is_cooperative:
+            return
+        x, y = (torch.zeros(1, size, dtype=dtype, device=self.device) for size in (target.num_in, target.num_out))
+        tasks = torch.zeros(self._num_programs, 3, dtype=torch.int32, device=self.device)
+        parts = self._describe([(target, 0)])
+        try:
+            self._add(x, y, tasks, tasks[0, :1], parts, self.table, target.num_in, target.num_out)
+        except RuntimeError as reason:
+            self._is_cooperative = False
+            log.warning(
+                "cooperative_launch_refused", reason=str(reason), effect="a product with adapters is 2 launches"
+            )
+            return
+        if not gpu.finishes(self.device, COOPERATION_S):
+            raise ValueError(
+                f"the kernel of adapters did not end within {COOPERATION_S:g} s on {self.device}: its programs wait "
+                "for each other; start with --disable-custom-kernels"
+            )
 
     def image(self, targets: Sequence[LoraTarget], entries: npt.NDArray[np.int64]) -> SlotImage:
         """The table rows of an adapter. entries: [targets, 5] rank, and offsets in the adapter's memory of a, b, scale
@@ -144,7 +180,7 @@ class DeviceKernels:
         tiles = self._tuned.tiles("shrink", num_in, y.dtype) + self._tuned.tiles("expand", num_out, y.dtype)
         is_aligned = num_out % _ALIGNED == 0 if is_aligned is None else is_aligned
         # what kernels take is known of built-in tiles in 16 bits alone
-        may_meet = not self._tuned.entries and y.dtype != torch.float32
+        may_meet = self._is_cooperative and not self._tuned.entries and y.dtype != torch.float32
         shape = [tasks.shape[0], num_out, self._num_programs, int(may_meet)]
         add_delta(x, y, tasks, row_ids, parts, table, self._meeting, shape, is_aligned, tiles)
 

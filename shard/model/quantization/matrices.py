@@ -14,7 +14,6 @@ import torch
 from torch.nn import functional
 
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
-from lorikeet.shard.system import gpu
 
 GROUP = 64
 """Weights with one scale, of the kernel for four bits."""
@@ -115,9 +114,6 @@ class EightBitMatrix(QuantizedMatrix):
             y = y + self._of_large(rows.masked_fill(~large, 0))
         return y.view(*x.shape[:-1], self.out_features)
 
-    def reads_few_bytes(self, device: torch.device) -> bool:
-        return _has_kernel(device)
-
     def _of_large(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [rows, in], most of it 0. Returns [rows, out]."""
         small = _product_8bit(rows, self._rounded, self._largest / 127, None)
@@ -190,7 +186,7 @@ class Float8Matrix(QuantizedMatrix):
         return super().product(x, bias) if few is None else few
 
     def reads_few_bytes(self, device: torch.device) -> bool:
-        return _has_kernel(device) and gpu.capability(device) >= (8, 9)
+        return _has_kernel(device)
 
 
 class GptqMatrix(QuantizedMatrix):

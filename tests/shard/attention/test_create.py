@@ -1,6 +1,7 @@
 """Which attention backend is chosen, and the format of K and V."""
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,11 +11,18 @@ from lorikeet.shard.attention import AttentionSpec
 from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention
+from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import Runner, random_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    with gpu.assumed((9, 0)):
+        yield
 
 
 def names(backend: attention.AttentionBackend) -> list[str]:
@@ -33,6 +41,15 @@ def test_the_order_of_backends_on_cuda() -> None:
             found = attention.create("auto", CUDA, dtype, page_size, kept)
         assert names(found) == ["PagedAttention", "ReferenceAttention"] and found.page_size == 64
         assert found.can_capture
+
+
+def test_devices_without_flash_attention_have_small_pages() -> None:
+    pytest.importorskip("triton")
+    with gpu.assumed((7, 5)):
+        found = attention.create("auto", CUDA, torch.float16, None)
+        assert names(found) == ["PagedAttention", "ReferenceAttention"] and found.page_size == 64
+        reason = VarlenAttention().unsupported_reason(AttentionSpec(4, 2, 64, 64, 0.1), torch.float16, CUDA)
+    assert "8.0 or newer" in reason
 
 
 def test_eight_bits_are_refused_where_the_device_cannot_convert_them() -> None:

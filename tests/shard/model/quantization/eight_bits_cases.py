@@ -66,8 +66,21 @@ def test_what_the_kernel_does_not_compute() -> None:
     x, weight, _, _ = drawn(kernel.MOST_ROWS, 96, 40, torch.bfloat16, FP8)
     assert kernel.supports(x, weight) and not kernel.supports(torch.cat([x, x]), weight)
     assert not kernel.supports(x.float(), weight) and not kernel.supports(x, weight.t())
+    assert kernel.supports(x, weight.view(INT8)) and not kernel.supports(x, weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_devices_that_do_not_convert_fp8_compute_the_same_bits(dtype: torch.dtype) -> None:
+    """For every byte that is a number."""
+    weight = torch.arange(256, dtype=torch.uint8).view(FP8)
+    weight = weight[~weight.float().isnan()].repeat(4).view(-1, 127).contiguous()
+    scales = torch.ones(len(weight), device=DEVICE)
+    x, _, _, _ = drawn(5, 127, 1, dtype, FP8)
+    with gpu.assumed((8, 9)):
+        wanted = kernel.multiply(x, weight.to(DEVICE), scales, None)
     with gpu.assumed((8, 6)):
-        assert not kernel.supports(x, weight) and kernel.supports(x, weight.view(INT8))
+        assert torch.equal(kernel.multiply(x, weight.to(DEVICE), scales, None), wanted)
+    assert wanted.isfinite().all() and wanted.count_nonzero() == wanted.numel()
 
 
 def test_a_matrix_in_fp8_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
