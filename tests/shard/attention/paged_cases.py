@@ -43,6 +43,10 @@ SPECS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "alibi": ((3, 3, 16, 16), {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01])}),
     "large group": ((71, 1, 16, 16), {}),
     "a tile ends in a group": ((13, 1, 16, 16), {}),
+    "Llama 3.1 8B": ((32, 8, 128, 128), {}),
+    "Llama 3.2 1B": ((32, 8, 64, 64), {}),
+    "Qwen2.5 7B": ((28, 4, 128, 128), {}),
+    "Gemma 2 9B": ((16, 8, 256, 256), {"softcap": 50.0, "window": 100}),
 }
 
 LONG, SHORT, THIRD = [5, 9, 2], [7, 1], [3, 4]

@@ -137,6 +137,9 @@ def per_row(slots: list[int], counts: list[int]) -> list[int]:
         ((144, 48), "distinct", torch.bfloat16),
         ((300, 130), "some", torch.float32),
         ((144, 48), "zipf", torch.float16),
+        ((4096, 1024), "distinct", torch.bfloat16),
+        ((2048, 8192), "some", torch.bfloat16),
+        ((8192, 2048), "zipf", torch.float16),
     ],
     ids=str,
 )

@@ -120,6 +120,7 @@ def asked(mix: str) -> list[HeadsRow]:
         ("distinct", torch.float16, 24),
         ("some", torch.float32, 150),
         ("distinct", torch.bfloat16, 144),
+        ("distinct", torch.bfloat16, 1024),
     ],
     ids=str,
 )

@@ -90,6 +90,7 @@ def by_place(task: list[int]) -> tuple[bool, int]:
         ((1, 2, 0, 1), (96, 130), torch.bfloat16),
         ((70, 1), (48, 24), torch.float16),
         ((0, 20, 16), (144, 64), torch.bfloat16),
+        ((1, 0, 2), (2048, 768), torch.bfloat16),
     ],
     ids=str,
 )  # fmt: skip

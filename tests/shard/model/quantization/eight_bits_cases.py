@@ -33,7 +33,7 @@ def drawn(
 
 @pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 128, 32), (3, 200, 50), (17, 96, 33)])
+@pytest.mark.parametrize("shape", [(1, 128, 32), (3, 200, 50), (17, 96, 33), (2, 4096, 1024)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_the_dequantised_weight(
     shape: tuple[int, int, int], dtype: torch.dtype, kind: torch.dtype, has_bias: bool

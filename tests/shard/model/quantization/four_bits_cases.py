@@ -51,7 +51,7 @@ def rows_of(count: int, held: Held) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 64, 32), (3, 192, 50), (17, 128, 130)])
+@pytest.mark.parametrize("shape", [(1, 64, 32), (3, 192, 50), (17, 128, 130), (2, 4096, 1024)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_the_dequantised_weight(
     shape: tuple[int, int, int], dtype: torch.dtype, has_bias: bool
