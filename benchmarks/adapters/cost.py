@@ -1,9 +1,10 @@
 """The cost of adapters: closed loops of eight clients over HTTP on the 200 M Llama, in alternating rounds.
 
 One server has no adapters, one has room for all, one has 16 slots that 256 adapters share. Only the server that is
-asked runs. `--idle` compares requests without an adapter, `--peer` serves the same eight adapters from vLLM.
+asked runs. `--idle` compares requests without an adapter, `--peer` serves the same eight adapters from vLLM, `--int8`
+rounds the base's weights, `--ranks` asks for adapters of rank 8 next to others of rank 64.
 
-    python -m benchmarks.adapters.cost [--quick] [--idle | --peer] [--rounds N]
+    python -m benchmarks.adapters.cost [--quick] [--idle | --peer | --int8 | --ranks] [--rounds N]
 """
 
 import asyncio
@@ -28,7 +29,8 @@ CLIENTS = 8
 REQUESTS_PER_CLIENT = 3
 RANK = 16
 NUM_ROTATING, NUM_SLOTS = 256, 16
-SEED, PEER_SEED = 9_000, 23_000
+RANKS = (8, 64)
+SEED, PEER_SEED, RANKS_SEED = 9_000, 23_000, 57_000
 BARE, ROOMY, TIGHT = "bare", "roomy", "tight"
 ATTENTION = tuple(f"attention-{i}" for i in range(CLIENTS))
 PEER_FLAGS = ("--enable-lora", "--max-loras", str(CLIENTS), "--max-lora-rank", str(RANK))
@@ -75,6 +77,43 @@ def without(base: adapted.Base | None = None, size: Size | None = None) -> Cases
             case = run_round(number, asked, running, size)
             if number >= 0:
                 yield case
+
+
+def quantized(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round, weights as int8: without an adapter, and with one on all linear layers for each client."""
+    base, size = base or adapted.full(), size or Size()
+    with _running(replace(base, flags=(*base.flags, "--quantize", "int8")), size, (BARE, ROOMY)) as (model, running):
+        asked: Ways = {"base": (BARE, [model]), "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)])}
+        for number in range(-1, size.rounds):
+            case = run_round(number, {way: asked[way] for way in in_turn(list(asked), number)}, running, size)
+            if number >= 0:
+                yield case
+
+
+def mixed_ranks(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case per round: four clients ask for adapters of rank 8 on all linear layers, next to four that do so too,
+    and next to four that ask for rank 64.
+    """
+    from benchmarks.models import adapter_files  # torch
+
+    base, size = base or adapted.full(), size or Size()
+    for rank in RANKS:
+        names = [f"rank-{rank}-{i}" for i in range(CLIENTS)]
+        adapter_files.make(base.model, base.root, names, adapter_files.ALL, rank=rank, seed=NUM_ROTATING + rank)
+    small, large = ([f"rank-{rank}-{i}" for i in range(CLIENTS)] for rank in RANKS)
+    half = CLIENTS // 2
+    asked = {"small": (ROOMY, small), "mixed": (ROOMY, [*small[:half], *large[half:]])}
+    with adapted.serving("ranks", base, "--prefix-caching", "false") as server:  # both ways ask the same prompts
+        for number in range(-1, size.rounds):
+            ways = {way: asked[way] for way in in_turn(list(asked), number)}
+            case = run_round(number, ways, {ROOMY: server}, size, RANKS_SEED, only=half)
+            if number >= 0:
+                yield case
+
+
+def small_over_alone(raw: Raw) -> float:
+    """Time per token of the clients of rank 8, next to rank 64 over next to rank 8."""
+    return float(raw["mixed"]["inter_token_s"] / raw["small"]["inter_token_s"])
 
 
 def against_vllm(rounds: int = ROUNDS) -> Cases:
@@ -137,8 +176,9 @@ def run_round(
     size: Size,
     seed: int = SEED,
     end: str = "",
+    only: int = CLIENTS,
 ) -> Case:
-    """One case: every way in turn. `end`: of every prompt."""
+    """One case: every way in turn. `end`: of every prompt. Of each way only the first `only` clients count."""
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
     for way, (name, models) in asked.items():
@@ -146,7 +186,7 @@ def run_round(
         chosen = replace(size, requests_per_client=PEER_REQUESTS.get(name, size.requests_per_client))
         with alone(name, running, errors):
             answers = uvloop.run(ask(running[name].port, models, seed + 1 + number, chosen, extra, end))
-        raw[way] = summary(answers)
+        raw[way] = summary([answer for place, answer in enumerate(answers) if client_of(place, chosen) < only])
         errors += [f"{way}: {answer.error}" for answer in answers if answer.error]
     return Case(f"round {number}", raw, "; ".join(errors[:3]))
 
@@ -177,6 +217,11 @@ async def ask(
     return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
 
+def client_of(place: int, size: Size) -> int:
+    """The client that got the answer at this place of those that `ask` returns."""
+    return place // size.requests_per_client
+
+
 def idle_share(raw: Raw) -> float:
     """Tokens per second of the server that has adapters over the one without, over the round's four runs."""
     seconds = {
@@ -191,10 +236,16 @@ def main() -> int:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--idle", action="store_true", help="requests without an adapter")
     other.add_argument("--peer", action="store_true", help="against vLLM")
+    other.add_argument("--int8", action="store_true", help="weights rounded to int8")
+    other.add_argument("--ranks", action="store_true", help="rank 8 next to rank 64")
     options = parser.parse_args()
     if options.peer:
         return arguments.print_cases(against_vllm(options.rounds), {"over vLLM": partial(speedup, OURS, VLLM)})
     base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
+    if options.int8:
+        return arguments.print_cases(quantized(base, size), {"all over the base": partial(speedup, "all", "base")})
+    if options.ranks:
+        return arguments.print_cases(mixed_ranks(base, size), {"rank 8 next to rank 64": small_over_alone})
     if options.idle:
         return arguments.print_cases(without(base, size), {"without an adapter": idle_share})
     pairs = (("attention", "base"), ("all", "base"), ("rotation", "attention"))

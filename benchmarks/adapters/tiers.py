@@ -1,8 +1,8 @@
 """The time to first token of a request whose adapter is in a slot, in host memory, or on disk, on an idle server.
 
 One request at a time with a prompt of 256 tokens. An adapter is evicted from its slot by others, and from memory by the
-operator, who unloads it; its served file is then dropped from the system's cache if that is permitted. The server's own
-counters confirm the tier that each request met.
+operator, who unloads it; its served file is then dropped from the system's cache, after it was read once so to find the
+disk's rate. The server's own counters confirm the tier that each request met.
 
     python -m benchmarks.adapters.tiers [--quick] [--rounds N]
 """
@@ -10,6 +10,7 @@ counters confirm the tier that each request met.
 import os
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases
 async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[dict[str, Any], str]:
     """Time to first token by tier; an error if the adapter was in another tier."""
     texts = iter(prompts((4 + SLOTS) * size.times + 1, size.num_prompt, seed))
-    raw: dict[str, Any] = {"resident": [], "host": [], "disk": []}
+    raw: dict[str, Any] = {"resident": [], "host": [], "disk": [], "disk_mb_per_s": []}
     wrong: list[str] = []
     first, *others = NAMES
 
@@ -90,6 +91,7 @@ async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[
         await timed("host", "elsewhere")
         for digest in (await adapted.admin(port, "unload", adapter_id=first)).json["unloaded"]:
             for path in base.store.rglob(f"{digest}.safetensors"):
+                raw["disk_mb_per_s"].append(round(_read_rate(path) / 1e6, 1))
                 _uncache(path)
         await timed("disk", "elsewhere")
     return raw, "; ".join(wrong[:3])
@@ -102,6 +104,18 @@ def _uncache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _read_rate(path: Path) -> float:
+    """Bytes per second at which the file is read while the system's cache does not hold it."""
+    _uncache(path)
+    start = time.monotonic()
+    num_bytes = len(path.read_bytes())
+    return num_bytes / (time.monotonic() - start)
+
+
+def disk_over_host(raw: Raw) -> float:
+    return float(statistics.median(raw["disk"]) / statistics.median(raw["host"]))
+
+
 def over_resident(place: str, raw: Raw) -> float:
     return float(statistics.median(raw[place]) / statistics.median(raw["resident"]))
 
@@ -109,4 +123,5 @@ def over_resident(place: str, raw: Raw) -> float:
 if __name__ == "__main__":
     chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
     cases = measure(adapted.small(), QUICK) if chosen.quick else measure(None, Size(chosen.rounds))
-    sys.exit(arguments.print_cases(cases, {tier: partial(over_resident, tier) for tier in ("host", "disk")}))
+    ratios = {tier: partial(over_resident, tier) for tier in ("host", "disk")}
+    sys.exit(arguments.print_cases(cases, {**ratios, "disk over host": disk_over_host}))

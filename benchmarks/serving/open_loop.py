@@ -19,8 +19,8 @@ from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM
 from benchmarks.models.limit import PROMPT_TOKENS
 from benchmarks.models.prompts import prompts
 
-RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
-"""Requests per second that are tried, by bisection: three probes find the highest good one."""
+RATES = tuple(step / 4 for step in range(1, 16))
+"""Requests per second that are tried, by bisection: four probes find the highest good one."""
 REQUESTS = 60
 FIRST_TOKEN_S = 2.0
 SEED = 11_000
@@ -64,6 +64,12 @@ def holds(probe: Raw) -> bool:
 def highest_rate(server: str, raw: Raw) -> float:
     """Requests per second of the best probe that held; 0 where none did."""
     return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
+
+
+def over_vllm(raw: Raw) -> float:
+    """Our highest rate over vLLM's; 0 where vLLM held none."""
+    peer = highest_rate(VLLM, raw)
+    return highest_rate(OURS, raw) / peer if peer else 0.0
 
 
 if __name__ == "__main__":

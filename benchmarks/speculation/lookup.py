@@ -56,16 +56,16 @@ class Size:
 QUICK = Size(1, 3)
 
 
-def command() -> servers.Command:
-    """Our server in the model's own bfloat16, without a draft model."""
+def command(*flags: str) -> servers.Command:
+    """Our server without a draft model, by default in the model's own bfloat16."""
     own = ("--default-adapter-source", "local", "--local-adapter-root", str(family.FAMILY))
-    return servers.lorikeet(family.BASE, *own, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB")
+    return servers.lorikeet(family.BASE, *own, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB", *flags)
 
 
-def measure(size: Size | None = None) -> Cases:
+def measure(size: Size | None = None, *flags: str) -> Cases:
     """One case per round: with lookup and without, each first in turn, after a round that warms up."""
     size = size or Size()
-    with servers.running("lookup", command()) as server:
+    with servers.running("lookup", command(*flags)) as server:
         for number in range(-1, size.rounds):
             raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
             for place, way in enumerate(in_turn((OFF, ON), number)):

@@ -1,5 +1,7 @@
 """One small round of each measurement of cost against real servers, and what figures it gives."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.adapters import cost
@@ -13,6 +15,21 @@ def test_a_small_round_asks_in_every_way(small: adapted.Base) -> None:
     for way in ("base", "attention", "all", "rotation"):
         assert case.raw[way]["requests"] == cost.CLIENTS
         assert rounds.speedup(way, "base", case.raw) > 0
+
+
+@pytest.mark.long
+def test_small_rounds_with_int8_and_with_two_ranks(small: adapted.Base) -> None:
+    (case,) = cost.quantized(replace(small, flags=(*small.flags[:4], "--threads", "1")), cost.QUICK)
+    assert case.error == "" and case.raw["all"]["requests"] == case.raw["base"]["requests"] == cost.CLIENTS
+    (case,) = cost.mixed_ranks(small, cost.QUICK)
+    assert case.error == "" and case.raw["mixed"]["requests"] == case.raw["small"]["requests"] == cost.CLIENTS / 2
+    assert cost.small_over_alone(case.raw) > 0
+
+
+def test_only_some_clients_count() -> None:
+    """Answers come client by client."""
+    size = replace(cost.QUICK, requests_per_client=3)
+    assert [cost.client_of(place, size) for place in (0, 2, 3, 23)] == [0, 0, 1, 7]
 
 
 def test_rotation_comes_to_every_adapter() -> None:
