@@ -38,11 +38,14 @@ class Sampler:
         watermark_gamma: float = 0.5,
         watermark_delta: float = 2.0,
         tile: "Tile | None" = None,
+        has_kernels: bool = True,
     ) -> None:
-        """`tile`: sample by Triton kernels of this size what they support; by default on CUDA, if there is triton."""
+        """`tile`: sample by Triton kernels of this size what they support; by default on CUDA, if there is triton and
+        `has_kernels`.
+        """
         self.vocab_size = vocab_size
         self._device = torch.device(device)
-        kernels = _kernels() if self._device.type == "cuda" or tile is not None else None
+        kernels = _kernels() if has_kernels and (self._device.type == "cuda" or tile is not None) else None
         self._state = RowState(
             vocab_size, max_rows, self._device, watermark_gamma, watermark_delta, fuses=kernels is not None
         )

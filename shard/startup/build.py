@@ -74,7 +74,8 @@ def build_engine(
     sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history)
     scheduler = Scheduler(cache, limits, adapters, sources)
     info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
-    sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark)
+    has_kernels = config.fusions != "none"
+    sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels)
     if info.pooled is None:
         sampler.warm_up()
     lag = config.commit_lag

@@ -98,6 +98,15 @@ def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
     assert set(found.launches) <= compiled
 
 
+def test_without_custom_kernels_pytorch_samples() -> None:
+    with without_values(), recorded() as found:
+        sampler = Sampler(SHAPE.vocabulary, 4, META, tile=Tile(), has_kernels=False)
+        sampler.warm_up()
+        sampler.add(0, SAMPLING["sampled"], LogprobParams(), [1, 2], 2)
+        sampler.sample(torch.empty(1, SHAPE.vocabulary, device=META), [0], [2])
+    assert found.launches == []
+
+
 def test_masks_of_grammars_launch_no_kernel_that_start_did_not() -> None:
     masks = GrammarMasks(SHAPE.vocabulary, META)
     with without_values(), recorded() as found:
