@@ -21,6 +21,8 @@ from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, Bounds, Padding
 log = structlog.get_logger()
 
 Launch = Callable[[], None]
+Agree = Callable[[str], str]
+"""Takes the reason why this rank cannot capture, "" for none; returns that of the first rank that cannot."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
 """Of the largest logit: libraries may choose another kernel while a graph is captured."""
@@ -81,22 +83,28 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class Graphs:
     """The captured steps of one model."""
 
-    def __init__(self, model: CapturableModel, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds]) -> None:
-        """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture."""
+    def __init__(
+        self, model: CapturableModel, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], agree: Agree
+    ) -> None:
+        """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture, on every
+        rank after the same graph: the next step sums over all ranks.
+        """
         started = time.monotonic()
         self._model, self._padding = model, padding
         most_logits = max(each.num_logits for each in bounds)
         # [most S + E, V] of the current step
         self._logits = torch.zeros(most_logits, model.info.vocab_size, device=model.info.device)
         self._launches: dict[Bounds, Launch] = {}
+        self._agree = agree
         for each in bounds:
+            reason, cause = "", None
             try:
                 self._launches[each] = self._capture(each, recorder)
             except Exception as error:
                 sentence = str(error).strip().partition("\n")[0]
-                raise CannotCapture(
-                    f"a step of {each} cannot be captured: {type(error).__name__}: {sentence}"
-                ) from error
+                reason, cause = f"a step of {each} cannot be captured: {type(error).__name__}: {sentence}", error
+            if reason := agree(reason):
+                raise CannotCapture(reason) from cause
         self.num_graphs = len(self._launches)
         self.seconds = time.monotonic() - started
 
@@ -107,7 +115,7 @@ class Graphs:
 
     def check(self) -> None:
         """Compare the largest graph of each family with the same launches outside a graph, for tokens that it was not
-        captured with. Raises CannotCapture.
+        captured with. Raises CannotCapture, on every rank.
         """
         families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
         for bounds in families.values():
@@ -115,8 +123,10 @@ class Graphs:
             found = self.replay(bounds)[: bounds.num_wanted].clone()
             wanted = self._model.compute()[: bounds.num_wanted].float()
             off, largest = (found - wanted).abs().max(), wanted.abs().max()
-            if not bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3)):
-                raise CannotCapture(f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}")
+            is_close = bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3))
+            reason = "" if is_close else f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}"
+            if reason := self._agree(reason):
+                raise CannotCapture(reason)
 
     def _capture(self, bounds: Bounds, recorder: Recorder) -> Launch:
         self._describe(bounds)

@@ -17,7 +17,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, Segment, StepInput
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
-from lorikeet.shard.model.graphs import Graphs, Recorder
+from lorikeet.shard.model.graphs import Agree, Graphs, Recorder
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
 
@@ -62,6 +62,9 @@ class PeerRanks(Protocol):
 
     def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
         """Capture the same steps."""
+
+    def agree(self, reason: str) -> str:
+        """The first rank's reason that is not empty; every rank calls this at the same time."""
 
 
 class Model:
@@ -180,19 +183,27 @@ class Model:
         """Why its forward pass cannot be captured; empty where no reason is known."""
         return "" if self.backend.can_capture else "its attention loops over requests on the host"
 
-    def capture(self, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], is_checked: bool = False) -> None:
+    def capture(
+        self,
+        padding: Padding,
+        recorder: Recorder,
+        bounds: Sequence[Bounds],
+        is_checked: bool = False,
+        agree: Agree = lambda reason: reason,
+    ) -> None:
         """Capture steps of these bounds of `padding` as graphs, and replay them from now on; with `is_checked` compare
         them with the launches outside a graph. The spare page must be allocated.
 
-        Raises CannotCapture. All ranks capture together.
+        All ranks capture together, the others with `agree`. Raises CannotCapture, on all of them.
         """
         if self.others is not None:
             self.others.capture(padding, bounds, is_checked)
+            agree = self.others.agree
         self.graphs = None
         self.inputs.pad(padding)
         try:
             with torch.inference_mode():
-                self.graphs = Graphs(self, padding, recorder, bounds)
+                self.graphs = Graphs(self, padding, recorder, bounds, agree)
                 if is_checked:
                     self.graphs.check()
         except Exception:

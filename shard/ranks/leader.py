@@ -108,6 +108,9 @@ class Leader:
     def capture(self, padding: Padding, bounds: Sequence[Bounds], is_checked: bool) -> None:
         self.send(Capture(padding, bounds, is_checked))
 
+    def agree(self, reason: str) -> str:
+        return self.group.agree(reason)
+
     def send(self, command: Command) -> None:
         """Raises RankDesync if a rank has ended."""
         try:

@@ -66,8 +66,6 @@ def plan_capture(config: ShardConfig, model: Model, has_adapters: bool) -> Captu
         return None
     model.allocate_kv(1)
     reason = model.graphs_unsupported_reason
-    if not reason and config.num_ranks > 1 and config.graphs is None:
-        reason = "sums over ranks are captured only with --compile"
     try:
         if not reason:
             return _measure(config, model, has_adapters)

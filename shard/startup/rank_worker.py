@@ -1,5 +1,6 @@
 """Every rank but the first: executes the first rank's commands in order, until that one closes the socket."""
 
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterContent
-from lorikeet.shard.model.graphs import CudaRecorder
+from lorikeet.shard.model.graphs import CannotCapture, CudaRecorder
 from lorikeet.shard.model.kv_memory import StepMemory
 from lorikeet.shard.model.tensor_parallel.group import Group, prefer_loopback
 from lorikeet.shard.ranks import commands
@@ -60,7 +61,9 @@ class RankWorker:
             case commands.Serve():
                 self._group.serve(STEP_S)
             case commands.Capture(padding, bounds, is_checked):
-                self._model.capture(padding, CudaRecorder(self._model.info.device), bounds, is_checked)
+                recorder = CudaRecorder(self._model.info.device)
+                with suppress(CannotCapture):  # every rank gives up, and the first one logs why
+                    self._model.capture(padding, recorder, bounds, is_checked, self._group.agree)
             case commands.AllocateAdapters(num_slots, host_bytes):
                 self._allocate_adapters(num_slots, host_bytes)
             case _:

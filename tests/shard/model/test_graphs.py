@@ -18,7 +18,7 @@ from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
-from lorikeet.shard.model.graphs import CannotCapture
+from lorikeet.shard.model.graphs import CannotCapture, Launch
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.scheduler.draft_sources import DraftSources
@@ -263,6 +263,36 @@ def test_ranks_capture_and_replay_together() -> None:
     for found in together([partial(texts, network=part, is_captured=True) for part in parts]):
         for each, other in zip(found, wanted, strict=True):
             assert float((each - other).abs().max()) <= CLOSE
+
+
+def test_where_one_rank_cannot_capture_none_replays() -> None:
+    config = config_of(2)
+    whole = network_of(config)
+    parts = [whole, copy.deepcopy(whole)]
+
+    class Failing(TapeRecorder):
+        """As on a device whose memory is used up after two graphs."""
+
+        def record(self, compute: Launch) -> Launch:
+            launch = super().record(compute)
+            if len(self.tapes) == 3:
+                raise RuntimeError("out of memory\nand more")
+            return launch
+
+    def capture(group: Group, network: nn.Module) -> tuple[str, list[torch.Tensor]]:
+        inputs, backend = StepInputs(PAGE_SIZE, torch.device("cpu")), DenseAttention(PAGE_SIZE, 64, MOST_TOKENS)
+        model = assemble(network, config, backend, torch.float16, inputs, MOST_TOKENS, group)
+        model.allocate_kv(NUM_PAGES + 1)
+        recorder = TapeRecorder() if group.rank == 0 else Failing()
+        with pytest.raises(CannotCapture) as caught:
+            model.capture(padding(), recorder, padding().all(), True, group.agree)
+        assert model.graphs is None and len(recorder.tapes) == 3
+        texts = Texts(model)
+        return str(caught.value), [texts.step(counts) for counts in plans(1)]
+
+    (reason, first), (same, other) = together([partial(capture, network=part) for part in parts])
+    assert reason == same and reason.endswith("cannot be captured: RuntimeError: out of memory")
+    assert all(torch.equal(each, another) for each, another in zip(first, other, strict=True))
 
 
 def run_cases(*options: str) -> None:
