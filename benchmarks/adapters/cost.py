@@ -152,7 +152,7 @@ def _running(
         running = {name: stack.enter_context(servers.running(name, commands[name])) for name in names}
         for name, adapters in ((ROOMY, ATTENTION), (TIGHT, rotating)):
             if name in running:
-                uvloop.run(_load(running[name].port, adapters))
+                uvloop.run(load(running[name].port, adapters))
         yield str(base.model), running
 
 
@@ -191,7 +191,7 @@ def run_round(
     return Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-async def _load(port: int, names: Sequence[str]) -> None:
+async def load(port: int, names: Sequence[str]) -> None:
     """Bring every adapter into the disk tier."""
     for first in range(0, len(names), CLIENTS):
         asked = (adapted.generate(port, "x", name, 1) for name in names[first : first + CLIENTS])

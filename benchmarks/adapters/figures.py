@@ -2,7 +2,17 @@
 
 from functools import partial
 
-from benchmarks.adapters import activated, alias_memory, catalogue_check, cost, fairness, loading, replica_misses, tiers
+from benchmarks.adapters import (
+    activated,
+    alias_memory,
+    catalogue_check,
+    cost,
+    fairness,
+    goodput,
+    loading,
+    replica_misses,
+    tiers,
+)
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import ADAPTERS, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
@@ -74,6 +84,14 @@ SUITES: tuple[Suite, ...] = (
           (Figure("router memory of 10 000 known aliases", alias_memory.added_mb, 50.0, at_least=False, unit="MB",
                   over=Over.WORST),),
           (*HTTP, "benchmarks/adapters/alias_memory.py"), TINY, "float32"),
+    *(
+        Suite(f"adapters-goodput-{count}", partial(goodput.measure, count), 1,
+              (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
+                      goodput.share_of_resident, 0.92, over=Over.WORST),),
+              (*HTTP, "benchmarks/adapters/goodput.py", "benchmarks/adapters/cost.py",
+               "benchmarks/evidence/statistics.py"), LLAMA, "bfloat16", void=goodput.void)
+        for count in (1000, 2000)
+    ),
     Suite("adapters-known-2000", partial(alias_memory.measure, 2000), 1,
           (Figure("router memory of 2 000 known aliases over that of one", alias_memory.added_mb, 10.0, at_least=False,
                   unit="MB", over=Over.WORST),),

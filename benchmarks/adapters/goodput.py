@@ -1,0 +1,183 @@
+"""The highest request rate of a server whose host memory holds a fifth of its adapters, the rest being on disk, over
+the rate of a server that holds them all.
+
+Adapters have ranks 8 to 64, on attention alone or on all linear layers in turn. Requests ask for them by Zipf's law and
+arrive in bursts: gaps follow a gamma distribution. A rate holds if the 99th percentiles of the time to first token and
+of the time between tokens do.
+
+    python -m benchmarks.adapters.goodput [--quick] [--count N]
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import uvloop
+
+from benchmarks.adapters.cost import load
+from benchmarks.evidence import arguments
+from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.statistics import percentile
+from benchmarks.load import adapted, completions
+from benchmarks.load.rounds import EXTRA, OURS
+from benchmarks.models.prompts import prompts
+
+COUNT = 1000
+RANKS = (8, 8, 8, 8, 16, 16, 16, 32, 32, 64)
+ZIPF_EXPONENT = 1.0
+VARIATION = 2.0
+"""Of the gaps between arrivals: standard deviation over mean."""
+PROMPT_TOKENS, OUTPUT_TOKENS = (64, 256), (16, 64)
+RATES = tuple(step / 4 for step in range(4, 35))
+"""Requests per second that are tried, by bisection: five probes find the highest good one."""
+PROBE_S, WARM_UP_S = 50.0, 60.0
+FIRST_TOKEN_S, INTER_TOKEN_S = 2.0, 0.1
+LEAST_RATE = 2.0
+"""Of the server that holds all adapters: below it the run is void."""
+HELD_SHARE, KV_BYTES = 0.2, 1 << 30
+ROOM = 1.1
+"""Host memory of the server that holds all adapters, over the size of their files."""
+SEED = 61_000
+RESIDENT, FIFTH = "resident", "fifth"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked."""
+
+    count: int = COUNT
+    rates: Sequence[float] = RATES
+    probe_s: float = PROBE_S
+    warm_up_s: float = WARM_UP_S
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS
+    kv_bytes: int = KV_BYTES
+
+
+QUICK = Size(12, (4.0, 8.0), 2.0, 1.0, (8, 16), (2, 4), 64 << 20)
+
+
+def measure(count: int = COUNT, base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+    """One case: every probe of both servers, one after the other."""
+    base, size = base or adapted.full(), size or Size(count)
+    names, num_bytes = _adapters(base, size.count)
+    raw: dict[str, Any] = {"adapter_mb": round(num_bytes / 1e6)}
+    errors: list[str] = []
+    for name, held in ((RESIDENT, int(ROOM * num_bytes)), (FIFTH, int(HELD_SHARE * num_bytes))):
+        memory = ("--cpu-memory", str(size.kv_bytes + held), "--adapter-host-memory", str(held))
+        slots = ("--max-active-adapters", str(size.count))
+        with adapted.serving(name, base, *memory, *slots) as server:
+            uvloop.run(load(server.port, names))
+            uvloop.run(_probe(server.port, names, size, size.rates[0], size.warm_up_s, SEED))
+            raw[name] = _search(server.port, names, size, errors)
+    yield Case("search", raw, "; ".join(errors[:3]))
+
+
+def _adapters(base: adapted.Base, count: int) -> tuple[list[str], int]:
+    """Names, the most popular first, and the bytes of their weights."""
+    from benchmarks.models import adapter_files  # torch
+
+    names: list[str] = []
+    for number in range(count):
+        rank, targets = RANKS[number // 2 % len(RANKS)], (adapter_files.ATTENTION, adapter_files.ALL)[number % 2]
+        names.append(f"mixed-{number}")
+        adapter_files.make(base.model, base.root, names[-1:], targets, rank=rank, seed=SEED + number)
+    num_bytes = sum((base.root / name / adapter_files.WEIGHTS).stat().st_size for name in names)
+    random.Random(SEED).shuffle(names)  # size does not follow popularity
+    return names, num_bytes
+
+
+def _search(port: int, names: Sequence[str], size: Size, errors: list[str]) -> list[dict[str, Any]]:
+    """The probes of a bisection over the rates: the first rate that fails is above the highest that holds."""
+    probes: list[dict[str, Any]] = []
+    low, high = 0, len(size.rates)
+    while low < high and not errors:
+        middle = (low + high) // 2
+        before, rate = adapted.samples(port), size.rates[middle]
+        answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + middle))
+        loads = 'lorikeet_adapter_loads_total{tier="disk"}'
+        errors += [answer.error for answer in answers if answer.error]
+        probes.append(
+            {"rate": rate, "loads": adapted.samples(port).get(loads, 0) - before.get(loads, 0), **_summary(answers)}
+        )
+        low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
+    return probes
+
+
+async def _probe(
+    port: int, names: Sequence[str], size: Size, rate: float, seconds: float, seed: int
+) -> list[completions.Answer]:
+    """Requests of the given rate on average, whatever the server does; both servers get the same."""
+    draw = random.Random(seed)
+    weights = [1 / (place + 1) ** ZIPF_EXPONENT for place in range(len(names))]
+    shape = 1 / VARIATION**2
+    texts = prompts(round(rate * seconds), size.prompt_tokens[1], seed)
+    start, offset = time.monotonic(), 0.0
+    running: list[asyncio.Task[completions.Answer]] = []
+    for text in texts:
+        offset += draw.gammavariate(shape, 1 / (rate * shape))
+        [name] = draw.choices(names, weights)
+        length = completions.Length(draw.randint(*size.prompt_tokens), draw.randint(*size.output_tokens))
+        prompt = " " + " ".join(text.split()[: length.num_prompt])
+        await asyncio.sleep(max(0.0, start + offset - time.monotonic()))
+        target = completions.Target(port, name, EXTRA[OURS])
+        running.append(asyncio.create_task(completions.complete(target, prompt, length)))
+    return list(await asyncio.gather(*running))
+
+
+def _summary(answers: Sequence[completions.Answer]) -> dict[str, Any]:
+    good = [answer for answer in answers if not answer.error]
+    if not good:
+        raise RuntimeError(f"no request succeeded: {answers[0].error}")
+    gaps = [after - before for answer in good for before, after in pairwise(answer.events)]
+    firsts = [answer.first_token_s for answer in good]
+    return {
+        "requests": len(answers),
+        "first_token_p99_s": round(percentile(firsts, 99), 4),
+        "inter_token_p99_s": round(percentile(gaps, 99), 4),
+        "longest_wait_s": round(max(firsts), 4),
+    }
+
+
+def holds(probe: Raw) -> bool:
+    return bool(probe["first_token_p99_s"] <= FIRST_TOKEN_S and probe["inter_token_p99_s"] <= INTER_TOKEN_S)
+
+
+def highest_rate(server: str, raw: Raw) -> float:
+    """Requests per second of the best probe that held; 0 where none did."""
+    return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
+
+
+def share_of_resident(raw: Raw) -> float:
+    resident = highest_rate(RESIDENT, raw)
+    return highest_rate(FIFTH, raw) / resident if resident else 0.0
+
+
+def void(raws: Sequence[Raw]) -> str:
+    """Why the run says nothing."""
+    rates = [highest_rate(RESIDENT, raw) for raw in raws]
+    slow = min(rates) < LEAST_RATE
+    return f"with all adapters in memory {min(rates)} requests/s hold, not {LEAST_RATE}" if slow else ""
+
+
+def main() -> int:
+    parser = arguments.parser(__doc__, quick=True)
+    parser.add_argument("--count", type=int, default=COUNT, help="number of adapters")
+    options = parser.parse_args()
+    values: Mapping[str, Any] = {
+        **{f"{name} requests/s": partial(highest_rate, name) for name in (RESIDENT, FIFTH)},
+        "share of all resident": share_of_resident,
+    }
+    if options.quick:
+        return arguments.print_cases(measure(0, adapted.small(), QUICK), values)
+    return arguments.print_cases(measure(options.count), values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
