@@ -101,11 +101,10 @@ def _search(port: int, names: Sequence[str], size: Size, errors: list[str]) -> l
         middle = (low + high) // 2
         before, rate = adapted.samples(port), size.rates[middle]
         answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + middle))
-        loads = 'lorikeet_adapter_loads_total{tier="disk"}'
+        misses = 'lorikeet_adapter_hits_total{tier="elsewhere"}'
         errors += [answer.error for answer in answers if answer.error]
-        probes.append(
-            {"rate": rate, "loads": adapted.samples(port).get(loads, 0) - before.get(loads, 0), **_summary(answers)}
-        )
+        num_misses = adapted.samples(port).get(misses, 0) - before.get(misses, 0)
+        probes.append({"rate": rate, "misses": num_misses, **_summary(answers)})
         low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
     return probes
 

@@ -27,5 +27,5 @@ def test_a_small_search(small: adapted.Base) -> None:
     assert case.error == ""
     for server in (goodput.RESIDENT, goodput.FIFTH):
         assert case.raw[server] and all(each["requests"] > 0 for each in case.raw[server])
-    assert sum(each["loads"] for each in case.raw[goodput.FIFTH]) > 0
-    assert sum(each["loads"] for each in case.raw[goodput.RESIDENT]) == 0
+    assert sum(each["misses"] for each in case.raw[goodput.FIFTH]) > 0
+    assert sum(each["misses"] for each in case.raw[goodput.RESIDENT]) == 0
