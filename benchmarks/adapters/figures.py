@@ -89,7 +89,8 @@ SUITES: tuple[Suite, ...] = (
               (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
                       goodput.share_of_resident, 0.92, over=Over.WORST),),
               (*HTTP, "benchmarks/adapters/goodput.py", "benchmarks/adapters/cost.py",
-               "benchmarks/evidence/statistics.py"), LLAMA, "bfloat16", void=goodput.void)
+               "benchmarks/serving/open_loop.py", "benchmarks/evidence/statistics.py"),
+              LLAMA, "bfloat16", void=goodput.void)
         for count in (1000, 2000)
     ),
     Suite("adapters-known-2000", partial(alias_memory.measure, 2000), 1,

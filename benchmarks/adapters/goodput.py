@@ -27,6 +27,7 @@ from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, completions
 from benchmarks.load.rounds import EXTRA, OURS
 from benchmarks.models.prompts import prompts
+from benchmarks.serving import open_loop
 
 COUNT = 1000
 RANKS = (8, 8, 8, 8, 16, 16, 16, 32, 32, 64)
@@ -44,6 +45,7 @@ HELD_SHARE, KV_BYTES = 0.2, 1 << 30
 ROOM = 1.1
 """Host memory of the server that holds all adapters, over the size of their files."""
 SEED = 61_000
+MISSES = 'lorikeet_adapter_hits_total{tier="elsewhere"}'
 RESIDENT, FIFTH = "resident", "fifth"
 
 
@@ -94,19 +96,16 @@ def _adapters(base: adapted.Base, count: int) -> tuple[list[str], int]:
 
 
 def _search(port: int, names: Sequence[str], size: Size, errors: list[str]) -> list[dict[str, Any]]:
-    """The probes of a bisection over the rates: the first rate that fails is above the highest that holds."""
-    probes: list[dict[str, Any]] = []
-    low, high = 0, len(size.rates)
-    while low < high and not errors:
-        middle = (low + high) // 2
-        before, rate = adapted.samples(port), size.rates[middle]
-        answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + middle))
-        misses = 'lorikeet_adapter_hits_total{tier="elsewhere"}'
-        errors += [answer.error for answer in answers if answer.error]
-        num_misses = adapted.samples(port).get(misses, 0) - before.get(misses, 0)
-        probes.append({"rate": rate, "misses": num_misses, **_summary(answers)})
-        low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
-    return probes
+    """The probes of one server."""
+
+    def probe(number: int) -> dict[str, Any]:
+        before, rate = adapted.samples(port), size.rates[number]
+        answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + number))
+        errors.extend(answer.error for answer in answers if answer.error)
+        num_misses = adapted.samples(port).get(MISSES, 0) - before.get(MISSES, 0)
+        return {"rate": rate, "misses": num_misses, **_summary(answers)}
+
+    return open_loop.bisect(len(size.rates), probe, holds, errors)
 
 
 async def _probe(
@@ -149,8 +148,7 @@ def holds(probe: Raw) -> bool:
 
 
 def highest_rate(server: str, raw: Raw) -> float:
-    """Requests per second of the best probe that held; 0 where none did."""
-    return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
+    return open_loop.highest_rate(server, raw, holds)
 
 
 def share_of_resident(raw: Raw) -> float:

@@ -5,7 +5,7 @@ the time to first token within two seconds.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,28 @@ def measure() -> Cases:
 
 
 def _search(target: completions.Target, errors: list[str]) -> list[dict[str, Any]]:
-    """The probes of a bisection over `RATES`: the first rate that fails is above the highest that holds."""
+    """The probes of one server."""
+
+    def probe(number: int) -> dict[str, Any]:
+        answers = uvloop.run(completions.poisson(target, _texts(number), RATES[number], LENGTH, SEED + number))
+        errors.extend(answer.error for answer in answers if answer.error)
+        seconds = [round(answer.first_token_s, 4) for answer in answers if not answer.error]
+        return {"rate": RATES[number], "first_token_s": seconds}
+
+    return bisect(len(RATES), probe, holds, errors)
+
+
+def bisect(
+    count: int, probe: Callable[[int], dict[str, Any]], holds: Callable[[Raw], bool], errors: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The probes of a bisection over `count` ascending rates: the first rate that fails is above the highest that
+    holds. An error ends it.
+    """
     probes: list[dict[str, Any]] = []
-    low, high = 0, len(RATES)
+    low, high = 0, count
     while low < high and not errors:
         middle = (low + high) // 2
-        answers = uvloop.run(completions.poisson(target, _texts(middle), RATES[middle], LENGTH, SEED + middle))
-        errors += [answer.error for answer in answers if answer.error]
-        seconds = [round(answer.first_token_s, 4) for answer in answers if not answer.error]
-        probes.append({"rate": RATES[middle], "first_token_s": seconds})
+        probes.append(probe(middle))
         low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
     return probes
 
@@ -61,7 +74,7 @@ def holds(probe: Raw) -> bool:
     return percentile(probe["first_token_s"], 99) <= FIRST_TOKEN_S
 
 
-def highest_rate(server: str, raw: Raw) -> float:
+def highest_rate(server: str, raw: Raw, holds: Callable[[Raw], bool] = holds) -> float:
     """Requests per second of the best probe that held; 0 where none did."""
     return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
 
