@@ -1,9 +1,9 @@
 """The highest request rate of a server whose host memory holds a fifth of its adapters, the rest being on disk, over
 the rate of a server that holds them all.
 
-Adapters have ranks 8 to 64, on attention alone or on all linear layers in turn. Requests ask for them by Zipf's law and
-arrive in bursts: gaps follow a gamma distribution. A rate holds if the 99th percentiles of the time to first token and
-of the time between tokens do.
+Adapters have ranks 8 to 64, on attention alone or on all linear layers in turn. How often requests ask for each follows
+a Zipf distribution, gaps between arrivals a gamma distribution. A rate holds if the 99th percentiles of the time to
+first token and of the time between tokens do.
 
     python -m benchmarks.adapters.goodput [--quick] [--count N]
 """
