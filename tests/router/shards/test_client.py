@@ -57,7 +57,18 @@ class Listener:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["keeps up", "falls behind"])
 async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, seconds: float) -> None:
-    address = f"unix:{tmp_path}/shard.sock"
+    """A process that keeps up may fall behind on a busy machine: one of three attempts is enough."""
+    for attempt in range(3):
+        listener = await listened(f"unix:{tmp_path}/shard-{attempt}.sock", seconds)
+        assert listener.num_tokens == NUM_TOKENS
+        joined = listener.num_outputs - listener.num_quiets
+        if (joined > listener.num_outputs / 4) == (seconds > 0):
+            return
+    raise AssertionError(f"{joined} of {listener.num_outputs} messages waited for one more")
+
+
+async def listened(address: str, seconds: float) -> Listener:
+    """All messages of a request have arrived."""
     # Another process: in this one no step could run while the listener computes.
     command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "4" if seconds else "10"]
     shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
@@ -72,12 +83,7 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
         await asyncio.gather(running, return_exceptions=True)
         shard.terminate()
         await shard.wait()
-    assert listener.num_tokens == NUM_TOKENS
-    joined = listener.num_outputs - listener.num_quiets
-    if seconds:
-        assert joined > listener.num_outputs / 4
-    else:
-        assert joined < listener.num_outputs / 4
+    return listener
 
 
 async def test_the_reason_for_no_connection_is_logged_once(
