@@ -3,7 +3,6 @@
 Decides how much memory adapters may take; shard/scheduler/adapter_slots.py assigns the slots.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -20,7 +19,7 @@ from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, 
 from lorikeet.shard.model.adapters.plan import Form
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
-from lorikeet.shard.model.lora.targets import LoraTarget, compiled
+from lorikeet.shard.model.lora.targets import compiled
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.model.medusa.loading import MOST_HEADS
 from lorikeet.shard.ranks.commands import AllocateAdapters, Read
@@ -36,7 +35,8 @@ class ModelSlots:
 
     def __init__(self, heads: HeadsPool) -> None:
         self._heads = heads
-        self._used: dict[int, Sequence[LoraTarget]] = {}
+        self._used: dict[int, AdapterContent] = {}
+        """Their memory, whose addresses the targets have, is not freed before the slot is cleared."""
 
     def put(self, slot: int, content: Content) -> None:
         """Put `content` into `slot`."""
@@ -50,7 +50,7 @@ class ModelSlots:
         if content.heads is not None:
             assert content.heads.packed is not None
             self._heads.put(slot, content.heads.packed)
-        self._used[slot] = content.targets
+        self._used[slot] = content
 
     def is_ready(self, slot: int) -> bool:
         """Immediately: slots refer to host memory, so nothing is copied."""
@@ -59,7 +59,7 @@ class ModelSlots:
     def clear(self, slot: int) -> None:
         """Clear `slot`."""
         self._heads.clear(slot)
-        for target in self._used.pop(slot):
+        for target in self._used.pop(slot).targets:
             target.put(slot, None)
 
     def forget(self, digest: str) -> None:

@@ -7,6 +7,7 @@ huge pages where the system provides them: they are then read about a tenth fast
 import ctypes
 import logging
 import mmap
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,8 @@ REGION_BYTES = 64 * 2**20
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _ALIGNMENT = 64
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which Python's mmap does not name: addresses without memory do not count as allocated."""
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 NUM_MODULES = 7
@@ -103,8 +106,8 @@ def available() -> bool:
 
 
 def huge_pages(num_bytes: int) -> mmap.mmap:
-    """Fresh memory, in huge pages where the system provides them."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Fresh memory, in huge pages where the system provides them. Pages are allocated when they are first written."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
