@@ -152,9 +152,8 @@ class Engine:
     def warm_up(self) -> None:
         """Run a short request from end to end, so that a configuration that cannot work fails at start."""
         self._masks.warm_up()
-        request = Request(WARM_UP_KEY, token_ids=[0] * 2, num_prompt=2, max_new_tokens=2)
-        request.speculation = self._drafter.warm_up
-        request.max_new_tokens += request.speculation.num_tokens
+        drafts = self._drafter.warm_up
+        request = Request(WARM_UP_KEY, [0] * 2, num_prompt=2, max_new_tokens=2 + drafts.num_tokens, speculation=drafts)
         if self._pooling is not None:
             request.pooling, request.max_new_tokens = self._pooling, 1
         self.scheduler.add(request)
