@@ -95,4 +95,18 @@ MUTANTS = [
         "key=lambda item: len(item[1].blocks)",
         "tests/shard/learning/test_rings.py::test_every_pair_keeps_its_newest_rows_and_none_of_another",
     ),
+    Mutant(
+        "host memory for adapters has as many addresses as memory",
+        "shard/model/lora/memory.py",
+        "ADDRESSES = 2",
+        "ADDRESSES = 1",
+        "tests/shard/model/lora/test_memory.py::test_adapters_of_many_sizes_fill_the_memory_and_no_more",
+    ),
+    Mutant(
+        "huge pages without an adapter are kept",
+        "shard/model/lora/memory.py",
+        "if low < high:",
+        "if low > high:",
+        "tests/shard/model/lora/test_memory.py::test_adapters_of_many_sizes_fill_the_memory_and_no_more",
+    ),
 ]

@@ -187,7 +187,9 @@ class _Stream:
             for submit in command.submits:
                 self._shard.submits.append(submit)
                 self._num_acknowledged += 1
-                self.tasks[submit.id] = asyncio.create_task(self._run(submit))
+                # now: once a test sees the request, it may change what the next one gets
+                script = None if self._shard.pooled_model is not None else self._shard.answer(submit)
+                self.tasks[submit.id] = asyncio.create_task(self._run(submit, script))
             for request_id in command.abort_ids:
                 self._shard.abort_ids.append(request_id)
                 task = self.tasks.pop(request_id, None)
@@ -195,11 +197,11 @@ class _Stream:
                     task.cancel()
                     self._send(shard_pb2.RequestOutput(id=request_id, finish_reason=shard_pb2.FINISH_ABORTED))
 
-    async def _run(self, submit: shard_pb2.Submit) -> None:
-        if (model := self._shard.pooled_model) is not None:
-            await self._recite(submit, [_pooled(submit, model)])
+    async def _run(self, submit: shard_pb2.Submit, script: Script | None) -> None:
+        if script is None:
+            assert self._shard.pooled_model is not None
+            await self._recite(submit, [_pooled(submit, self._shard.pooled_model)])
             return
-        script = self._shard.answer(submit)
         if script.outputs:
             await self._recite(submit, script.outputs)
             return

@@ -72,6 +72,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         making.make_adapter(base, roots / f"a{number}", config, seed=number)
     with hub({}) as server:
         environment = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "0"}
+        environment["HF_HUB_DOWNLOAD_TIMEOUT"] = "60"  # tests hold downloads back for as long as they need
         sources = {"local_roots": [str(roots)], "hub_cache": str(folder / "cache")}
         with loader(
             folder / "run", base, environment, sources=sources, reading_cpu_s=1.5, reading_memory=128 << 20

@@ -70,7 +70,7 @@ async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, se
 async def listened(address: str, seconds: float) -> Listener:
     """All messages of a request have arrived."""
     # Another process: in this one no step could run while the listener computes.
-    command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "4" if seconds else "10"]
+    command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "2" if seconds else "10"]
     shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     listener = Listener(seconds)
     listener.client = ShardClient(address, listener)
