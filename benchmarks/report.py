@@ -11,8 +11,10 @@ from typing import Any
 
 from benchmarks.catalogue import SUITES
 from benchmarks.evidence import arguments, results
+from benchmarks.evidence.figure import Figure
 from benchmarks.evidence.results import Result
 from benchmarks.evidence.sources import REPOSITORY
+from benchmarks.evidence.statistics import Estimate
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 """Between these README has generated figures."""
@@ -68,6 +70,7 @@ def cells(result: Result, old: frozenset[str], machines: Mapping[str, str]) -> l
     ]
 
 
+HOLDS, MISSED = "holds", "missed"
 HEAD = ("figure", "measured", "95 % interval", "target", "status", "model", "peer", "machine", "date", "commit")
 
 
@@ -124,9 +127,25 @@ def old_figures(known: Mapping[str, Result]) -> frozenset[str]:
     return frozenset(figure.name for suite in SUITES if results.out_of_date(suite, known) for figure in suite.figures)
 
 
+def latest() -> dict[str, Result]:
+    """The latest results, held against the targets that are declared now."""
+    declared = {figure.name: figure for suite in SUITES for figure in suite.figures}
+    known = results.latest()
+    return {name: judged(result, declared[name]) for name, result in known.items() if name in declared}
+
+
+def judged(result: Result, figure: Figure) -> Result:
+    """The result with the figure's target; a run that failed or is void stays so."""
+    result = {**result, "target": figure.target, "at_least": figure.at_least}
+    if result["status"] in (HOLDS, MISSED) and result["interval"]:
+        reached = figure.is_reached(Estimate(result["median"], *result["interval"]))
+        result["status"] = HOLDS if reached else MISSED
+    return result
+
+
 def write() -> list[Path]:
     """Write both pages. Returns those that changed."""
-    known = results.latest()
+    known = latest()
     old = old_figures(known)
     wanted = {PAGE: page(known, old), README: readme(README.read_text(), known, old)}
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]

@@ -88,15 +88,15 @@ SUITES: tuple[Suite, ...] = (
         Suite(f"adapters-goodput-{count}", partial(goodput.measure, count), 1,
               (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
                       goodput.share_of_resident, 0.92, over=Over.WORST),),
-              (*HTTP, "benchmarks/adapters/goodput.py", "benchmarks/adapters/cost.py",
+              (*HTTP, "benchmarks/adapters/goodput.py", "benchmarks/adapters/cost.py", "benchmarks/adapters/tiers.py",
                "benchmarks/serving/open_loop.py", "benchmarks/evidence/statistics.py"),
-              LLAMA, "bfloat16", void=goodput.void)
+              LLAMA, "bfloat16", void=goodput.void, options={"count": count})
         for count in (1000, 2000)
     ),
     Suite("adapters-known-2000", partial(alias_memory.measure, 2000), 1,
           (Figure("router memory of 2 000 known aliases over that of one", alias_memory.added_mb, 10.0, at_least=False,
                   unit="MB", over=Over.WORST),),
-          (*HTTP, "benchmarks/adapters/alias_memory.py"), TINY, "float32"),
+          (*HTTP, "benchmarks/adapters/alias_memory.py"), TINY, "float32", options={"count": 2000}),
     Suite("adapters-misses", replica_misses.measure, replica_misses.ROUNDS,
           (Figure("adapter loads, two replicas of 8 slots over round robin", replica_misses.over_peer, 0.5,
                   at_least=False),),

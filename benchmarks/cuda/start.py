@@ -52,8 +52,9 @@ def measure(setup: Setup) -> Cases:
             result = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
             raw, log = _start(result, mark, folder / f"shard-{number}.log")
             raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}
-            has_graphs = "graphs" in raw or not setup.is_cuda
-            yield Case(f"start {number}", raw, "" if has_graphs else f"the log has no {CAPTURED!r}: {log[-500:]}")
+            missing = [event for event in ("graphs", "context_bytes") if event not in raw] if setup.is_cuda else []
+            error = f"the log does not say {', '.join(missing)}: {log[-500:]}" if missing else ""
+            yield Case(f"start {number}", raw, error)
 
 
 def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,7 @@ from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, o
 LLAMA = "random Llama, 200 M"
 TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
-"""Targets by clients. Where 0.95 of the limit is less than the target over vLLM, the limit is the target."""
+"""Targets by clients."""
 HTTP = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD)
 OUR_VLLM = f"vLLM {VLLM_VERSION} (CPU)"
 

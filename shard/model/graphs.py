@@ -22,7 +22,8 @@ log = structlog.get_logger()
 
 Launch = Callable[[], None]
 Agree = Callable[[str], str]
-"""Takes the reason why this rank cannot capture, "" for none; returns that of the first rank that cannot."""
+"""Of several ranks: takes the reason why this one cannot capture, "" for none; returns that of the first that cannot.
+"""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
 """Of the largest logit: libraries may choose another kernel while a graph is captured."""
@@ -32,11 +33,18 @@ class CannotCapture(RuntimeError):
     """The forward pass cannot be captured, or gives other logits when replayed."""
 
 
+def sentence_of(error: Exception) -> str:
+    """Its kind, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 class Recorder(Protocol):
     """Captures launches."""
 
     def record(self, compute: Launch) -> Launch:
-        """Run `compute` and return a function that runs it again, on the memory at the same addresses."""
+        """Run `compute` and return a function that runs it again, on the memory at the same addresses. Raises
+        CannotCapture where it runs and cannot be captured.
+        """
 
 
 class CapturableModel(Protocol):
@@ -66,9 +74,12 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 compute()
             before.wait_stream(self._stream)
-            # other threads may copy at the same time
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                compute()
+            try:
+                # other threads may copy at the same time
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    compute()
+            except Exception as error:
+                raise CannotCapture(sentence_of(error)) from error
         finally:
             torch.cuda.set_stream(before)  # torch does not restore it where a capture fails
         return graph.replay
@@ -84,10 +95,11 @@ class Graphs:
     """The captured steps of one model."""
 
     def __init__(
-        self, model: CapturableModel, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds], agree: Agree
-    ) -> None:
-        """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture, on every
-        rank after the same graph: the next step sums over all ranks.
+        self, model: CapturableModel, padding: Padding, recorder: Recorder, bounds: Sequence[Bounds],
+        agree: Agree | None = None,
+    ) -> None:  # fmt: skip
+        """Captures one graph for each of `bounds`. The inputs must be padded already. Raises CannotCapture, on all of
+        several ranks after the same graph.
         """
         started = time.monotonic()
         self._model, self._padding = model, padding
@@ -97,14 +109,7 @@ class Graphs:
         self._launches: dict[Bounds, Launch] = {}
         self._agree = agree
         for each in bounds:
-            reason, cause = "", None
-            try:
-                self._launches[each] = self._capture(each, recorder)
-            except Exception as error:
-                sentence = str(error).strip().partition("\n")[0]
-                reason, cause = f"a step of {each} cannot be captured: {type(error).__name__}: {sentence}", error
-            if reason := agree(reason):
-                raise CannotCapture(reason) from cause
+            self._give_up(self._try(each, recorder))
         self.num_graphs = len(self._launches)
         self.seconds = time.monotonic() - started
 
@@ -115,7 +120,7 @@ class Graphs:
 
     def check(self) -> None:
         """Compare the largest graph of each family with the same launches outside a graph, for tokens that it was not
-        captured with. Raises CannotCapture, on every rank.
+        captured with. Raises CannotCapture, on all of several ranks.
         """
         families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
         for bounds in families.values():
@@ -124,9 +129,28 @@ class Graphs:
             wanted = self._model.compute()[: bounds.num_wanted].float()
             off, largest = (found - wanted).abs().max(), wanted.abs().max()
             is_close = bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3))
-            reason = "" if is_close else f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}"
-            if reason := self._agree(reason):
-                raise CannotCapture(reason)
+            self._give_up(
+                "" if is_close else f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}"
+            )
+
+    def _try(self, bounds: Bounds, recorder: Recorder) -> str:
+        """Capture; returns why it cannot be done. On one of several ranks every other error is raised: the step that
+        comes first sums over the ranks, which would add other sums from then on.
+        """
+        try:
+            self._launches[bounds] = self._capture(bounds, recorder)
+        except CannotCapture as error:
+            return f"a step of {bounds} cannot be captured: {error}"
+        except Exception as error:
+            if self._agree is not None:
+                raise
+            return f"a step of {bounds} cannot be captured: {sentence_of(error)}"
+        return ""
+
+    def _give_up(self, reason: str) -> None:
+        """Raise CannotCapture if this rank has a reason, or another one."""
+        if reason := reason if self._agree is None else self._agree(reason):
+            raise CannotCapture(reason)
 
     def _capture(self, bounds: Bounds, recorder: Recorder) -> Launch:
         self._describe(bounds)

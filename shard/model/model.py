@@ -189,12 +189,12 @@ class Model:
         recorder: Recorder,
         bounds: Sequence[Bounds],
         is_checked: bool = False,
-        agree: Agree = lambda reason: reason,
+        agree: Agree | None = None,
     ) -> None:
         """Capture steps of these bounds of `padding` as graphs, and replay them from now on; with `is_checked` compare
         them with the launches outside a graph. The spare page must be allocated.
 
-        All ranks capture together, the others with `agree`. Raises CannotCapture, on all of them.
+        All ranks capture together, those after the first with `agree`. Raises CannotCapture, on all of them.
         """
         if self.others is not None:
             self.others.capture(padding, bounds, is_checked)

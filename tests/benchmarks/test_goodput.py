@@ -19,6 +19,8 @@ def test_a_rate_holds_if_both_times_do() -> None:
     assert goodput.share_of_resident(raw) == 0.75 and goodput.void([raw]) == ""
     slow = {**raw, goodput.RESIDENT: [probe(1.5)]}
     assert "1.5 requests/s" in goodput.void([raw, slow])
+    fast = {**raw, goodput.RESIDENT: [probe(goodput.RATES[-1])]}
+    assert "highest rate" in goodput.void([fast])
 
 
 @pytest.mark.long

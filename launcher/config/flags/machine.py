@@ -127,7 +127,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "disable-custom-kernels",
             "use PyTorch operators for norms, rotary embeddings, MLPs and sampling, and kernels of adapters whose "
             "programs do not wait for each other (slower; for debugging)", SWITCH, False, SHARD, computed=True,
-            differs="on CPU too; attention and adapters keep their kernels",
+            differs="on CPU too; attention, adapters and masks of grammars keep their kernels",
         ),
         Flag("disable-sgmv", "disable the SGMV kernel", SWITCH, False, no_effect=_OWN_KERNELS),
         Flag("backend", "attention library", default="fa2", choices=("fa2", "flashinfer"), no_effect=_OWN_KERNELS),

@@ -29,6 +29,8 @@ MATRIX_UNITS = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
 PROGRAMS_PER_PROCESSOR = {True: 3, False: 2}
 """Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
+REFUSALS = ("cooperative", "not supported")
+"""In the messages of CUDA for such a launch: too many programs, or a device without it."""
 COOPERATION_S = 30.0
 """Programs of a trial that wait for each other longer than this wait for ever: it takes less than 1 ms."""
 
@@ -73,6 +75,8 @@ class DeviceKernels:
         try:
             self._add(x, y, tasks, tasks[0, :1], parts, self.table, target.num_in, target.num_out)
         except RuntimeError as reason:
+            if not any(words in str(reason).lower() for words in REFUSALS):
+                raise
             self._is_cooperative = False
             log.warning(
                 "cooperative_launch_refused", reason=str(reason), effect="a product with adapters is 2 launches"

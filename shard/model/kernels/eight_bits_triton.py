@@ -26,7 +26,7 @@ CONVERTS_FP8 = (8, 9)
 
 @triton.jit
 def _decoded(bits):
-    """The values of float8_e4m3fn as float32. Its exponent is 8 less than that of the same bits in a float16."""
+    """The values of float8_e4m3fn as float32: 256 times those of the same exponent and mantissa in a float16."""
     bits = bits.to(tl.uint16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 

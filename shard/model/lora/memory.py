@@ -35,13 +35,17 @@ class HostMemory(Protocol):
 
 
 class Arena:
-    """A region of memory and its free blocks, which together never hold more than `num_bytes`. Thread-safe."""
+    """A region of addresses, in which blocks are allocated and freed. Thread-safe."""
 
-    def __init__(self, num_bytes: int, is_pinned: bool = False) -> None:
-        """`is_pinned`: page-locked, for asynchronous copies to a CUDA device."""
-        self.num_bytes = self._num_free = max(mmap.PAGESIZE, num_bytes // ALIGNMENT * ALIGNMENT)
+    def __init__(self, num_bytes: int, addresses: int = ADDRESSES, is_pinned: bool = False) -> None:
+        """For blocks of `num_bytes` in all, with `addresses` times as many addresses. For a time the blocks may be
+        more, since an adapter is read before another one is evicted. `is_pinned`: page-locked, for asynchronous copies
+        to a CUDA device; all addresses have memory then.
+        """
+        self.num_bytes = max(mmap.PAGESIZE, num_bytes // ALIGNMENT * ALIGNMENT)
+        self._num_used = 0
         self._memory: mmap.mmap | memoryview = (
-            _pinned(self.num_bytes) if is_pinned else _addresses(ADDRESSES * self.num_bytes, self.num_bytes)
+            _pinned(self.num_bytes) if is_pinned else _addresses(addresses * self.num_bytes, self.num_bytes)
         )
         self._start = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
         self._gaps = [(0, len(self._memory))]  # (offset, length) in order, never touching
@@ -69,20 +73,20 @@ class Arena:
         return torch.from_numpy(block)
 
     @property
-    def num_free(self) -> int:
-        """Bytes."""
+    def num_used(self) -> int:
+        """Bytes of all blocks."""
         self._merge_freed()
-        return self._num_free
+        return self._num_used
 
     def _allocate(self, length: int) -> int | None:
         """The offset of a block in the gap that leaves least."""
         fitting = [(gap, index) for index, (_, gap) in enumerate(self._gaps) if gap >= length]
-        if not fitting or length > self._num_free:
+        if not fitting:
             return None
         gap, index = min(fitting)
         offset, _ = self._gaps[index]
         self._gaps[index : index + 1] = [(offset + length, gap - length)] if gap > length else []
-        self._num_free -= length
+        self._num_used += length
         return offset
 
     def _free(self, offset: int, length: int) -> None:
@@ -108,7 +112,7 @@ class Arena:
             at -= 1
             first = self._gaps.pop(at)[0]
         self._gaps.insert(at, (first, end - first))
-        self._num_free += length
+        self._num_used -= length
         if isinstance(self._memory, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             low = max(-(-(self._start + first) // HUGE_PAGE), (self._start + offset) // HUGE_PAGE)
             high = min((self._start + end) // HUGE_PAGE, -(-(self._start + offset + length) // HUGE_PAGE))
@@ -135,7 +139,7 @@ class PinnedMemory:
         if size > self._left:
             return torch.empty(num_bytes, dtype=torch.uint8)  # the driver copies it through a buffer
         self._left -= size
-        self._arenas.append(Arena(size, self._is_pinned))
+        self._arenas.append(Arena(size, 1, self._is_pinned))
         return self._arenas[-1].take(num_bytes)
 
 

@@ -133,7 +133,7 @@ def test_what_is_out_of_date_is_listed_with_its_duration(capsys: pytest.CaptureF
 
 def test_pages_show_the_latest_results() -> None:
     """Without the mark of figures whose code has changed: changes of code are no failure of a test."""
-    known = results.latest()
+    known = report.latest()
     pages = {report.PAGE: report.page(known, frozenset()), report.README: ""}
     readme = report.README.read_text()
     pages[report.README] = report.readme(readme, known, frozenset())
@@ -145,8 +145,18 @@ def test_pages_show_the_latest_results() -> None:
 def test_readme_shows_ten_figures_at_most_and_the_page_misses_first() -> None:
     assert len(report.SHOWN) <= 10
     assert set(report.SHOWN) <= results.latest().keys()
-    page = report.page(results.latest(), frozenset())
+    page = report.page(report.latest(), frozenset())
     assert page.index("## Missed") < page.index("## All others")
+
+
+def test_a_result_is_held_against_the_target_of_today(measured: Measured) -> None:
+    measured.run()
+    [figure] = measured.suite.figures
+    result = measured.latest()
+    assert report.judged(result, figure)["status"] == "holds"
+    higher = report.judged(result, replace(figure, target=2.2))
+    assert (higher["status"], higher["target"]) == ("missed", 2.2)
+    assert report.judged({**result, "status": "failed"}, figure)["status"] == "failed"
 
 
 def test_a_figure_is_shown_with_where_and_when_it_was_measured(measured: Measured) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lorikeet.shard.model.graphs import CannotCapture, sentence_of
+
 READS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select", "unique", "_unique2"}
 """Operations whose result a host waits for, or whose shape hangs on values."""
 
@@ -51,8 +53,11 @@ class TapeRecorder:
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Run `compute` and keep what it did."""
         compute()
-        with Tape() as tape:
-            compute()
+        try:
+            with Tape() as tape:
+                compute()
+        except Exception as error:
+            raise CannotCapture(sentence_of(error)) from error
         self.tapes.append(tape)
 
         def replay() -> None:

@@ -70,6 +70,14 @@ def test_where_the_device_refuses_products_take_two_launches(
     assert launches.may_meet == [True, False]
 
 
+def test_other_errors_of_the_launch_are_raised(
+    kernels: "tables.DeviceKernels", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "add_delta", Launches(RuntimeError("an illegal memory access was encountered")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernels.try_cooperation(torch.bfloat16)
+
+
 def test_programs_that_wait_for_ever_end_the_start(
     kernels: "tables.DeviceKernels", monkeypatch: pytest.MonkeyPatch
 ) -> None:
