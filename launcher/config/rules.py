@@ -126,8 +126,8 @@ def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[
             reasons[name] = flag.no_effect
     if num_ranks == 1:
         reasons |= dict.fromkeys(("master-addr", "master-port"), "the model is not split over several devices")
-    else:
-        reasons["disable-custom-kernels"] = "a model that is split has no fused kernels"
+    elif device.startswith("cpu"):
+        reasons["disable-custom-kernels"] = "a model that is split has no fused kernels on CPU"
     if settings["shard-listen"] is not None:
         reasons |= dict.fromkeys(OF_ROUTERS, "with --shard-listen no router is started here, which would read it")
     elif settings["shard-address"]:

@@ -109,7 +109,7 @@ class Graphs:
         self._launches: dict[Bounds, Launch] = {}
         self._agree = agree
         for each in bounds:
-            self._give_up(self._try(each, recorder))
+            self._raise_agreed(self._try_capture(each, recorder))
         self.num_graphs = len(self._launches)
         self.seconds = time.monotonic() - started
 
@@ -129,11 +129,11 @@ class Graphs:
             wanted = self._model.compute()[: bounds.num_wanted].float()
             off, largest = (found - wanted).abs().max(), wanted.abs().max()
             is_close = bool(off <= TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3))
-            self._give_up(
+            self._raise_agreed(
                 "" if is_close else f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}"
             )
 
-    def _try(self, bounds: Bounds, recorder: Recorder) -> str:
+    def _try_capture(self, bounds: Bounds, recorder: Recorder) -> str:
         """Capture; returns why it cannot be done. On one of several ranks every other error is raised: the step that
         comes first sums over the ranks, which would add other sums from then on.
         """
@@ -147,7 +147,7 @@ class Graphs:
             return f"a step of {bounds} cannot be captured: {sentence_of(error)}"
         return ""
 
-    def _give_up(self, reason: str) -> None:
+    def _raise_agreed(self, reason: str) -> None:
         """Raise CannotCapture if this rank has a reason, or another one."""
         if reason := reason if self._agree is None else self._agree(reason):
             raise CannotCapture(reason)

@@ -151,8 +151,10 @@ class StepMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_allocated(self._device)
-        # of weights; of a step; and of the CUDA context, libraries and other processes
-        log.info("device_memory", total_bytes=total, bytes=held, step_bytes=step, other_bytes=total - free - held)
+        # allocated by torch; in addition by a step; by the CUDA context, libraries and other processes
+        log.info(
+            "device_memory", total_bytes=total, allocated_bytes=held, step_bytes=step, other_bytes=total - free - held
+        )
         return room(config, total, used=total - free, step=step)
 
 

@@ -149,7 +149,7 @@ class Model:
     ) -> "DeviceKernels":
         """Compute adapters and heads by kernels of the device, for up to `max_rows` rows and `max_drafts` draft rows of
         a step; `is_cooperative` as in DeviceKernels. Needs triton. Raises ValueError for an invalid file of kernel
-        configurations, or where a kernel does not end.
+        configurations, or if a cooperative launch does not finish.
         """
         from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
         from lorikeet.shard.model.kernels import tuning
@@ -160,7 +160,7 @@ class Model:
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
         targets, device = targets_of(self.lora_targets), self.info.device
         self._kernels = DeviceKernels(targets, num_slots, device, tuned, is_cooperative)
-        self._kernels.try_cooperation(self.info.dtype)
+        self._kernels.try_cooperative_launch(self.info.dtype)
         return self._kernels
 
     @torch.inference_mode()

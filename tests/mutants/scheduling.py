@@ -96,7 +96,7 @@ MUTANTS = [
         "tests/shard/learning/test_rings.py::test_every_pair_keeps_its_newest_rows_and_none_of_another",
     ),
     Mutant(
-        "host memory for adapters has as many addresses as memory",
+        "host memory for adapters reserves no further address space",
         "shard/model/lora/memory.py",
         "ADDRESSES = 2",
         "ADDRESSES = 1",

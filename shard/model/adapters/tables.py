@@ -30,9 +30,9 @@ MATRIX_UNITS = (8, 0)
 PROGRAMS_PER_PROCESSOR = {True: 3, False: 2}
 """Programs that certainly run at once on a multiprocessor, with matrix units and without (docs/cuda-kernels.md)."""
 REFUSALS = ("cooperative", "not supported")
-"""In the messages of CUDA for such a launch: too many programs, or a device without it."""
-COOPERATION_S = 30.0
-"""Programs of a trial that wait for each other longer than this wait for ever: it takes less than 1 ms."""
+"""In the messages of CUDA where it refuses a cooperative launch: too many programs, or a device without support."""
+LAUNCH_TIMEOUT_S = 30.0
+"""A cooperative launch without rows takes less than 1 ms."""
 
 
 class DeviceKernels:
@@ -46,7 +46,7 @@ class DeviceKernels:
         tuned: Tuned = DEFAULTS,
         is_cooperative: bool = True,
     ) -> None:
-        """`is_cooperative`: whether a product may be one launch, whose programs wait for each other, instead of two."""
+        """`is_cooperative`: whether a product may be one cooperative launch instead of two launches."""
         self.device = device
         self._is_cooperative = is_cooperative
         self._tuned = tuned
@@ -62,9 +62,9 @@ class DeviceKernels:
         for target in targets:
             target.kernels = self
 
-    def try_cooperation(self, dtype: torch.dtype) -> None:
-        """Launch as many programs that wait for each other as may run at once, for a step of this dtype without rows.
-        Where the device refuses, products take two launches. Raises ValueError where the programs do not end.
+    def try_cooperative_launch(self, dtype: torch.dtype) -> None:
+        """Try the largest cooperative launch, for a step of this dtype without rows. Where CUDA refuses it, products
+        take two launches. Raises ValueError if it does not finish.
         """
         target = next((target for target in self._index if not target.is_embedding), None)
         if target is None or not self._is_cooperative:
@@ -79,13 +79,13 @@ class DeviceKernels:
                 raise
             self._is_cooperative = False
             log.warning(
-                "cooperative_launch_refused", reason=str(reason), effect="a product with adapters is 2 launches"
+                "cooperative_launch_refused", reason=str(reason), effect="adapters take two launches per product"
             )
             return
-        if not gpu.finishes(self.device, COOPERATION_S):
+        if not gpu.finishes(self.device, LAUNCH_TIMEOUT_S):
             raise ValueError(
-                f"the kernel of adapters did not end within {COOPERATION_S:g} s on {self.device}: its programs wait "
-                "for each other; start with --disable-custom-kernels"
+                f"the cooperative launch of the adapter kernel did not finish within {LAUNCH_TIMEOUT_S:g} s on "
+                f"{self.device}: start with --disable-custom-kernels"
             )
 
     def image(self, targets: Sequence[LoraTarget], entries: npt.NDArray[np.int64]) -> SlotImage:

@@ -24,7 +24,7 @@ REGION_BYTES = 64 * 2**20
 _SOURCE = Path(__file__).with_name("cpu.c")
 _ALIGNMENT = 64
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, which Python's mmap does not name: addresses without memory do not count as allocated."""
+"""MAP_NORESERVE, which Python's mmap does not name: reserved address space does not count as allocated."""
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 NUM_MODULES = 7

@@ -1,9 +1,9 @@
 """Host memory for adapters: arenas in which blocks are allocated and freed.
 
 On CPU there is one arena in huge pages: in small pages the same factors are read at two thirds of the speed. Blocks of
-many sizes leave gaps, so the arena has more addresses than memory: a block that fits no gap goes behind the others, and
-huge pages without a block are given back to the system. For a device there are arenas of pinned memory, allocated as
-needed. An adapter for which no block is large enough gets ordinary memory.
+many sizes leave gaps, so the arena reserves more address space than memory: a block that fits no gap goes behind the
+others, and huge pages without a block are returned to the system. For a device there are arenas of pinned memory,
+allocated as needed. An adapter for which no block is large enough gets ordinary memory.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from lorikeet.shard.model.kernels.cpu import huge_pages
 
 ALIGNMENT = 64
 ADDRESSES = 2
-"""Addresses of an arena in huge pages over its memory. With blocks of 1.6 to 30 MB 1.5 times as many are enough."""
+"""Reserved address space of an arena in huge pages, over its memory. With blocks of 1.6 to 30 MB, 1.5 is enough."""
 HUGE_PAGE = 2 << 20
 ARENA_BYTES = 256 * 2**20
 """Of an arena of pinned memory; torch rounds pinned memory up to a power of two."""
@@ -38,9 +38,9 @@ class Arena:
     """A region of addresses, in which blocks are allocated and freed. Thread-safe."""
 
     def __init__(self, num_bytes: int, addresses: int = ADDRESSES, is_pinned: bool = False) -> None:
-        """For blocks of `num_bytes` in all, with `addresses` times as many addresses. For a time the blocks may be
+        """For blocks of `num_bytes` in all, with `addresses` times as much address space. For a time the blocks may be
         more, since an adapter is read before another one is evicted. `is_pinned`: page-locked, for asynchronous copies
-        to a CUDA device; all addresses have memory then.
+        to a CUDA device; all of the address space has memory then.
         """
         self.num_bytes = max(mmap.PAGESIZE, num_bytes // ALIGNMENT * ALIGNMENT)
         self._num_used = 0
@@ -103,7 +103,7 @@ class Arena:
                 self._lock.release()
 
     def _merge(self, offset: int, length: int) -> None:
-        """Make the block a part of a gap, and give back the huge pages in which it was the last one."""
+        """Make the block a part of a gap, and return the huge pages in which it was the last one."""
         at = bisect_left(self._gaps, (offset, length))
         first, end = offset, offset + length
         if at < len(self._gaps) and self._gaps[at][0] == end:
@@ -144,7 +144,7 @@ class PinnedMemory:
 
 
 def _addresses(num_bytes: int, num_needed: int) -> mmap.mmap:
-    """Memory in huge pages; `num_needed` bytes where the system does not give addresses without memory."""
+    """Memory in huge pages; `num_needed` bytes where the system does not reserve address space without memory."""
     try:
         return huge_pages(num_bytes)
     except OSError:

@@ -7,7 +7,7 @@ from benchmarks.cuda import start
 
 def test_graphs_of_target_and_draft_model_add_up() -> None:
     lines = [
-        {"event": "device_memory", "bytes": 7, "other_bytes": 250_000_000},
+        {"event": "device_memory", "allocated_bytes": 7, "other_bytes": 250_000_000},
         {"event": "kv_memory", "num_tokens": 2048},
         {"event": "graphs_captured", "seconds": 9.5, "num_graphs": 20, "bytes": 100, "level": "info"},
         {"event": "graphs_captured", "seconds": 2.5, "num_graphs": 10, "bytes": 50, "level": "info"},

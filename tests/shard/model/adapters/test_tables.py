@@ -51,7 +51,7 @@ def test_as_many_programs_as_run_at_once_are_tried(
 ) -> None:
     launches = Launches()
     monkeypatch.setattr(tables, "add_delta", launches)
-    kernels.try_cooperation(torch.bfloat16)
+    kernels.try_cooperative_launch(torch.bfloat16)
     assert launches.may_meet == [True] and launches.num_tasks == [3 * 7]
 
 
@@ -61,8 +61,8 @@ def test_where_the_device_refuses_products_take_two_launches(
     launches = Launches(RuntimeError("too many blocks in cooperative launch"))
     monkeypatch.setattr(tables, "add_delta", launches)
     with structlog.testing.capture_logs() as logged:
-        kernels.try_cooperation(torch.bfloat16)
-        kernels.try_cooperation(torch.bfloat16)  # not tried again
+        kernels.try_cooperative_launch(torch.bfloat16)
+        kernels.try_cooperative_launch(torch.bfloat16)  # not tried again
     assert [entry["event"] for entry in logged] == ["cooperative_launch_refused"]
     tasks = torch.zeros(1, 3, dtype=torch.int32)
     x, y = torch.zeros(1, 32).bfloat16(), torch.zeros(1, 48).bfloat16()
@@ -75,7 +75,7 @@ def test_other_errors_of_the_launch_are_raised(
 ) -> None:
     monkeypatch.setattr(tables, "add_delta", Launches(RuntimeError("an illegal memory access was encountered")))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        kernels.try_cooperation(torch.bfloat16)
+        kernels.try_cooperative_launch(torch.bfloat16)
 
 
 def test_programs_that_wait_for_ever_end_the_start(
@@ -84,12 +84,12 @@ def test_programs_that_wait_for_ever_end_the_start(
     monkeypatch.setattr(tables, "add_delta", Launches())
     monkeypatch.setattr(tables.gpu, "finishes", lambda device, seconds: False)
     with pytest.raises(ValueError, match="--disable-custom-kernels"):
-        kernels.try_cooperation(torch.bfloat16)
+        kernels.try_cooperative_launch(torch.bfloat16)
 
 
 def test_without_custom_kernels_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches()
     monkeypatch.setattr(tables, "add_delta", launches)
     kernels = made(is_cooperative=False)
-    kernels.try_cooperation(torch.bfloat16)
+    kernels.try_cooperative_launch(torch.bfloat16)
     assert launches.may_meet == []
