@@ -278,7 +278,7 @@ class Jobs:
         return str((await self._run(job, self._fetching, job.fetching, call))["folder"])
 
     async def _run(self, job: Job, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
-        """Call a worker, and another one if the first was killed to raise the priority."""
+        """Call a worker, and another one if the first was killed to raise the priority or ended while it was idle."""
         await gate.enter(ticket)
         began = time.monotonic()
         try:
@@ -291,7 +291,7 @@ class Jobs:
                 try:
                     return await job.worker.call({**call, "name": job.name})
                 except WorkerExited as exited:
-                    if not job.restarts:
+                    if not (job.restarts or exited.was_idle):
                         raise exited.as_error(job.name) from None
                 finally:
                     await self._give_back(job)

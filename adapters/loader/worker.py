@@ -1,6 +1,7 @@
 """A worker process: does one job at a time, which downloads files or converts them to the served layout.
 
-Malicious files can affect this process only. It reads one JSON object per line from its socket and answers each.
+Malicious files can affect this process only. It reads one JSON object per line from its socket. It answers each with an
+empty object as it starts the job, and with the result.
 """
 
 import asyncio
@@ -182,6 +183,9 @@ def serve(context: WorkerContext, connection: socket.socket) -> None:
     with connection.makefile("rwb") as stream:
         for line in stream:
             job = json.loads(line)
+            # a caller repeats a job that never started
+            stream.write(b"{}\n")
+            stream.flush()
             stream.write(json.dumps(_done(known[job["do"]], job)).encode() + b"\n")
             stream.flush()
 

@@ -22,12 +22,14 @@ _STARTING_S = 300.0
 
 
 class WorkerExited(Exception):
-    """A worker's process ended in the middle of a job."""
+    """A worker's process ended before it answered a job."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, was_idle: bool) -> None:
         super().__init__(f"exited with {status}")
         self.status = status
         """Exit code, negative for a signal."""
+        self.was_idle = was_idle
+        """Whether it waited for a job after an earlier one. It did not start this one."""
 
     def as_error(self, name: str) -> AdapterError:
         """The error for the adapter that the worker was processing."""
@@ -54,19 +56,22 @@ class Worker:
 
     async def call(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer. Raises the adapter's error, or WorkerExited."""
+        has_worked = self._streams is not None
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(sock=self._connection, limit=LONGEST_LINE)
         reader, writer = self._streams
+        started = b""
         try:
             writer.write(json.dumps(job).encode() + b"\n")
             await writer.drain()
+            started = await reader.readline()
             line = await reader.readline()
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
             self.is_ended = True
             writer.close()
-            raise WorkerExited(await self._fork_server.status(self._pid))
+            raise WorkerExited(await self._fork_server.status(self._pid), has_worked and not started)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise from_dict(answer["error"])

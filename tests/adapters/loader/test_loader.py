@@ -401,6 +401,16 @@ def test_a_killed_worker_fails_one_call(world: World, caller: Caller) -> None:
     assert "digest" in caller.call(fetch=pin)
 
 
+def test_a_worker_killed_while_idle_fails_no_call(world: World, caller: Caller) -> None:
+    content_of = content(world.roots / "a0")
+    assert "digest" in caller.call(fetch=world.at_hub("acme/before", changed(content_of, lora_alpha=91)))
+    workers = world.running.workers()
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert "digest" in caller.call(fetch=world.at_hub("acme/after", changed(content_of, lora_alpha=92)))
+
+
 def test_invalid_calls_get_an_error(world: World, caller: Caller) -> None:
     for line in (b"nonsense", b"[]", b'{"call": "x", "stats": true}', b"[" * 100_000):
         assert caller.raw(line)["error"]["status"] == 400
