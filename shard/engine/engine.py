@@ -294,6 +294,7 @@ class Engine:
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
+        self.learning.append(results.hidden)
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
@@ -323,8 +324,7 @@ class Engine:
             self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
-            if results.hidden is not None:
-                self.learning.collect(item, results.hidden, part.sampled.start, token_ids[:num_taken])
+            self.learning.collect(item, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
             if part.heads:
                 first = part.heads.start + (num_taken - 1) * item.num_heads

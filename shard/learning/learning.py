@@ -4,9 +4,8 @@ Everything here runs between steps, in the step loop's thread. Speculation is lo
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import numpy as np
 import structlog
@@ -14,6 +13,7 @@ import torch
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Job, Trained
+from lorikeet.shard.learning.pairs import Acceptance, CollectedRows, LearnedPair
 from lorikeet.shard.learning.records import Decision, Record, Records
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
@@ -26,94 +26,20 @@ from lorikeet.shard.scheduler.speculation.types import Source
 
 log = structlog.get_logger()
 
-MIN_ROWS = 2048
-"""Rows of a pair that have come since its last training before the next …"""
 MOST_WAITS = 16
-"""… times two after each training without a gain, up to this factor."""
+"""After each training without a gain the next one waits for twice as many rows, up to this factor of MIN_ROWS."""
 MOST_BLOCKS = 2048
 """The newest blocks of a pair that one training reads: so many fit the buffer of a pipe."""
 MIN_GAIN = 1.02
 """Tokens per step of new heads over those in use, from which on they are adopted."""
 REVERT_STEPS = 256
 """Steps in a row in which acceptance is below that of the heads before, after which these are used again."""
-ACCEPTANCE_STEPS = 256
-"""Steps over which acceptance is averaged …"""
-KNOWN_STEPS = 64
-"""… and that it takes to be known."""
 MARGIN = 0.98
 """Acceptance counts as lower below this part of the earlier one: it is a mean of random events."""
 FLOOR = 0.02
 """Acceptance that heads need which replaced none."""
-MOST_DECISIONS = 20
-"""Decisions that are kept of each pair."""
 MOST_PAIRS = 1024
 """Pairs that are known; those that were not used for longest are dropped."""
-
-
-class Acceptance:
-    """Share of the newest steps in which the first draft was accepted."""
-
-    def __init__(self) -> None:
-        self.value, self.num_steps = 0.0, 0
-
-    def observe(self, is_accepted: bool) -> None:
-        """One more step with drafts."""
-        self.num_steps += 1
-        self.value += (is_accepted - self.value) / min(self.num_steps, ACCEPTANCE_STEPS)
-
-    @property
-    def is_known(self) -> bool:
-        return self.num_steps >= KNOWN_STEPS
-
-
-@dataclass
-class LearnedPair:
-    """What is known of the requests of one tenant with one adapter."""
-
-    pair: Pair
-    number: int
-    given_digest: str = ""
-    """The heads that requests come with."""
-    num_collected: int = 0
-    num_new: int = 0
-    """Rows since the last training."""
-    num_waits: int = 1
-    """Factor of MIN_ROWS for the next training."""
-    trained: int = 0
-    """Number of the last training, over all pairs."""
-    digest: str = ""
-    """The adopted heads."""
-    candidate: str = ""
-    """Better heads that are being loaded."""
-    replaced: str = ""
-    """What drafted before the adopted heads …"""
-    replaced_acceptance: float = 0.0
-    """… and its acceptance then."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    num_below: int = 0
-    """Steps in a row with a lower acceptance than that."""
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
-
-    @property
-    def heads(self) -> str:
-        """The heads in use, "" for none."""
-        return self.digest or self.given_digest
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there are rows for the next training, and no new heads that are yet to be loaded."""
-        return self.num_new >= MIN_ROWS * self.num_waits and not self.candidate
-
-    def record(self) -> Record:
-        """What survives a restart."""
-        heads = self.given_digest, self.digest, self.replaced
-        return Record(self.pair, *heads, self.replaced_acceptance, tuple(self.decisions))
-
-    def came_with(self, digest: str) -> None:
-        """A request came with these heads, "" for none. If such drafted before the adopted ones, they would again."""
-        if self.replaced == self.given_digest:
-            self.replaced = digest
-        self.given_digest = digest
 
 
 class NoLearning:
@@ -125,11 +51,14 @@ class NoLearning:
         """Before the forward pass of a step: keep its hidden rows where a request's output is collected."""
 
     def take_rows(self) -> torch.Tensor | None:
-        """After it: these rows, [S, H]."""
+        """After it: these rows, [S, H] in bfloat16."""
         return None
 
-    def collect(self, item: ScheduledRequest, rows: torch.Tensor, first: int, token_ids: Sequence[int]) -> None:
-        """A committed step: `token_ids` came from the rows [S, H] from index `first` on."""
+    def collect(self, item: ScheduledRequest, first: int, token_ids: Sequence[int]) -> None:
+        """The committed tokens of a request: they came from the step's rows from index `first` on."""
+
+    def append(self, rows: torch.Tensor | None) -> None:
+        """After all of a step's tokens: its rows, [S, H] in bfloat16, on the host; None if none were kept."""
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
         """Where an adapter is now."""
@@ -168,6 +97,8 @@ class Learning(NoLearning):
         self.trainer = trainer
         self._scheduler, self._heads, self._records = scheduler, heads, records
         self._num_pairs = self._num_jobs = 0
+        self._collected: dict[Pair, CollectedRows] = {}
+        """Of the step that is being committed."""
         self._due: dict[int, LearnedPair] = {}
         """Pairs that have rows for a training."""
         for record in records.read():
@@ -178,25 +109,34 @@ class Learning(NoLearning):
 
     def take_rows(self) -> torch.Tensor | None:
         rows, self._heads.rows = self._heads.rows, None
-        return rows
+        return None if rows is None else rows.to(torch.bfloat16)
 
-    def collect(self, item: ScheduledRequest, rows: torch.Tensor, first: int, token_ids: Sequence[int]) -> None:
+    def collect(self, item: ScheduledRequest, first: int, token_ids: Sequence[int]) -> None:
         request = item.request
         key = pair_of(request)
         if key is None:
             return
         pair = self._pair(key)
         pair.came_with(request.given_heads_digest)
-        wanted = rows[first : first + len(token_ids)].to(torch.bfloat16)
-        bits = wanted.view(torch.int16).numpy().view(np.uint16)
-        self.rings.append(key, request.order, np.array(token_ids, np.int32), bits)
-        pair.num_collected += len(token_ids)
-        pair.num_new += len(token_ids)
-        self._totals.num_rows += len(token_ids)
-        if pair.is_due:
-            self._due[pair.number] = pair
+        self._collected.setdefault(key, CollectedRows()).add(request.order, first, token_ids)
         if item.source is Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
             self._observe(pair, token_ids[0] == item.draft_ids[0])
+
+    def append(self, rows: torch.Tensor | None) -> None:
+        if not self._collected or rows is None:
+            return
+        # numpy has no bfloat16
+        bits = rows.view(torch.int16).numpy().view(np.uint16)
+        for key, collected in self._collected.items():
+            texts, token_ids = np.array(collected.texts, np.int64), np.array(collected.token_ids, np.int32)
+            self.rings.append(key, texts, token_ids, bits[collected.rows])
+            if (pair := self.pairs.get(key)) is not None:
+                pair.num_collected += len(token_ids)
+                pair.num_new += len(token_ids)
+                if pair.is_due:
+                    self._due[pair.number] = pair
+            self._totals.num_rows += len(token_ids)
+        self._collected.clear()
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
         for pair in list(self.pairs.values()):

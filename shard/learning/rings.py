@@ -57,8 +57,14 @@ class Rings:
         ring = self._rings.get(pair)
         return 0 if ring is None else ring.num_rows
 
-    def append(self, pair: Pair, text: int, token_ids: npt.NDArray[np.int32], hidden: npt.NDArray[np.uint16]) -> None:
-        """Add rows. token_ids: [n]; hidden: [n, H] bits of bfloat16."""
+    def append(
+        self,
+        pair: Pair,
+        texts: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        hidden: npt.NDArray[np.uint16],
+    ) -> None:
+        """Add rows. texts, token_ids: [n]; hidden: [n, H] bits of bfloat16."""
         ring = self._rings.setdefault(pair, _Ring())
         self._rings.move_to_end(pair)
         first, num_rows = 0, len(token_ids)
@@ -69,7 +75,7 @@ class Rings:
             taken = min(num_rows - first, BLOCK_ROWS - ring.num_last)
             at = ring.blocks[-1] * BLOCK_ROWS + ring.num_last
             rows, source = slice(at, at + taken), slice(first, first + taken)
-            self._arrays.texts[rows] = text
+            self._arrays.texts[rows] = texts[source]
             self._arrays.token_ids[rows] = token_ids[source]
             self._arrays.hidden[rows] = hidden[source]
             ring.num_last += taken

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorikeet.adapters.learning.rows import JobRows
 from lorikeet.adapters.medusa.hidden import NOTHING
 from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, Job, RowsLayout, row_indices
-from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.rings import Pair, Rings
 
 SIZE = 4
 
@@ -21,6 +21,10 @@ def rows(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens `first` … and rows of hidden values that repeat them."""
     tokens = np.arange(first, first + count, dtype=np.int32)
     return tokens, np.repeat(tokens.astype(np.uint16)[:, None], SIZE, axis=1)
+
+
+def append(rings: Rings, pair: Pair, text: int, tokens: np.ndarray, hidden: np.ndarray) -> None:
+    rings.append(pair, np.full(len(tokens), text), tokens, hidden)
 
 
 def reader(rings: Rings) -> object:
@@ -45,7 +49,7 @@ def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[
     for number, count in steps:
         tokens, hidden = rows(newest % 60_000, count)
         newest += count
-        rings.append((f"tenant {number}", ""), number, tokens, hidden)
+        append(rings, (f"tenant {number}", ""), number, tokens, hidden)
         kept.setdefault(number, []).extend(tokens.tolist())
         rings.check()
         assert rings.num_bytes <= layout.num_bytes
@@ -60,12 +64,12 @@ def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[
 
 def test_the_pair_with_the_most_rows_gives_way() -> None:
     rings = Rings(RowsLayout(SIZE, MIN_BLOCKS))
-    rings.append(("small", ""), 1, *rows(0, BLOCK_ROWS))
+    append(rings, ("small", ""), 1, *rows(0, BLOCK_ROWS))
     for first in range(0, 10 * BLOCK_ROWS, BLOCK_ROWS):
-        rings.append(("flood", ""), 2, *rows(first, BLOCK_ROWS))
+        append(rings, ("flood", ""), 2, *rows(first, BLOCK_ROWS))
     assert rings.num_rows(("small", "")) == BLOCK_ROWS
     assert rings.num_rows(("flood", "")) == (MIN_BLOCKS - 1) * BLOCK_ROWS
-    rings.append(("new", ""), 3, *rows(0, 1))
+    append(rings, ("new", ""), 3, *rows(0, 1))
     assert rings.num_rows(("small", "")) == BLOCK_ROWS and rings.num_rows(("new", "")) == 1
     rings.clear()
     rings.check()
@@ -84,7 +88,7 @@ def test_a_job_learns_from_whole_texts_and_holds_out_the_newest() -> None:
         for text, ids in texts.items():
             part = ids[positions[text] : positions[text] + 1 + text % 3]
             if part:
-                rings.append(("one", ""), text, *rows(part[0], len(part)))
+                append(rings, ("one", ""), text, *rows(part[0], len(part)))
                 positions[text] += len(part)
     total = sum(map(len, texts.values()))
     found = JobRows(reader(rings), job_of(rings, total), 3)  # type: ignore[arg-type]
@@ -105,7 +109,7 @@ def test_a_job_learns_from_whole_texts_and_holds_out_the_newest() -> None:
 def test_new_rows_are_learned_with_as_many_old_ones() -> None:
     rings = Rings(RowsLayout(SIZE, MIN_BLOCKS))
     for text in range(50):
-        rings.append(("one", ""), text, *rows(20 * text, 20))
+        append(rings, ("one", ""), text, *rows(20 * text, 20))
     found = JobRows(reader(rings), job_of(rings, 200), 3)  # type: ignore[arg-type]
     batch = np.concatenate(found.batches(16, np.random.default_rng(0)))
     tokens = found.take(batch)[0].view(torch.int16)[:, 0].numpy()
@@ -118,9 +122,9 @@ def test_new_rows_are_learned_with_as_many_old_ones() -> None:
 def test_nothing_is_learned_from_rows_that_were_replaced_meanwhile() -> None:
     rings = Rings(RowsLayout(SIZE, MIN_BLOCKS))
     for text in range(MIN_BLOCKS):
-        rings.append(("one", ""), text, *rows(0, BLOCK_ROWS))
+        append(rings, ("one", ""), text, *rows(0, BLOCK_ROWS))
     found = JobRows(reader(rings), job_of(rings, 10**6), 3)  # type: ignore[arg-type]
-    rings.append(("two", ""), 99, *rows(5000, 1))  # takes the oldest block
+    append(rings, ("two", ""), 99, *rows(5000, 1))  # takes the oldest block
     batch = np.arange(len(found.indices))
     labels = found.take(batch)[1]
     gone = (found.indices // BLOCK_ROWS) == found.indices[0] // BLOCK_ROWS

@@ -31,7 +31,7 @@ class Running:
         for text in range(20):
             tokens = np.arange(64, dtype=np.int32) % 5 + 3
             hidden = np.full((64, 32), 0x3F80, np.uint16) ^ random.integers(0, 64, (64, 32)).astype(np.uint16)
-            self.rings.append(PAIR, text, tokens, hidden)
+            self.rings.append(PAIR, np.full(64, text), tokens, hidden)
         settings = TrainerSettings(
             str(base), False, "float32", str(folder / "store"), 1 << 30, self.rings.fd, self.rings.layout
         )
