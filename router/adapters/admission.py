@@ -123,13 +123,15 @@ class Admission:
         """Whether any shard has it in a slot."""
         return any(link.residency.is_resident(digest) for link in self._links)
 
+    def place(self, digest: str, elsewhere: str) -> str:
+        """The nearest tier in any shard, `slot` or `host`; `elsewhere` for an adapter that none has."""
+        tiers = {link.residency.tier(digest, elsewhere) for link in self._links}
+        return next((tier for tier in ("slot", "host") if tier in tiers), elsewhere)
+
     def tier(self, digests: Iterable[str]) -> str:
-        """The nearest place of any of these contents: device, host (memory), or disk."""
-        found = list(digests)
-        if any(map(self.is_resident, found)):
-            return "device"
-        is_near = any(digest in link.residency.in_host_memory for link in self._links for digest in found)
-        return "host" if is_near else "disk"
+        """The nearest place of any of these contents: device (a slot of any shard), host (memory), or disk."""
+        places = {self.place(digest, "disk") for digest in digests}
+        return "device" if "slot" in places else "host" if "host" in places else "disk"
 
     def on_connect(self, link: ShardLink) -> None:
         """A new stream: the shard has no pins."""
@@ -144,8 +146,8 @@ class Admission:
 
     def record_sent(self, adapter: Adapter, generation: Generation, link: ShardLink) -> None:
         """A request was sent to a shard."""
-        was_resident = link.residency.is_resident(generation.digest)
-        self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), was_resident)
+        tier = link.residency.tier(generation.digest, generation.adapters.tier)
+        self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), tier)
 
     def note_gauges(self, entries: Iterable[Entry], queued: Iterable[Generation]) -> None:
         """Update the gauges before they are exported; `entries` are the operator's aliases."""

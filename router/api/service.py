@@ -115,11 +115,8 @@ class Service:
         return self.preloader is None or self.preloader.settled.is_set()
 
     def tier(self, generation: Generation) -> str:
-        """Where its adapter was when it was sent; before that, where it is: a `slot`, `disk` or `source`."""
-        if generation.routing.adapter_tier:
-            return generation.routing.adapter_tier
-        is_resident = generation.digest and self.admission.is_resident(generation.digest)
-        return "slot" if is_resident else generation.adapters.tier
+        """Where its adapter was when it was sent; before that, where it is: a `slot`, `host`, `disk` or `source`."""
+        return generation.routing.adapter_tier or self.admission.place(generation.digest, generation.adapters.tier)
 
     def native_defaults(self, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:
         """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""

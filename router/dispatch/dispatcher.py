@@ -297,8 +297,7 @@ class Dispatcher:
         request, routing = generation.request, generation.routing
         link.add(generation, now)
         if generation.digest and not routing.num_retries:
-            is_resident = link.residency.is_resident(generation.digest)
-            routing.adapter_tier = "slot" if is_resident else generation.adapters.tier
+            routing.adapter_tier = link.residency.tier(generation.digest, generation.adapters.tier)
         if generation.timeline is not None:
             self._note_dispatch(generation.timeline, generation, link)
         waited = now - routing.queued_at

@@ -51,7 +51,7 @@ class AdapterMetrics:
         self.not_activated = Counter(
             f"{prefix}not_activated_total", "Requests without the invocation tokens of their adapter", "adapter"
         )
-        self.hits = Counter(f"{prefix}hits_total", "Requests sent, by where their adapter was: slot, elsewhere", "tier")
+        self.hits = Counter(f"{prefix}hits_total", "Requests sent, by where their adapter was", "tier")
         self.loads = Counter(f"{prefix}loads_total", "Adapters that the loader has loaded", "tier")
         self.evictions = Counter(f"{prefix}evictions_total", "Adapters that were evicted from a tier", "tier")
         self.load_seconds: dict[str, Histogram] = {}
@@ -60,12 +60,12 @@ class AdapterMetrics:
         """Of every alias, and of other adapters with requests; set before the metrics are exported."""
         self._labels: set[str] = set()
 
-    def sent(self, adapter: Adapter, digest: str, num_prompt: int, was_resident: bool) -> None:
-        """A request was sent to a shard."""
+    def sent(self, adapter: Adapter, digest: str, num_prompt: int, tier: str) -> None:
+        """A request was sent to a shard; `tier` is where its adapter was: `slot` of it, `host`, `disk` or `source`."""
         label = self.label(adapter, digest)
         self.requests.add(1, label)
         self.prompt_tokens.add(num_prompt, label)
-        self.hits.add(1, "slot" if was_resident else "elsewhere")
+        self.hits.add(1, tier)
 
     def missed_invocation(self, adapter: Adapter, digest: str) -> None:
         """The base model answers a request, because its prompt does not activate the adapter."""

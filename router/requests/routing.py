@@ -61,7 +61,9 @@ class Routing:
     num_retries: int = 0
     """How often it went back into the queue."""
     adapter_tier: str = ""
-    """Where its adapter was when it was first sent: `slot` of that shard, `disk` or `source`; "" without one."""
+    """Where its adapter was when it was first sent: `slot` or `host` (memory) of that shard, `disk` or `source`; ""
+    without one.
+    """
     prefix_keys: tuple[int, ...] | None = None
     """Of its prompt's blocks, once computed."""
     poison_tracker: PoisonRequestTracker = field(default_factory=PoisonRequestTracker)

@@ -45,6 +45,12 @@ class AdapterResidency:
     def is_resident(self, digest: str) -> bool:
         return self._states.get(digest) == pb.AdapterState.RESIDENT
 
+    def tier(self, digest: str, elsewhere: str) -> str:
+        """The nearest place of an adapter here: `slot` or `host`; `elsewhere` for one that the shard does not have."""
+        if self.is_resident(digest):
+            return "slot"
+        return "host" if digest in self.in_host_memory else elsewhere
+
     @property
     def loading(self) -> list[str]:
         """Digests of adapters on their way into a slot."""

@@ -14,26 +14,26 @@ def test_labels_are_bounded() -> None:
     metrics = Metrics()
     for number in range(3 * MAX_LABELS):
         for _ in range(2):
-            metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, was_resident=number % 2 == 0)
+            metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, "slot" if number % 2 else "disk")
     counts = metrics.adapters.requests.values
     assert len(counts) == MAX_LABELS + 1
     assert counts[OTHER] == 2 * 2 * MAX_LABELS
     assert sum(counts.values()) == 2 * 3 * MAX_LABELS
-    assert metrics.adapters.hits.values == {"slot": 3 * MAX_LABELS, "elsewhere": 3 * MAX_LABELS}
+    assert metrics.adapters.hits.values == {"slot": 3 * MAX_LABELS, "disk": 3 * MAX_LABELS}
 
 
 def test_aliases_keep_their_label_when_others_have_used_up_the_rest() -> None:
     metrics = Metrics()
     for number in range(2 * MAX_LABELS):
-        metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, was_resident=True)
-    metrics.adapters.sent(adapter("late"), "f" * 64, 5, was_resident=True)
+        metrics.adapters.sent(adapter(), f"{number:064x}"[::-1], 5, "slot")
+    metrics.adapters.sent(adapter("late"), "f" * 64, 5, "slot")
     assert metrics.adapters.requests.values["late"] == 1
     assert metrics.adapters.requests.values[OTHER] == MAX_LABELS
 
 
 def test_labels_have_aliases_but_not_ids() -> None:
     metrics = Metrics()
-    metrics.adapters.sent(adapter('the "best"\\'), "a" * 64, 5, was_resident=True)
+    metrics.adapters.sent(adapter('the "best"\\'), "a" * 64, 5, "slot")
     metrics.adapters.received(adapter(), "b" * 64, 7)
     metrics.adapters.failed(adapter(), "")
     metrics.adapters.loaded("disk", 0.25)

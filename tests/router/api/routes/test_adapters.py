@@ -419,3 +419,21 @@ async def test_invalid_adapters_on_openai_s_routes(
     response = await server.client.post(path, json=body(path, model, **fields))
     assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
     assert not server.shard.submits
+
+
+async def test_the_tier_says_where_the_adapter_was(tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True) as server:
+        server.adapter("near")
+        [link] = server.dispatcher.links
+        seen = []
+        for residency in (None, None, shard_pb2.AdapterState.RESIDENT, shard_pb2.AdapterState.HOST_MEMORY):
+            if residency is not None:
+                [(_, content)] = server.service.admission.loading.contents()
+                link.residency.update(shard_pb2.AdapterState(digest=content.digest, residency=residency))
+            for path in ("/generate", "/generate_stream"):
+                response = await server.client.post(path, json=body(path, "near"))
+                seen.append(response.headers["x-lorikeet-adapter-tier"])
+        assert seen == ["source", *["disk"] * 3, *["slot"] * 2, *["host"] * 2]
+        metrics = (await server.client.get("/metrics")).text
+        for tier, number in (("source", 1), ("disk", 3), ("slot", 2), ("host", 2)):
+            assert f'lorikeet_adapter_hits_total{{tier="{tier}"}} {number}.0' in metrics
