@@ -1,8 +1,13 @@
 """`lorikeet-bench compare A.json B.json`: two results side by side, with intervals where both have each request."""
 
-from collections.abc import Callable, Iterator
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from lorikeet.launcher.bench.result import Result
 
@@ -19,11 +24,44 @@ _ROWS = {
     "spec_decode_acceptance_length": ("Acceptance length", True),
 }
 """By key: the label, and whether more is better."""
-_MEDIANS: dict[str, Callable[[Result], list[float]]] = {
-    "median_ttft_ms": lambda result: _of_good(result, "ttfts"),
-    "median_e2el_ms": lambda result: _of_good(result, "latencies"),
+_MEDIANS: dict[str, tuple[tuple[str, ...], Callable[..., Sequence[float]]]] = {
+    "median_ttft_ms": (("ttfts",), lambda ttft: [ttft]),
+    "median_tpot_ms": (
+        ("ttfts", "latencies", "output_lens"),
+        lambda ttft, latency, count: [(latency - ttft) / (count - 1)] if count > 1 else [],
+    ),
+    "median_itl_ms": (("itls",), lambda gaps: gaps),
+    "median_e2el_ms": (("latencies",), lambda latency: [latency]),
 }
-_DRAWS = 2000
+"""By key: which values of a request its own ones are computed from, and how."""
+_NEEDED = ("completed", "request_throughput")
+"""Every result of this program and of `vllm bench serve` has them."""
+_DRAWS, _MOST_VALUES = 2000, 50_000_000
+"""Draws of a bootstrap; fewer where together they had more values than this, but at least a tenth."""
+
+
+def read(path: Path) -> Result:
+    """A result of --result, or of `vllm bench serve --save-result`. Raises ValueError with a sentence, or OSError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict) or not all(_is_number(found.get(key)) for key in _NEEDED):
+        raise ValueError(f"{path} is not a result of `lorikeet-bench run --result`: it has no {' or '.join(_NEEDED)}")
+    for key in _ROWS:
+        if found.get(key) is not None and not _is_number(found[key]):
+            raise ValueError(f"{path} is not a result: {key} is {str(found[key])[:40]!r}")
+    lists = [found[key] for key in _ARRAYS if key in found]
+    if not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        raise ValueError(f"{path} is not a result: {', '.join(_ARRAYS)} are not lists of one length")
+    return found
+
+
+_ARRAYS = ("errors", *sorted({name for names, _ in _MEDIANS.values() for name in names}))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def compared(first: Result, second: Result) -> str:
@@ -47,23 +85,44 @@ def _lines(first: Result, second: Result) -> Iterator[str]:
         meaning = better if low > 1 else worse if high < 1 else "no difference shown"
         yield f"{line}  {low:.3f} – {high:.3f}, {meaning}"
     for name in ("failed", "completed"):
-        yield f"{name.capitalize() + ' requests':34}{first[name]:12}{second[name]:12}"
-
-
-def _of_good(result: Result, key: str) -> list[float]:
-    return [value for value, error in zip(result[key], result["errors"], strict=True) if not error]
+        if name in first and name in second:
+            yield f"{name.capitalize() + ' requests':34}{first[name]:12}{second[name]:12}"
 
 
 def _interval(first: Result, second: Result, key: str) -> tuple[float, float] | None:
     """Of the ratio of two medians, by bootstrap over requests; None where there are no values per request."""
-    read = _MEDIANS.get(key)
-    if read is None or not all("errors" in result for result in (first, second)):
+    if key not in _MEDIANS:
         return None
-    values = [np.asarray(read(result)) for result in (first, second)]
-    if any(len(each) < 2 for each in values):
+    names, values_of = _MEDIANS[key]
+    if not all(name in result for result in (first, second) for name in ("errors", *names)):
         return None
     generator = np.random.default_rng(0)
-    # [_DRAWS] each
-    a, b = (np.median(generator.choice(each, (_DRAWS, len(each))), axis=1) for each in values)
-    low, high = np.percentile(b / a, [2.5, 97.5])
-    return float(low), float(high)
+    medians = []
+    for result in (first, second):
+        rows = zip(result["errors"], *(result[name] for name in names), strict=True)
+        values = [list(values_of(*row)) for error, *row in rows if not error]
+        if sum(map(bool, values)) < 2:
+            return None
+        medians.append(_medians(values, generator))
+    # [at most _DRAWS] each
+    a, b = (each[: min(map(len, medians))] for each in medians)
+    low, high = np.nanpercentile(b / np.where(a == 0, np.nan, a), [2.5, 97.5])
+    return (float(low), float(high)) if math.isfinite(low) else None
+
+
+def _medians(values: Sequence[Sequence[float]], generator: Generator) -> np.ndarray:
+    """Medians of all values of requests that are drawn with replacement. The gaps of one request depend on each other,
+    so they are drawn together.
+    """
+    values = [each for each in values if each]
+    # [number of values] each: ascending, and the request of each value
+    flat, owners = np.concatenate(values), np.repeat(np.arange(len(values)), [len(each) for each in values])
+    order = np.argsort(flat, kind="stable")
+    flat, owners = flat[order], owners[order]
+    found = []
+    for _ in range(max(_DRAWS // 10, min(_DRAWS, _MOST_VALUES // len(flat)))):
+        times = np.bincount(generator.integers(0, len(values), len(values)), minlength=len(values))
+        upto = np.cumsum(times[owners])
+        middle = [(upto[-1] - 1) // 2, upto[-1] // 2]
+        found.append(flat[np.searchsorted(upto, middle, side="right")].mean())
+    return np.asarray(found)

@@ -13,9 +13,9 @@ from typing import Any
 
 import uvloop
 
-from lorikeet.launcher.bench import apis, compare, draws, printed, report, result, speculation, workload
+from lorikeet.launcher.bench import apis, compare, draws, planning, printed, report, result, speculation, workload
 from lorikeet.launcher.bench.connection import Connections
-from lorikeet.launcher.bench.load import Load
+from lorikeet.launcher.bench.load import Load, Loaded
 from lorikeet.launcher.cli.client import URL_HELP
 from lorikeet.proto import server_url
 
@@ -73,15 +73,19 @@ def _add_server(group: Any) -> None:
 
 
 def _add_load(group: Any) -> None:
-    group.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests (default: %(default)s)")
+    group.add_argument(
+        "--num-prompts", type=int, metavar="N",
+        help=f"requests (default: {planning.NUM_PROMPTS}, or all of a shorter --dataset)",
+    )  # fmt: skip
     group.add_argument("--max-concurrency", type=int, metavar="N", help="requests at a time (default: no limit)")
     group.add_argument(
         "--request-rate", type=float, default=math.inf, metavar="R",
         help="arrivals per second: an open loop. Without it, a closed loop of --max-concurrency clients",
     )  # fmt: skip
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="B",
-        help="shape of the gamma distribution of gaps: 1 is Poisson (default), less is burstier, inf is constant",
+        "--burstiness", type=float, metavar="B",
+        help="shape of the gamma distribution of gaps of --request-rate: 1 is Poisson (default), less is burstier, "
+        "inf is constant",
     )  # fmt: skip
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before (default: %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
@@ -89,13 +93,13 @@ def _add_load(group: Any) -> None:
 
 def _add_texts(group: Any) -> None:
     forms = "128, uniform:64-256, normal:128,32, lognormal:128,2 or exponential:128"
-    group.add_argument("--input-len", type=_length, default="128", metavar="L", help=f"{forms}; default: 128")
-    group.add_argument("--output-len", type=_length, default="64", metavar="L", help="tokens; default: 64")
+    group.add_argument("--input-len", type=_length, metavar="L", help=f"{forms}; default: 128")
+    group.add_argument("--output-len", type=_length, metavar="L", help="tokens; default: 64")
     group.add_argument(
         "--tokenizer", metavar="FOLDER", help="with tokenizer.json: --input-len is in its tokens, not words"
     )
-    group.add_argument("--prefix-len", type=int, default=0, metavar="N", help="further length that prompts share")
-    group.add_argument("--num-prefixes", type=int, default=1, metavar="N", help="different shared beginnings")
+    group.add_argument("--prefix-len", type=int, metavar="N", help="further length that prompts share (default: 0)")
+    group.add_argument("--num-prefixes", type=int, metavar="N", help="different shared beginnings (default: 1)")
     group.add_argument(
         "--dataset", type=Path, metavar="FILE",
         help="JSON lines with `prompt`, and optionally `output_tokens`, `adapter`, `at` (seconds); or ShareGPT's JSON",
@@ -106,10 +110,10 @@ def _add_texts(group: Any) -> None:
 def _add_adapters(group: Any) -> None:
     group.add_argument("--adapters", default="", metavar="A,B", help="names, or @FILE with one per line")
     group.add_argument(
-        "--adapter-distribution", choices=draws.ADAPTER_DISTRIBUTIONS, default="zipf",
-        help="zipf (default), uniform, distinct: one after another, trace: as the dataset says",
+        "--adapter-distribution", choices=draws.ADAPTER_DISTRIBUTIONS,
+        help="zipf (default), uniform, distinct: one after another, trace: as the dataset says (default where it does)",
     )  # fmt: skip
-    group.add_argument("--zipf-exponent", type=float, default=1.0, metavar="S", help="default: %(default)g")
+    group.add_argument("--zipf-exponent", type=float, metavar="S", help="default: 1")
 
 
 def _add_results(group: Any) -> None:
@@ -118,7 +122,7 @@ def _add_results(group: Any) -> None:
         "--percentile-metrics",
         default="ttft,tpot,itl",
         metavar="NAMES",
-        help="ttft, tpot, itl, e2el; default: %(default)s",
+        help=f"{', '.join(result.LATENCIES)}; default: %(default)s",
     )
     group.add_argument("--metric-percentiles", default="99", metavar="P,P", help="default: %(default)s")
     group.add_argument("--result", type=Path, metavar="FILE", help="write the result as JSON")
@@ -148,22 +152,20 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _compare(given: argparse.Namespace) -> int:
-    print(compare.compared(*(json.loads(Path(name).read_text()) for name in (given.first, given.second))))
+    print(compare.compared(*(compare.read(Path(name)) for name in (given.first, given.second))))
     return 0
 
 
 def _run(given: argparse.Namespace) -> int:
-    percentiles = [float(word) for word in given.metric_percentiles.split(",")]
-    shown = given.percentile_metrics.split(",")
-    if unknown := set(shown) - set(result.LATENCIES):
-        raise ValueError(
-            f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(result.LATENCIES)}"
-        )
+    percentiles, shown = _percentiles(given.metric_percentiles), given.percentile_metrics.split(",")
     objectives = result.goals(given.goodput)
     given.url = server_url.normalized(given.url or server_url.default())
-    plan = _plan(given)
+    plan = planning.plan(given)
+    planning.check_latencies(shown, plan, given.max_concurrency)
     headers = _headers(given)
-    measured = uvloop.run(_measure(given, plan, headers, percentiles, objectives))
+    print(f"lorikeet-bench: sends {planning.summary(plan)}", file=sys.stderr)
+    loaded, about = uvloop.run(_measure(given, plan, headers))
+    measured = about | result.measured(loaded, percentiles, objectives, shown)
     block = printed.block(measured, shown, percentiles)
     print(block)
     _write(given, measured, block)
@@ -172,40 +174,14 @@ def _run(given: argparse.Namespace) -> int:
     return 0 if measured["completed"] else 1
 
 
-def _plan(given: argparse.Namespace) -> list[workload.Planned]:
-    for name, least in (("num_prompts", 1), ("num_prefixes", 1), ("prefix_len", 0), ("num_warmups", 0)):
-        if getattr(given, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
-    if given.max_concurrency is not None and given.max_concurrency < 1:
-        raise ValueError("--max-concurrency must be at least 1")
-    if not given.request_rate > 0 or not given.burstiness > 0:
-        raise ValueError("--request-rate and --burstiness must be above 0")
-    if given.adapter_distribution == "trace" and given.dataset is None:
-        raise ValueError("--adapter-distribution trace needs --dataset, whose lines name adapters")
-    shape = workload.Shape(
-        given.num_prompts, given.input_len, given.output_len, given.prefix_len, given.num_prefixes,
-        _names(given.adapters), given.adapter_distribution, given.zipf_exponent, given.request_rate, given.burstiness,
-        given.seed,
-    )  # fmt: skip
-    if given.dataset is not None:
-        return workload.read(given.dataset, shape)
-    return workload.drawn(shape, None if given.tokenizer is None else _counter(given.tokenizer))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    if text.startswith("@"):
-        text = ",".join(Path(text[1:]).read_text().split())
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _counter(folder: str) -> workload.Count:
-    import tokenizers
-
-    path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
-    if not path.is_file():
-        raise ValueError(f"--tokenizer {folder} is not a folder with tokenizer.json")
-    loaded = tokenizers.Tokenizer.from_file(str(path))
-    return lambda text: len(loaded.encode(text).ids)
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= each <= 100 for each in found):
+        raise ValueError(f"--metric-percentiles {text!r} is not a list such as 50,99.9")
+    return found
 
 
 def _headers(given: argparse.Namespace) -> dict[str, str]:
@@ -224,9 +200,8 @@ async def _measure(
     given: argparse.Namespace,
     plan: list[workload.Planned],
     headers: dict[str, str],
-    percentiles: Sequence[float],
-    objectives: dict[str, float],
-) -> result.Result:
+) -> tuple[Loaded, result.Result]:
+    """What the load has shown, and the result's fields that are not computed from it."""
     connections = Connections(given.url, headers, given.timeout_s)
     try:
         model = given.model or ("" if given.api == "lorax" else await _first_model(connections))
@@ -240,7 +215,7 @@ async def _measure(
         rates = speculation.rates(before, await speculation.counts(connections))
     finally:
         await connections.close()
-    return {
+    return loaded, {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": given.api,
         "backend": given.api,
@@ -249,9 +224,8 @@ async def _measure(
         "tokenizer_id": given.tokenizer,
         "num_prompts": len(plan),
         "request_rate": "inf" if math.isinf(given.request_rate) else given.request_rate,
-        "burstiness": given.burstiness,
+        "burstiness": 1.0 if given.burstiness is None else given.burstiness,
         "max_concurrency": given.max_concurrency,
-        **result.measured(loaded, percentiles, objectives),
         **rates,
     }
 

@@ -11,6 +11,8 @@ _HEADINGS = {
     "tpot": "Time per Output Token (excl. 1st token)",
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
+    "client_queue_time": "Client-side Queueing",
+    "e2el_including_client_queue": "Queue-inclusive End-to-end Latency",
 }
 _SHOWN_ADAPTERS = 5
 
@@ -46,7 +48,7 @@ def _lines(result: Result, shown: Sequence[str], percentiles: Sequence[float]) -
         for percentile in map(percentile_word, percentiles):
             yield _line(f"P{percentile} {label} (ms):", result[f"p{percentile}_{name}_ms"])
     yield from _speculation(result)
-    yield from _ours(result["lorikeet"])
+    yield from _ours(result["lorikeet"], result["backend"])
     yield "=" * WIDTH
 
 
@@ -59,9 +61,13 @@ def _speculation(result: Result) -> Iterator[str]:
     yield _line("Drafts:", result["spec_decode_num_drafts"])
     yield _line("Draft tokens:", result["spec_decode_draft_tokens"])
     yield _line("Accepted tokens:", result["spec_decode_accepted_tokens"])
+    if rates := result["spec_decode_per_position_acceptance_rates"]:
+        yield "Per-position acceptance (%):"
+        for position, rate in enumerate(rates):
+            yield _line(f"  Position {position}:", 100 * rate)
 
 
-def _ours(ours: Result) -> Iterator[str]:
+def _ours(ours: Result, api: str) -> Iterator[str]:
     if ours["tiers"]:
         yield f"{'Time to First Token by Adapter Tier':-^{WIDTH}}"
         for tier, values in ours["tiers"].items():
@@ -80,6 +86,9 @@ def _ours(ours: Result) -> Iterator[str]:
         for name, value in sources["tokens_per_step"].items():
             yield _line(f"{name}:", value)
         yield _line("Together:", sum(sources["tokens_per_step"].values()))
+    else:
+        yield f"{'Tokens per Step by Source':-^{WIDTH}}"
+        yield "The server names no source." if api == "lorax" else "Measured with --api lorax only."
     yield f"{'Client':-^{WIDTH}}"
     yield _line("Client CPU (s):", ours["client_cpu_seconds"])
     yield _line("Client CPU (% of one core):", 100 * ours["client_cpu_share"])

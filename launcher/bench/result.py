@@ -9,7 +9,16 @@ import numpy as np
 
 from lorikeet.launcher.bench.load import Loaded, Sample
 
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+LATENCIES = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+    "client_queue_time": "Client Queue Time",
+    "e2el_including_client_queue": "E2EL incl. Client Queue",
+}
+ALWAYS = ("ttft", "tpot", "itl", "e2el")
+"""Latencies that every result has; the others only if they are asked for, as in vLLM."""
 OBJECTIVES = ("ttft", "tpot", "e2el")
 """What goodput can be measured by."""
 BASE = "(base model)"
@@ -31,8 +40,10 @@ def goals(words: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def measured(loaded: Loaded, percentiles: Sequence[float], objectives: Mapping[str, float]) -> Result:
-    """The numbers of one load."""
+def measured(
+    loaded: Loaded, percentiles: Sequence[float], objectives: Mapping[str, float], shown: Sequence[str] = ()
+) -> Result:
+    """The numbers of one load; `shown` are kinds of latency."""
     good = [sample for sample in loaded.samples if not sample.error]
     duration, num_input = loaded.duration, sum(sample.num_prompt for sample in good)
     num_output = sum(sample.num_output for sample in good)
@@ -51,7 +62,8 @@ def measured(loaded: Loaded, percentiles: Sequence[float], objectives: Mapping[s
         "max_concurrent_requests": concurrent,
     }
     for name, values in series(good).items():
-        result |= _spread(name, values, percentiles)
+        if name in ALWAYS or name in shown:
+            result |= _spread(name, values, percentiles)
     return result | {"lorikeet": _ours(loaded, good)} | _arrays(loaded.samples)
 
 
@@ -62,6 +74,8 @@ def series(good: Sequence[Sample]) -> dict[str, list[float]]:
         "tpot": [sample.tpot for sample in good if sample.num_output > 1],
         "itl": [gap for sample in good for gap in sample.itls],
         "e2el": [sample.latency for sample in good],
+        "client_queue_time": [sample.queue_time for sample in good],
+        "e2el_including_client_queue": [sample.latency + sample.queue_time for sample in good],
     }
 
 

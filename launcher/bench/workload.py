@@ -13,6 +13,8 @@ from lorikeet.launcher.bench import draws
 
 Count = Callable[[str], int]
 """Tokens of a text."""
+Rows = list[dict[str, Any]]
+"""Requests of a dataset, as the file has them."""
 
 _TEXT = """
 able above after air also any ask ball bear bed before bell better black boat book box bring build busy came car cat
@@ -101,27 +103,26 @@ def _some_words(generator: Generator, count: int) -> list[str]:
     return [_WORDS[index] for index in generator.integers(0, len(_WORDS), max(0, count))]
 
 
-def read(path: Path, shape: Shape) -> list[Planned]:
-    """Requests of a dataset file: JSON lines with `prompt`, and where given `output_tokens`, `adapter` and `at`; or
-    ShareGPT's JSON list of `conversations`.
-
-    What the file does not give is drawn; with the distribution `trace`, every line names its adapter. Raises ValueError
-    with a sentence.
+def rows(path: Path, most: int) -> Rows:
+    """The first requests of a dataset file: JSON lines with `prompt`, and where given `output_tokens`, `adapter` and
+    `at`; or ShareGPT's JSON list of `conversations`. Raises ValueError with a sentence.
     """
     text = path.read_text(encoding="utf-8")
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+        found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         raise ValueError(f"{path} is neither a JSON list nor JSON lines: {error}") from None
-    given = [_row(path, number, row) for number, row in enumerate(rows[: shape.num_requests], 1)]
-    if not given:
+    if not found:
         raise ValueError(f"{path} has no requests")
+    return [_row(path, number, row) for number, row in enumerate(found[:most], 1)]
+
+
+def read(given: Rows, shape: Shape) -> list[Planned]:
+    """Requests of a dataset. What it does not give is drawn; adapters only where it names none at all."""
     generator = np.random.default_rng(shape.seed)
     outputs = shape.output_length.draw(generator, len(given))
-    names: Sequence[str | None]
-    if shape.adapter_distribution == "trace":
-        names = [row.get("adapter") for row in given]
-    else:
+    names: Sequence[str | None] = [row.get("adapter") for row in given]
+    if all(name is None for name in names):
         names = draws.adapters(shape.adapter_distribution, shape.adapters, len(given), generator, shape.zipf_exponent)
     at = draws.arrivals(shape.request_rate, shape.burstiness, len(given), generator)
     return [

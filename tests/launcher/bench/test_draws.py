@@ -88,16 +88,21 @@ def test_prompts_share_their_beginnings() -> None:
     assert len({each.prompt for each in plan}) == 40
 
 
+def read(file: Path, **fields: object) -> list[workload.Planned]:
+    whole = shape(**fields)
+    return workload.read(workload.rows(file, whole.num_requests), whole)
+
+
 def test_a_dataset_gives_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     rows = [{"prompt": "one", "output_tokens": 3, "adapter": "b", "at": 0.5}, {"prompt": "two"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = workload.read(file, shape(adapter_distribution="trace"))
+    first, second = read(file)
     assert first == workload.Planned("one", 3, "b", 0.5)
     assert second == workload.Planned("two", 9, None, 0.0)
-    assert [each.adapter for each in workload.read(file, shape(adapters=("x",)))] == ["x", "x"]
     file.write_text(json.dumps([{"conversations": [{"value": "hello"}, {"value": "you"}]}]))
-    assert workload.read(file, shape())[0].prompt == "hello"
+    [only] = read(file, adapters=("x",))
+    assert (only.prompt, only.adapter) == ("hello", "x")
 
 
 @pytest.mark.parametrize(
@@ -107,4 +112,4 @@ def test_a_dataset_gives_what_it_has(tmp_path: Path) -> None:
 def test_other_datasets_are_rejected(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=reason):
-        workload.read(tmp_path / "file", shape())
+        workload.rows(tmp_path / "file", 9)

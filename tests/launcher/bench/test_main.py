@@ -20,6 +20,8 @@ output_throughput total_token_throughput input_lens output_lens ttfts itls laten
 generated_texts errors max_output_tokens_per_s max_concurrent_requests mean_ttft_ms median_ttft_ms std_ttft_ms
 p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms
 p99_itl_ms mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms
+spec_decode_acceptance_rate spec_decode_acceptance_length spec_decode_num_drafts spec_decode_draft_tokens
+spec_decode_accepted_tokens spec_decode_per_position_acceptance_rates
 """
 
 
@@ -41,11 +43,16 @@ async def test_every_api_counts_the_same(tmp_path: Path, api: str, capsys: pytes
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 30)
     assert found["max_concurrent_requests"] == 2
     assert found["total_input_tokens"] == sum(found["input_lens"]) > 0
-    assert "Successful requests:                     6" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert (
+        "Successful requests:                     6" in shown.out and shown.err == "lorikeet-bench: sends 6 requests\n"
+    )
+    assert ("Measured with --api lorax only." in shown.out) == (api != "lorax")
     assert len(table.read_text().splitlines()) == 7 and page.read_text().startswith("<!doctype html>")
     if api == "lorax":
         assert found["lorikeet"]["sources"]["steps"] == 18
     assert found["spec_decode_draft_tokens"] == 12
+    assert found["spec_decode_per_position_acceptance_rates"] == [1.0]
     assert await asyncio.to_thread(main, ["compare", str(file), str(file)]) == 0
     assert "Median TTFT" in capsys.readouterr().out
 
@@ -63,13 +70,17 @@ async def test_adapters_and_their_tiers(tmp_path: Path) -> None:
     assert set(ours["request_tiers"]) <= {"slot", "disk", "source"} and len(set(ours["request_tiers"])) == 2
 
 
-async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path) -> None:
+async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     async with serving(tmp_path / "server") as server:
         server.shard.answer = lambda submit: Script([5] * submit.max_new_tokens, step_seconds=0.05)
-        rate = ("--request-rate", "20", "--burstiness", "inf", "--goodput", "e2el:60000")
-        assert await bench(server, *rate, "--result", str(file)) == 0
+        rate = ("--request-rate", "20", "--burstiness", "inf", "--goodput", "e2el:60000", "--max-concurrency", "1")
+        shown = ("--percentile-metrics", "client_queue_time,e2el_including_client_queue")
+        assert await bench(server, *rate, *shown, "--result", str(file)) == 0
     found = json.loads(file.read_text())
+    assert found["median_e2el_including_client_queue_ms"] > found["median_e2el_ms"]
+    assert found["p99_client_queue_time_ms"] > 0
+    assert "--------Queue-inclusive End-to-end Latency--------" in capsys.readouterr().out
     starts = found["start_times"]
     assert all(start >= 0.05 * (index + 1) - 0.002 for index, start in enumerate(starts))  # timers count milliseconds
     assert found["request_goodput"] == found["request_throughput"]
@@ -93,7 +104,9 @@ async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.Cap
         ["--request-rate", "0"],
         ["--goodput", "itl:3"],
         ["--percentile-metrics", "ttft,x"],
-        ["--adapter-distribution", "trace"],
+        ["--metric-percentiles", "x"],
+        ["--metric-percentiles", "101"],
+        ["--adapters", ","],
         ["--tokenizer", "/nowhere"],
         ["--header", "x"],
         ["--url", "ftp://a"],
@@ -119,6 +132,26 @@ def test_values_that_cannot_be_read_are_explained(
     with pytest.raises(SystemExit):
         main(["run", *words])
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a result of `lorikeet-bench run --result`"),
+        ('{"completed": 3}', "it has no completed or request_throughput"),
+        ('{"completed": 3, "request_throughput": 1, "median_ttft_ms": "x"}', "median_ttft_ms is 'x'"),
+        ('{"completed": 3, "request_throughput": 1, "errors": [""], "ttfts": []}', "are not lists of one length"),
+    ],
+)
+def test_files_that_are_no_results_are_named(
+    tmp_path: Path, text: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    assert main(["compare", str(file), str(file)]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith(f"lorikeet-bench: {file} ") and sentence in found
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.launcher.bench import printed, report, result
+from lorikeet.launcher.bench import printed, report, result, speculation
 from lorikeet.launcher.bench.apis import APIS, Seen
 from lorikeet.launcher.bench.compare import compared
 from lorikeet.launcher.bench.connection import events
 from lorikeet.launcher.bench.load import Loaded, Sample
 from lorikeet.launcher.bench.workload import Planned
+from lorikeet.launcher.cli.metrics_page import Page
 
 
 def sample(start: float, ttft: float, *gaps: float, adapter: str | None = None, **fields: Any) -> Sample:
@@ -32,6 +33,7 @@ SAMPLES = [
     Sample(Planned("p", 4, "c"), 0.3, error="status 429: full"),
 ]
 SETTINGS = {"date": "20261125-120000", "label": "<l>", "model_id": "m", "max_concurrency": 4, "request_rate": 2.0}
+SETTINGS |= {"backend": "lorax"}
 
 
 def made() -> dict[str, Any]:
@@ -94,12 +96,56 @@ def test_the_report_is_one_file_without_links() -> None:
 
 
 def test_a_comparison_says_what_is_shown() -> None:
-    slow = [sample(0.0, 0.1 + 0.001 * index, 0.02) for index in range(50)]
-    fast = [sample(0.0, 0.05 + 0.001 * index, 0.02) for index in range(50)]
+    slow = [sample(0.0, 0.1 + 0.001 * index, 0.02, 0.021) for index in range(50)]
+    fast = [sample(0.0, 0.05 + 0.001 * index, 0.01, 0.011) for index in range(50)]
     first, second = (result.measured(Loaded(each, 2.0, 0.1), [99], {}) for each in (slow, fast))
-    text = compared(first, second)
-    ttft = next(line for line in text.splitlines() if line.startswith("Median TTFT"))
-    assert "better" in ttft and "better" not in compared(first, first)
+    lines = compared(first, second).splitlines()
+    for name in ("TTFT", "TPOT", "ITL", "E2EL"):
+        assert "better" in next(line for line in lines if line.startswith(f"Median {name}"))
+    assert "better" not in compared(first, first)
+
+
+def test_gaps_of_a_request_are_drawn_together() -> None:
+    """Half of the requests are slow throughout: no number of gaps makes the median of so few requests sure."""
+    mixed = [sample(0.0, 0.1, *[0.01 if index % 2 else 0.02] * 200) for index in range(6)]
+    found = result.measured(Loaded(mixed, 2.0, 0.1), [99], {})
+    itl = next(line for line in compared(found, found).splitlines() if line.startswith("Median ITL"))
+    assert "0.500 – 2.000, no difference shown" in itl
+
+
+def test_results_without_values_per_request_have_no_interval() -> None:
+    first = {key: value for key, value in made().items() if key not in result.ARRAYS}
+    assert "difference" not in compared(first, made())
+
+
+def page(text: str) -> speculation.Counts:
+    return speculation.Counts.read(Page.read(text, 0.0))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+         "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
+        ("lorikeet_speculation_steps_total", "lorikeet_drafted_tokens_total", "lorikeet_accepted_tokens_total",
+         "lorikeet_speculation_accepted_tokens_per_position_total"),
+    ],
+)  # fmt: skip
+def test_acceptance_by_position(names: tuple[str, ...]) -> None:
+    drafts, drafted, accepted, position = names
+    before = f'{drafts} 10\n{drafted} 30\n{accepted} 12\n{position}{{position="0"}} 8\n{position}{{position="1"}} 4\n'
+    after = (
+        f"{drafts} 30\n{drafted} 90\n{accepted} 40\n"
+        f'{position}{{method="a",position="0"}} 20\n{position}{{method="b",position="0"}} 3\n'
+        f'{position}{{position="1"}} 12\n{position}{{position="2"}} 5\n'
+    )
+    found = speculation.rates(page(before), page(after))
+    assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.4, 0.25]
+    lines = printed.block(made() | found, [], [99]).splitlines()
+    at = lines.index("Per-position acceptance (%):")
+    assert lines[at + 1] == "  Position 0:                            75.00     "
+    assert lines[at - 1] == "Accepted tokens:                         28        "
+    assert speculation.rates(page(before), page(before)) == {}
 
 
 def test_objectives() -> None:
