@@ -80,9 +80,8 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/responses": ResponsesRoute(service).handle,
         "/v1/messages": MessagesRoute(service).handle,
     }
-    invocations = InvocationsRoute(service, native, chat, completions, pooled).handle
-    generates = {path: _generates(service, handle) for path, handle in generating.items()}
-    return {**generates, "/invocations": invocations, **pooled}
+    generates = {path: _generates(service, handle) for path, handle in generating.items()} | pooled
+    return {**generates, "/invocations": InvocationsRoute(service, generates).handle}
 
 
 def _pooled(service: Service) -> dict[str, Handle]:

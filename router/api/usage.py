@@ -6,12 +6,21 @@ from typing import Any
 from lorikeet.router.api.collect import speculation_metrics, speculation_report
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.openai import OpenAIRequest
+from lorikeet.router.text.tokenizer import Tokenizer
 
 
 def token_counts(num_prompt: int, num_completion: int) -> dict[str, int]:
     """In LoRAX's order."""
     total = num_prompt + num_completion
     return {"prompt_tokens": num_prompt, "total_tokens": total, "completion_tokens": num_completion}
+
+
+async def count_reasoning(tokenizer: Tokenizer, texts: Sequence[str], generations: Sequence[Generation]) -> int:
+    """Tokens of the reasoning in all outputs, counted apart from the rest; notes those of each generation."""
+    ids = await tokenizer.encode_each(list(texts)) if any(texts) else []
+    for generation, each in zip(generations, ids, strict=False):
+        generation.num_reasoning = len(each)
+    return sum(map(len, ids))
 
 
 def usage(

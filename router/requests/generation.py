@@ -62,6 +62,8 @@ class Generation:
         """Output tokens beyond the first of their step."""
         self.num_cached = 0
         """Prompt tokens found in the prefix cache."""
+        self.num_reasoning = 0
+        """Tokens of the reasoning in its text, once a route has counted them."""
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         may_draft = request.speculation.is_possible(has_heads=bool(request.learning_tenant))

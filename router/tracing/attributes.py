@@ -14,8 +14,16 @@ from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest
 Attributes = dict[str, Any]
 
 PROVIDER = "lorikeet"
-OPERATIONS = {"/v1/chat/completions": "chat"}
-"""By route; every other route to the model completes a text."""
+OPERATIONS = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/embed", "/pooling"), "embeddings"),
+    **dict.fromkeys(("/classify", "/classify_batch"), "classify"),
+    **dict.fromkeys(("/score", "/v1/score"), "score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank"),
+}
+"""By route; every other route to the model completes a text. The conventions have no names for the last three kinds,
+and allow others.
+"""
 
 
 def operation(route: str) -> str:
@@ -26,12 +34,19 @@ def of_request(wanted: list[GenerationRequest]) -> Attributes:
     """What was asked for: settings and names, never a text."""
     if not wanted:
         return {}
-    request = wanted[0]
-    sampling, adapter = request.sampling, request.adapter
+    attributes = {} if wanted[0].pooling is not None else _of_output(wanted[0], len(wanted))
+    if (adapter := wanted[0].adapter) is not None:
+        attributes["lorikeet.adapter"] = adapter.name[:256]
+    return attributes
+
+
+def _of_output(request: GenerationRequest, num_choices: int) -> Attributes:
+    """Of a request for text."""
+    sampling = request.sampling
     attributes: Attributes = {
         "gen_ai.request.seed": request.seed,
         "gen_ai.request.max_tokens": request.max_new_tokens,
-        "gen_ai.request.choice.count": len(wanted),
+        "gen_ai.request.choice.count": num_choices,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
         "gen_ai.output.type": "json" if request.grammar and request.grammar.kind == "json_schema" else "text",
@@ -41,8 +56,6 @@ def of_request(wanted: list[GenerationRequest]) -> Attributes:
         attributes["gen_ai.request.temperature"] = sampling.temperature
         attributes["gen_ai.request.top_p"] = sampling.top_p
         attributes["gen_ai.request.top_k"] = sampling.top_k
-    if adapter is not None:
-        attributes["lorikeet.adapter"] = adapter.name[:256]
     return attributes
 
 
@@ -51,24 +64,35 @@ def of_response(generations: list[Generation], began_at: float) -> Attributes:
     if not generations:
         return {}
     first = generations[0]
-    stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
     prompts = {id(each.request.prompt_ids): len(each.request.prompt_ids) for each in generations}
     attributes: Attributes = {
         "gen_ai.usage.input_tokens": sum(prompts.values()),
-        "gen_ai.usage.output_tokens": sum(each.num_generated for each in generations),
-        "gen_ai.usage.cache_read.input_tokens": first.num_cached,
-        "gen_ai.response.finish_reasons": [each.finish_reason.value for each in generations if each.finish_reason],
         "lorikeet.retries": sum(each.routing.num_retries for each in generations),
-        "lorikeet.steps": sum(each.num_generated - each.num_skipped for each in generations),
     }
-    if stats:
-        attributes["lorikeet.spec.drafted_tokens"] = sum(each.num_drafted for each in stats)
-        attributes["lorikeet.spec.accepted_tokens"] = sum(each.num_accepted for each in stats)
+    if first.request.pooling is None:
+        attributes |= _of_texts(generations)
     if first.digest:
         attributes["lorikeet.adapter.digest"] = first.digest[:16]
     if first.routing.adapter_tier:
         attributes["lorikeet.tier"] = first.routing.adapter_tier
     return attributes | dict(_latencies(first, began_at))
+
+
+def _of_texts(generations: list[Generation]) -> Attributes:
+    """Of a request for text."""
+    stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
+    attributes: Attributes = {
+        "gen_ai.usage.output_tokens": sum(each.num_generated for each in generations),
+        "gen_ai.usage.cache_read.input_tokens": generations[0].num_cached,
+        "gen_ai.response.finish_reasons": [each.finish_reason.value for each in generations if each.finish_reason],
+        "lorikeet.steps": sum(each.num_generated - each.num_skipped for each in generations),
+    }
+    if num_reasoning := sum(each.num_reasoning for each in generations):
+        attributes["gen_ai.usage.reasoning.output_tokens"] = num_reasoning
+    if stats:
+        attributes["lorikeet.spec.drafted_tokens"] = sum(each.num_drafted for each in stats)
+        attributes["lorikeet.spec.accepted_tokens"] = sum(each.num_accepted for each in stats)
+    return attributes
 
 
 def _latencies(generation: Generation, began_at: float) -> Iterator[tuple[str, float]]:

@@ -90,7 +90,7 @@ class RequestTrace:
         """The answer is complete: make the spans. `client` is the client's address as logs show it."""
         state: Mapping[str, Any] = scope["state"]
         wanted, generations = state.get("wanted", []), state.get("generations", [])
-        operation = attributes.operation(ending.route)
+        operation = attributes.operation(state.get("served_as", ending.route))
         adapter = wanted[0].adapter if wanted else None
         model = self._model if adapter is None else adapter.name[:256]
         self._span.update_name(f"{operation} {model}")

@@ -15,7 +15,7 @@ from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.openai import Prompt
 from lorikeet.router.api.service import log_fields
 from lorikeet.router.api.sse import named_event
-from lorikeet.router.api.usage import metrics, usage
+from lorikeet.router.api.usage import count_reasoning, metrics, usage
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
@@ -120,7 +120,7 @@ class DialectRoute(ChatRoute):
         logprobs = self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens())
         writer.begin()
         writer.add(_events_of(whole), logprobs["content"] if logprobs is not None else [])
-        num_reasoning = await self._num_reasoning([whole.message.reasoning])
+        num_reasoning = await count_reasoning(self._service.tokenizer, [whole.message.reasoning], generations)
         counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
         writer.end(counts, receipts | metrics(generations))
         return writer.answer
@@ -150,7 +150,7 @@ class DialectRoute(ChatRoute):
                 if lines := writer.add(events, logprobs["content"] if logprobs is not None else []):
                     yield b"".join(map(named_event, lines))
             receipts = await self._receipt(generations)
-            num_reasoning = await self._num_reasoning(["".join(reasoning)])
+            num_reasoning = await count_reasoning(self._service.tokenizer, ["".join(reasoning)], generations)
             counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
             last = writer.end(counts, receipts | metrics(generations))
         except RouterError as error:

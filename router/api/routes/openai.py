@@ -17,7 +17,7 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.api.usage import metrics, repeated, token_counts, usage
+from lorikeet.router.api.usage import count_reasoning, metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ToolError, ValidationError
 from lorikeet.router.output.events import Event, ReasoningDelta
@@ -154,18 +154,13 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         receipts: dict[str, Any],
     ) -> dict[str, Any]:
         """The body of an answer."""
-        num_reasoning = await self._num_reasoning([sequence.message.reasoning for sequence in sequences])
+        reasoning = [sequence.message.reasoning for sequence in sequences]
+        num_reasoning = await count_reasoning(self._service.tokenizer, reasoning, generations)
         counts = usage(wanted, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
         frame = self._envelope(self.object_name, wanted.common)
         whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
         whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
         return whole | metrics(generations) | repeated(wanted)
-
-    async def _num_reasoning(self, texts: list[str]) -> int:
-        """Tokens of reasoning, counted apart from the rest of the output."""
-        given = [text for text in texts if text]
-        ids = await self._service.tokenizer.encode_each(given) if given else []
-        return sum(map(len, ids))
 
     def _named(self, request: Request, common: CommonFields) -> Caller:
         """The caller, with the body's `request_id` where the header has none."""
@@ -368,8 +363,10 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             request.state.failure = error
             yield event(openai_body(error))
             return
+        is_counted = report.usage or generations[0].timeline is not None  # traces have the number
+        num_reasoning = await count_reasoning(self._service.tokenizer, reasoning if is_counted else [], generations)
         if report.usage:
-            last = usage(wanted, num_prompt, generations, await self._num_reasoning(reasoning))
+            last = usage(wanted, num_prompt, generations, num_reasoning)
             yield event(frame.around([], last) | receipts | metrics(generations) | repeated(wanted))
         elif receipts:
             yield event(frame.around([]) | receipts)

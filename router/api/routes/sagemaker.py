@@ -11,9 +11,6 @@ from lorikeet.router.api.failures import ErrorStyle
 from lorikeet.router.api.middleware import Handle
 from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.routes.admin import AdminRoutes
-from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.native import NativeRoutes
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
 
@@ -23,20 +20,10 @@ ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 class InvocationsRoute:
     """Passes requests on to the routes of other APIs."""
 
-    def __init__(
-        self,
-        service: Service,
-        native: NativeRoutes,
-        chat: ChatRoute,
-        completions: CompletionsRoute,
-        pooled: Mapping[str, Handle],
-    ) -> None:
-        """`pooled`: the routes to embedding and classification models, by path."""
+    def __init__(self, service: Service, routes: Mapping[str, Handle]) -> None:
+        """`routes`: those to the model, by path."""
         self._service = service
-        self._pooled = pooled
-        self._native = native
-        self._chat = chat
-        self._completions = completions
+        self._routes = routes
 
     async def handle(self, request: Request) -> Response:
         """Chats have `messages`, completions `prompt`, LoRAX's bodies `inputs`. A header may name the adapter. A model
@@ -50,9 +37,8 @@ class InvocationsRoute:
             name = body.get("model") if adapter is None else adapter
             request.state.given_body = {**body, "model": "" if name is None else name}
             if model is not None:
-                return await self._pooled[_path(model.task, body)](request)
-            route = self._chat if "messages" in body else self._completions
-            return await route.handle(request)
+                return await self._answered(request, _path(model.task, body))
+            return await self._answered(request, "/v1/chat/completions" if "messages" in body else "/v1/completions")
         if adapter is not None:
             parameters = body.get("parameters") or {}
             named = parameters.get("adapter_id") if isinstance(parameters, dict) else None
@@ -61,9 +47,12 @@ class InvocationsRoute:
             if isinstance(parameters, dict):
                 body = {**body, "parameters": {**parameters, "adapter_id": adapter}}
         request.state.given_body = body
-        if model is not None:
-            return await self._pooled["/embed" if model.task == EMBED else "/classify"](request)
-        return await self._native.compat(request)
+        return await self._answered(request, "/" if model is None else "/embed" if model.task == EMBED else "/classify")
+
+    async def _answered(self, request: Request, path: str) -> Response:
+        """By the route of `path`, which traces name the operation by."""
+        request.state.served_as = path
+        return await self._routes[path](request)
 
 
 def _path(task: str, body: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Spans of requests to a scripted shard: their tree, their attributes, what they leave out, and what they cost."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
+from lorikeet.proto.shard_pb2 import PooledModel
 from lorikeet.router.tracing import tracing
 from tests.router.scripted_shard import Script
 from tests.router.serving import Serving, serving
@@ -96,6 +99,118 @@ async def test_attributes_have_the_names_of_the_conventions(tmp_path: Path, expo
     values = [top.attributes[f"gen_ai.latency.{name}"] for name in latencies]
     assert all(isinstance(value, float) and value >= 0 for value in values)
     assert values[0] == max(values)
+
+
+CHATS = [{"role": "user", "content": "Hi"}]
+THINKS = "[assistant]<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "operation"),
+    [
+        ("/v1/chat/completions", {"messages": CHATS}, "chat"),
+        ("/v1/responses", {"input": "Hi"}, "chat"),
+        ("/v1/messages", {"messages": CHATS, "max_tokens": 2}, "chat"),
+        ("/v1/completions", {"prompt": "Hi"}, "text_completion"),
+        ("/generate", {"inputs": "Hi"}, "text_completion"),
+        ("/", {"inputs": "Hi"}, "text_completion"),
+        ("/invocations", {"messages": CHATS}, "chat"),
+        ("/invocations", {"prompt": "Hi"}, "text_completion"),
+        ("/invocations", {"inputs": "Hi"}, "text_completion"),
+    ],
+)
+async def test_the_operation_follows_the_route(
+    tmp_path: Path, exporter: InMemorySpanExporter, route: str, body: dict[str, Any], operation: str
+) -> None:
+    async with traced(tmp_path) as server:
+        server.says("hello", ends=True)
+        answer = await server.client.post(route, json={"model": "test/model", **body})
+        assert answer.status_code == 200, answer.text
+    [top] = by_name(exporter)[f"{operation} test/model"]
+    assert (top.attributes["gen_ai.operation.name"], top.attributes["http.route"]) == (operation, route)
+    assert top.attributes["gen_ai.output.type"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("task", "route", "body", "operation"),
+    [
+        ("embed", "/v1/embeddings", {"input": "Hi"}, "embeddings"),
+        ("embed", "/v2/embed", {"texts": ["Hi"], "input_type": "search_query"}, "embeddings"),
+        ("embed", "/embed", {"inputs": "Hi"}, "embeddings"),
+        ("embed", "/pooling", {"input": "Hi"}, "embeddings"),
+        ("embed", "/invocations", {"input": "Hi"}, "embeddings"),
+        ("embed", "/invocations", {"inputs": "Hi"}, "embeddings"),
+        ("embed", "/score", {"text_1": "Hi", "text_2": "You"}, "score"),
+        ("embed", "/v1/rerank", {"query": "Hi", "documents": ["You"]}, "rerank"),
+        ("embed", "/invocations", {"query": "Hi", "documents": ["You"]}, "rerank"),
+        ("classify", "/classify", {"input": "Hi"}, "classify"),
+    ],
+)
+async def test_models_without_text_have_no_settings_of_text(
+    tmp_path: Path, exporter: InMemorySpanExporter, task: str, route: str, body: dict[str, Any], operation: str
+) -> None:
+    model = PooledModel(task=task, pooling="mean", size=3, is_encoder=True, is_whole=True)
+    async with traced(tmp_path, pooled_model=model) as server:
+        answer = await server.client.post(route, json={"model": "test/model", **body})
+        assert answer.status_code == 200, answer.text
+    [top] = by_name(exporter)[f"{operation} test/model"]
+    assert top.attributes["gen_ai.usage.input_tokens"] > 0
+    assert {name for name in top.attributes if name.startswith("gen_ai.request.")} == {
+        "gen_ai.request.model",
+        "gen_ai.request.stream",
+    }
+    assert not {"gen_ai.output.type", "gen_ai.usage.output_tokens", "lorikeet.spec.method"} & set(top.attributes)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_reasoning_is_counted(tmp_path: Path, exporter: InMemorySpanExporter, route: str, streams: bool) -> None:
+    body: dict[str, Any] = {"model": "", "stream": streams, "max_tokens": 64, "messages": CHATS}
+    if route == "/v1/responses":
+        body = {"model": "", "stream": streams, "input": "Hi"}
+    async with traced(tmp_path, chat_template=THINKS) as server:
+        server.says("Hm, well.\n</think>\n\nYes.", ends=True)
+        assert (await server.client.post(route, json=body)).status_code == 200
+        number = len(server.ids("Hm, well."))
+    [top] = by_name(exporter)["chat test/model"]
+    assert top.attributes["gen_ai.usage.reasoning.output_tokens"] == number
+
+
+def documented() -> set[str]:
+    """Names in the table of docs/tracing.md; `.b` after `a.c` is short for `a.b`."""
+    text = (Path(__file__).parents[3] / "docs" / "tracing.md").read_text()
+    table = text.split("## Attributes of the request")[1].split("\n## ")[0]
+    found, prefix = set(), ""
+    for line in table.splitlines():
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
+            if name.startswith("."):
+                found.add(prefix + name)
+            elif "." in name:
+                prefix = name.rpartition(".")[0]
+                found.add(name)
+    return found
+
+
+async def test_the_documented_attributes_are_those_that_requests_have(
+    tmp_path: Path, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "vectors").mkdir()
+    async with traced(tmp_path / "text", adapters=True, chat_template=THINKS, speculative_tokens=3) as server:
+        server.shard.answer = lambda submit: Script(server.ids("Hm.\n</think>\n\nYes."), per_step=3, num_rejected=1)
+        sampled = CHAT | {"temperature": 0.5, "top_k": 4, "max_tokens": 64, "model": server.adapter("fox")}
+        assert (await server.client.post("/v1/chat/completions", json=sampled)).status_code == 200
+        assert (await server.client.post("/generate", json={"inputs": 7})).status_code == 422
+        assert (await server.client.post("/v1/completions", json={"model": "", "prompt": "a"})).status_code == 200
+    model = PooledModel(task="embed", pooling="mean", size=3, is_encoder=True, is_whole=True)
+    other = InMemorySpanExporter()  # the first one is closed with its server
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda **options: other)
+    async with traced(tmp_path / "vectors", pooled_model=model) as server:
+        assert (await server.client.post("/embed", json={"inputs": "a"})).status_code == 200
+    spans = [*exporter.get_finished_spans(), *other.get_finished_spans()]
+    tops = [span for span in spans if span.kind == SpanKind.SERVER]
+    assert len(tops) == 4
+    assert {name for top in tops for name in top.attributes} == documented()
 
 
 async def test_no_span_holds_a_text(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
