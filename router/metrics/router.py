@@ -99,10 +99,9 @@ class Metrics:
         text = "Tokens beyond the first of their step, per request"
         self.request_skipped_tokens = Histogram([], "lorax_request_skipped_tokens", text)
         self.batch_next_size = Histogram(range(1, 1025), "lorax_batch_next_size", "Requests per message to a shard")
-        self.request_input_count = Histogram(
-            [], "lorax_request_input_count", "Inputs per classification: not supported"
-        )
-        text = "Outputs per classification: not supported"
+        text = "Texts per request of /classify and /classify_batch"
+        self.request_input_count = Histogram([], "lorax_request_input_count", text)
+        text = "Entities or labels per request of /classify and /classify_batch"
         self.request_classify_output_count = Histogram([], "lorax_request_classify_output_count", text)
         self.steps = StepMetrics(_DURATIONS)
         # Ours.

@@ -92,6 +92,7 @@ class ClassificationRoutes:
         wanted = read_lorax(service.native_defaults(service.caller(request), body), service.config, is_batch=is_batch)
         computed = await compute(service, request, wanted.inputs, wanted.common, timing, "inputs")
         found = list(self._lorax_answers(wanted, computed, is_per_token=model.task == TOKEN_CLASSIFY))
+        service.metrics.request_input_count.observe(len(found))
         service.metrics.request_classify_output_count.observe(sum(map(len, found)))
         return found, computed.headers
 
