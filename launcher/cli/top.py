@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,10 +84,13 @@ def screen(interval: Interval, title: str, live: Snapshot | None = None) -> Rend
     columns = Table.grid(expand=True, padding=(0, 1))
     columns.add_column(ratio=1)
     columns.add_column(ratio=1)
-    columns.add_row(Panel(_traffic(interval), title="traffic"), Panel(_memory(interval), title="memory and shards"))
-    shards = _shards(live or {})
+    live = live or {}
+    traffic, memory = _traffic(interval, live), _memory(interval, live)
+    columns.add_row(Panel(traffic, title="traffic"), Panel(memory, title="memory and shards"))
+    shards = _shards(live)
     speculation = _speculation(interval)
-    parts: list[RenderableType] = [Text(title, style="bold"), columns, Panel(_adapters(interval), title="adapters")]
+    adapters = Panel(Group(_adapters(interval), *_adapter_lines(live)), title="adapters")
+    parts: list[RenderableType] = [Text(title, style="bold"), columns, adapters]
     if shards.row_count:
         parts.insert(2, Panel(shards, title="shards: P prefill, · decode, + draft tokens of each request of a step"))
     if speculation.row_count:
@@ -96,7 +99,9 @@ def screen(interval: Interval, title: str, live: Snapshot | None = None) -> Rend
     if failures:
         shown = ", ".join(f"{name} {rate:.2f}/s" for name, rate in sorted(failures.items(), key=lambda pair: -pair[1]))
         parts.append(Panel(Text(shown, style="red"), title="failures"))
-    if page.total("lorikeet_shard_ready") == 0:
+    if live.get("draining"):
+        parts.append(Text("the server shuts down: it finishes running requests", style="bold red"))
+    elif page.total("lorikeet_shard_ready") == 0:
         parts.append(Text("no shard accepts requests: they wait", style="bold red"))
     return Group(*parts)
 
@@ -108,7 +113,7 @@ def _grid() -> Table:
     return table
 
 
-def _traffic(interval: Interval) -> Table:
+def _traffic(interval: Interval, live: Snapshot) -> Table:
     page, table = interval.last, _grid()
     waiting = page.total("lorax_queue_length") + page.total("lorikeet_shard_waiting_requests")
     table.add_row("requests/s", f"{interval.rate('lorax_request_count'):.1f}")
@@ -116,6 +121,8 @@ def _traffic(interval: Interval) -> Table:
     table.add_row("prompt tokens/s", f"{interval.rate('lorikeet_prompt_tokens_total'):.0f}")
     table.add_row("running", f"{page.total('lorikeet_running_requests'):.0f}")
     table.add_row("waiting", f"{waiting:.0f}")
+    if live:
+        table.add_row("preempted", str(live["requests"]["preempted"]))
     table.add_row("first token p50, p95", _milliseconds(interval, "lorikeet_time_to_first_token"))
     table.add_row("between tokens p50, p95", _milliseconds(interval, "lorikeet_inter_token_latency"))
     return table
@@ -126,7 +133,7 @@ def _milliseconds(interval: Interval, histogram: str) -> str:
     return ", ".join("–" if value is None else f"{1000 * value:.1f} ms" for value in found)
 
 
-def _memory(interval: Interval) -> Table:
+def _memory(interval: Interval, live: Snapshot) -> Table:
     page, table = interval.last, _grid()
     pages, used = page.total("lorikeet_kv_pages"), page.total("lorikeet_kv_pages_used")
     table.add_row("KV pages", _bar(used, pages))
@@ -135,6 +142,10 @@ def _memory(interval: Interval) -> Table:
     table.add_row("prompt from the cache", f"{cached / prompt:.0%}" if prompt else "–")
     table.add_row("preemptions/s", f"{interval.rate('lorikeet_preemptions_total'):.1f}")
     table.add_row("adapters in slots", f"{page.total('lorikeet_adapters_resident'):.0f}")
+    if live:
+        tiers = live["tiers"]
+        table.add_row("in host memory, on disk", f"{tiers['host']}, {tiers['disk']}")
+        table.add_row("moving into a slot", str(tiers["into_slot"]))
     table.add_row("adapters loading", f"{page.total('lorikeet_adapters_loading'):.0f}")
     table.add_row("lost shards, retried", "{:.0f}, {:.0f}".format(
         page.total("lorikeet_shard_reconnects_total"), page.total("lorikeet_requests_retried_total")))  # fmt: skip
@@ -171,10 +182,23 @@ def _adapters(interval: Interval) -> Table:
     return table
 
 
+def _adapter_lines(live: Snapshot) -> Iterator[Text]:
+    """What metrics do not have: names of adapters on their way, and whose requests are preempted."""
+    if names := live.get("tiers", {}).get("from_source"):
+        yield Text(f"being loaded: {', '.join(names)}")
+    preempted = [each for each in live.get("adapters", ()) if each["preempted"]]
+    if preempted:
+        yield Text("preempted: " + ", ".join(f"{_adapter_name(each)} {each['preempted']}" for each in preempted))
+
+
+def _adapter_name(shown: dict[str, Any]) -> str:
+    return f"{shown['num_others']} others" if "num_others" in shown else shown["name"] or "base model"
+
+
 def _shards(live: Snapshot) -> Table:
     """One row for each shard, with its last step as a picture."""
     table = Table(box=None, expand=True, header_style="dim")
-    for name in ("shard", "state", "running", "waiting", "KV pages", "step ms"):
+    for name in ("shard", "state", "running", "waiting", "adapters", "KV pages", "step ms"):
         table.add_column(name, justify="left" if name in ("shard", "state", "KV pages") else "right")
     table.add_column("step", ratio=1, no_wrap=True)
     for shard in live.get("shards", ()):
@@ -186,7 +210,9 @@ def _shards(live: Snapshot) -> Table:
         ]
         pages = _bar(shard["used_pages"], shard["pages"]) if "pages" in shard else "–"
         step = " ".join(_part(part) for part in shard.get("step", ()))
-        table.add_row(*row, str(shard.get("waiting", "–")), pages, str(shard.get("step_ms", "–")), step)
+        slots = shard.get("adapter_slots")
+        adapters = f"{shard['resident_adapters']} of {slots}" if slots else str(shard["resident_adapters"])
+        table.add_row(*row, str(shard.get("waiting", "–")), adapters, pages, str(shard.get("step_ms", "–")), step)
     return table
 
 

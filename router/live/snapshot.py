@@ -97,6 +97,7 @@ class SnapshotMaker:
             "device": None if info is None else info.device,
             "running": len(link.running),
             "resident_adapters": link.residency.num_resident,
+            "adapter_slots": 0 if info is None else info.adapter_slots,
         }
         if info is None or load is None or not link.client.connected:
             return state

@@ -109,7 +109,10 @@ def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbo
         config.json_output, config.log_level,
     )  # fmt: skip
     records = Records(Path(config.adapter_store), base_key(config.model_path, dtype))
-    return Learning(scheduler, model.heads, rings, records, Trainer(settings, inbox.put))
+    trainer = Trainer(settings, inbox.put)
+    if config.learn_heads:
+        trainer.start()
+    return Learning(scheduler, model.heads, rings, records, trainer)
 
 
 def learning_obstacle(config: ShardConfig, model: Model) -> str:
@@ -215,6 +218,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         grammars=has_tokenizer(config) and pooled is None,
         learning=engine.learning.is_enabled,
         history=engine.scheduler.proposer.draft_sources.history.is_enabled,
+        adapter_slots=engine.scheduler.adapters.limits.num_slots,
     )
     if pooled is not None:
         shard_info.pooled_model.CopyFrom(

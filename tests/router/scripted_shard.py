@@ -128,6 +128,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             grammars=True,
             history=True,
             learning=True,
+            adapter_slots=16,
             prefix_caching=True,
             chunked_prefill=True,
             watermark_gamma=0.25,

@@ -45,9 +45,21 @@ lorikeet_speculation_steps_total{method="lookup",adapter="fox"} 20
 
 
 STEP = [{"tokens": 12, "drafts": 0, "prefill": True}, {"tokens": 1, "drafts": 3, "prefill": False}]
-READY = {"index": 0, "connected": True, "ready": True, "running": 2, "waiting": 1}
-MEMORY = {"pages": 8, "used_pages": 4, "step_ms": 7, "step": STEP}
-LIVE = {"shards": [READY | MEMORY, {"index": 1, "connected": False, "ready": False, "running": 0}]}
+READY = {"index": 0, "connected": True, "ready": True, "running": 2, "waiting": 1, "resident_adapters": 5}
+MEMORY = {"pages": 8, "used_pages": 4, "step_ms": 7, "step": STEP, "adapter_slots": 16}
+LOST = {"index": 1, "connected": False, "ready": False, "running": 0, "resident_adapters": 0, "adapter_slots": 0}
+LIVE = {
+    "requests": {"running": 2, "waiting": 1, "preempted": 6},
+    "tiers": {"device": 5, "host": 7, "disk": 31, "into_slot": 2, "from_source": ["far", "farther"]},
+    "adapters": [
+        {"name": "fox", "running": 1, "waiting": 0, "preempted": 0},
+        {"name": "owl", "running": 1, "waiting": 0, "preempted": 3},
+        {"name": None, "running": 0, "waiting": 1, "preempted": 1},
+        {"name": None, "num_others": 9, "running": 0, "waiting": 0, "preempted": 2},
+    ],
+    "shards": [READY | MEMORY, LOST],
+    "draining": False,
+}
 
 
 def drawn(before: str, after: str, live: dict[str, Any] | None = None) -> str:
@@ -69,8 +81,17 @@ def test_rates_shares_and_tables() -> None:
 
 def test_shards_and_their_steps() -> None:
     rows = [" ".join(line.replace("│", " ").split()) for line in drawn(BEFORE, AFTER, LIVE).splitlines()]
-    assert any(row.startswith("0 ready 2 1") and row.endswith("50% 7 P12 ·+3") for row in rows)
-    assert any(row.startswith("1 lost 0 –") for row in rows)
+    assert any(row.startswith("0 ready 2 1 5 of 16") and row.endswith("50% 7 P12 ·+3") for row in rows)
+    assert any(row.startswith("1 lost 0 – 0 –") for row in rows)
+
+
+def test_what_only_the_live_view_knows() -> None:
+    text = drawn(BEFORE, AFTER, LIVE)
+    rows = " ".join(text.replace("│", " ").split())
+    assert "in host memory, on disk 7, 31" in rows and "moving into a slot 2" in rows
+    assert "being loaded: far, farther" in rows
+    assert "preempted: owl 3, base model 1, 9 others 2" in rows
+    assert "shuts down" not in text and "shuts down" in drawn(BEFORE, AFTER, LIVE | {"draining": True})
 
 
 def test_a_counter_that_has_fallen_was_reset() -> None:

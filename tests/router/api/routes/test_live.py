@@ -44,6 +44,7 @@ async def test_requests_are_shown_by_adapter_without_their_text(tmp_path: Path, 
         await server.shard.until(lambda: server.shard.num_running == 3)
         [shown] = await snapshots(server.client, 1)
         assert shown["requests"] == {"running": 3, "waiting": 0, "preempted": 0}
+        assert (shown["shards"][0]["resident_adapters"], shown["shards"][0]["adapter_slots"]) == (0, 16)
         assert [(each["name"], each["running"]) for each in shown["adapters"]] == [("legal", 2), (None, 1)]
         assert "secret" not in json.dumps(shown)
         for task in asked:
