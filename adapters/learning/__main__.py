@@ -39,6 +39,7 @@ def main() -> int:
     settings = read_settings(stream.readline())
     logs.configure(settings.json_output, settings.log_level, "trainer")
     rounds = Rounds(settings, is_abandoned)
+    rounds.prepare()
     try:
         while line := stream.readline():
             sys.stdout.buffer.write(write_line(rounds.do(read_job(line))))

@@ -39,6 +39,11 @@ class BaseHead:
         """Hidden rows [S, H] → logits [S, V]."""
         return partial(_logits, self._weight, self._bias, self._after)
 
+    def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """token_ids: [C]. Hidden rows [S, H] → logits [S, C] of these tokens."""
+        bias = None if self._bias is None else self._bias[token_ids]
+        return partial(_logits, self._weight[token_ids], bias, self._after)
+
 
 def _logits(weight: Tensor, bias: Tensor | None, after: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return after(linear(rows.to(weight.dtype), weight, bias))

@@ -1,4 +1,6 @@
 """One round of training per job: the new rows of a pair with as many older ones, then a replay of the newest texts.
+A round has little time. The heads learn to choose among the frequent tokens of these texts, and the replay computes a
+later head only where the earlier ones are right.
 
 A pair's heads and their optimizer stay in memory between its rounds. Heads that a replay finds better than those in use
 are written to the adapter store under a digest of their own.
@@ -11,6 +13,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,9 +27,10 @@ from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.layout import Base, Layout, served_file
 from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning.base_head import BaseHead
-from lorikeet.adapters.learning.rows import HeldOut, JobRows, spans
+from lorikeet.adapters.learning.rows import HeldOut, JobRows
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa.format import HeadsShape, expected_shapes
+from lorikeet.adapters.medusa.hidden import labels_of
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.training import HeadsOptimizer, Recipe
 from lorikeet.adapters.store import Store
@@ -35,8 +39,14 @@ from lorikeet.proto.learning import Job, Trained, TrainerSettings
 
 log = structlog.get_logger()
 
-RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=256)
-"""Of a round; on processors without instructions for bfloat16, in float32."""
+RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
+"""Of a round; on processors without instructions for bfloat16, in float32. The learning rate falls with the hidden size
+above …"""
+WIDEST = 256
+"""… this one, as that of Adam should (Yang et al. 2022, arXiv 2203.03466)."""
+ROUND_S = 60.0
+"""A round takes its last step after so long: where the trainer gets little of a processor, heads are still judged and
+adopted, and the next round continues from there with newer rows."""
 MOST_PAIRS = 8
 """Pairs whose heads stay in memory; others continue from the heads in use."""
 PROPOSED_ROWS = 256
@@ -50,7 +60,7 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class _Facts:
-    """What all rounds share, loaded at the first."""
+    """What all rounds share."""
 
     head: BaseHead
     base: Base
@@ -71,6 +81,11 @@ class Rounds:
         self._random = np.random.default_rng(0)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
+    def prepare(self) -> None:
+        """Load what all rounds share, ahead of the first. If that fails, each job's answer has the reason."""
+        with suppress(AdapterError, HeadsError, OSError, ValueError):
+            self._facts = self._load()
+
     def do(self, job: Job) -> Trained:
         """A job. Raises Abandoned."""
         wall, cpu = time.monotonic(), time.process_time()
@@ -89,8 +104,9 @@ class Rounds:
             raise HeadsError(OWN_OUTPUT)
         optimizer = self._optimizer(job, facts)
         rows = JobRows(self._arrays, job, RECIPE.num_heads)
-        if not len(rows.indices) or not rows.num_held_out:
+        if not len(rows.candidates) or not rows.num_held_out:
             raise HeadsError("there are too few texts: some are held out of training")
+        optimizer.output = facts.head.logits_of(rows.candidates), len(rows.candidates)
         self._train(optimizer, rows)
         before = 1.0
         if job.heads_digest:
@@ -111,7 +127,8 @@ class Rounds:
         base = Base(of_config, of_weights, getattr(torch, dtype), frozenset(), values)
         bf16 = _has_fast_bf16()
         head = BaseHead(skeleton, values, torch.bfloat16 if bf16 else torch.float32)
-        return _Facts(head, base, replace(RECIPE, bf16=bf16))
+        lr = RECIPE.lr * min(1.0, WIDEST / head.hidden_size)
+        return _Facts(head, base, replace(RECIPE, bf16=bf16, lr=lr))
 
     def _optimizer(self, job: Job, facts: _Facts) -> HeadsOptimizer:
         """The pair's heads as they are, else those in use if they have the recipe's shape, else untrained ones."""
@@ -128,11 +145,15 @@ class Rounds:
         return optimizer
 
     def _train(self, optimizer: HeadsOptimizer, rows: JobRows) -> None:
-        batches = [batch for _ in range(RECIPE.epochs) for batch in rows.batches(RECIPE.rows_per_step, self._random)]
+        recipe, started = optimizer.recipe, time.monotonic()
+        batches = [batch for _ in range(recipe.epochs) for batch in rows.batches(recipe.rows_per_step, self._random)]
         for step, batch in enumerate(batches):
             if self._is_abandoned():
                 raise Abandoned
-            optimizer.take(*rows.take(batch), RECIPE.lr_at(step, len(batches)))
+            progress = max(step / len(batches), (time.monotonic() - started) / ROUND_S)
+            if progress >= 1:
+                break
+            optimizer.take(*rows.take(batch), recipe.lr_at(round(1000 * progress), 1000))
 
     def _write(self, heads: MedusaHeads, base: Base) -> str:
         """Store heads; returns their digest."""
@@ -207,11 +228,22 @@ def _rounded(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 @torch.no_grad()
 def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead) -> float:
     """A replay of the held-out texts."""
-    proposals: list[list[int]] = []
-    for part in held_out.rows.split(PROPOSED_ROWS):
-        proposals += heads.propose(part, head.logits, head.vocab_size).tolist()
-    tokens = steps = 0
-    for output_ids, rows in spans(held_out):
-        chain = report.replay(output_ids, proposals[rows])
-        tokens, steps = tokens + chain.tokens, steps + chain.steps
-    return tokens / max(1, steps)
+    # [rows] number of drafts that would be accepted
+    accepted = torch.zeros(len(held_out.rows), dtype=torch.long)
+    remaining = torch.cat([torch.arange(len(ids) - 1, -1, -1) for ids in held_out.output_ids])
+    output_ids = torch.tensor([token_id for ids in held_out.output_ids for token_id in ids])
+    # [rows, heads]
+    labels = labels_of(output_ids, remaining, heads.shape.num_heads)
+    # [R] indices of rows of which every earlier head was right
+    right = torch.arange(len(accepted))
+    for number in range(heads.shape.num_heads):
+        proposed = [
+            heads.propose_one(number, held_out.rows[part], head.logits, head.vocab_size)
+            for part in right.split(PROPOSED_ROWS)
+        ]
+        right = right[torch.cat(proposed) == labels[right, number]]
+        if not len(right):
+            break
+        accepted[right] += 1
+    chains = [report.replay_accepted(part.tolist()) for part in accepted.split(list(map(len, held_out.output_ids)))]
+    return sum(chain.tokens for chain in chains) / max(1, sum(chain.steps for chain in chains))

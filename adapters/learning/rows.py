@@ -2,7 +2,6 @@
 rows since the job was sent is left out.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +12,10 @@ from torch import Tensor
 from lorikeet.adapters.medusa.hidden import NOTHING, labels_of
 from lorikeet.proto.learning import BLOCK_ROWS, Job, RowArrays, row_indices
 
-HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 4096
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 2048
 """The newest rows that are not trained on: this share, at most so many."""
+CANDIDATE_SHARE, MOST_CANDIDATES = 0.99, 8192
+"""The most frequent labels that make up this share of all, at most so many, are the candidates."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class JobRows:
         self.indices, self._is_new = indices[order], ages[order] <= job.num_new + self.num_held_out
         # [n, heads]
         remaining = torch.from_numpy(_remaining(texts[order]))
-        self.labels = labels_of(torch.from_numpy(token_ids[order]), remaining, num_heads)
+        # [C], [n, heads] index of each label among these candidates
+        self.candidates, self.labels = _candidates(labels_of(torch.from_numpy(token_ids[order]), remaining, num_heads))
 
     @property
     def num_held_out(self) -> int:
@@ -104,14 +106,25 @@ def _remaining(texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.repeat(ends, np.diff(np.append(-1, ends))) - np.arange(len(texts)) if len(texts) else texts
 
 
+def _candidates(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """labels: [n, heads]. Returns [C] token ids, the most frequent first, and [n, heads] indices into them; nothing is
+    learned from a rarer label. Most of a step's time is the product with the output head, and texts of one pair use a
+    small part of a large vocabulary (a softmax over candidates: Jean et al. 2015, arXiv 1412.2007).
+    """
+    is_label = labels != NOTHING
+    if not is_label.any():
+        return torch.empty(0, dtype=torch.long), labels
+    token_ids, inverse, counts = labels[is_label].unique(return_inverse=True, return_counts=True)
+    order = counts.argsort(descending=True, stable=True)
+    before = counts[order].cumsum(0) - counts[order]
+    num_candidates = min(int((before < CANDIDATE_SHARE * counts.sum()).sum()), MOST_CANDIDATES)
+    places = torch.full_like(token_ids, NOTHING)
+    places[order[:num_candidates]] = torch.arange(num_candidates)
+    found = labels.clone()
+    found[is_label] = places[inverse]
+    return token_ids[order[:num_candidates]], found
+
+
 def _as_bfloat16(bits: npt.NDArray[np.uint16]) -> Tensor:
     """bits: [S, H], a copy."""
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-
-
-def spans(held_out: HeldOut) -> Iterator[tuple[list[int], slice]]:
-    """The tokens of each text, and its rows."""
-    first = 0
-    for output_ids in held_out.output_ids:
-        yield output_ids, slice(first, first + len(output_ids))
-        first += len(output_ids)

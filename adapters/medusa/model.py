@@ -75,3 +75,11 @@ class MedusaHeads(nn.Module):
     def propose(self, rows: Tensor, output_head: OutputHead, vocab_size: int | None = None) -> Tensor:
         """Hidden rows [S, H] → ids [S, heads]: each head's most likely token, among the first `vocab_size` if given."""
         return self.logits(rows, output_head)[..., :vocab_size].argmax(-1)
+
+    def propose_one(self, head: int, rows: Tensor, output_head: OutputHead, vocab_size: int | None = None) -> Tensor:
+        """Hidden rows [S, H] → ids [S] of one head, as `propose` gives them."""
+        x = rows.to(next(self.parameters()).dtype)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = x + silu(linear(x, weight[head], bias[head]))
+        logits = output_head(x.to(rows.dtype)) if self.matrices is None else linear(x, self.matrices[head])
+        return logits[:, :vocab_size].argmax(-1)

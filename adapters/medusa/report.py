@@ -61,6 +61,15 @@ def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Rep
     return Replay(max(0, len(output_ids) - 1), steps)
 
 
+def replay_accepted(accepted: Sequence[int]) -> Replay:
+    """The same from the number of accepted draft tokens of each output's row."""
+    at, steps, last = 0, 0, len(accepted) - 1
+    while at < last:
+        at = min(at + 1 + accepted[at], last)
+        steps += 1
+    return Replay(max(0, last), steps)
+
+
 @torch.no_grad()
 def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report:
     """Compute every row once, apply every head to it, and replay. Raises HeadsError if there is nothing to measure."""

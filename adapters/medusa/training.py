@@ -78,7 +78,8 @@ class HeadsOptimizer:
     def __init__(self, heads: MedusaHeads, recipe: Recipe, output_head: OutputHead, vocab_size: int) -> None:
         """`output_head`: of the target, with what follows it."""
         self.heads, self.recipe = heads, recipe
-        self._output = output_head, vocab_size
+        self.output = output_head, vocab_size
+        """Rows to logits of the labels, and how many labels there are."""
         self.state = torch.optim.AdamW(heads.parameters(), lr=recipe.lr, weight_decay=0.0)
 
     def take(self, rows: Tensor, labels: Tensor, lr: float) -> float:
@@ -95,7 +96,7 @@ class HeadsOptimizer:
         """Mean over rows of the sum over heads, divided by heads."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.recipe.bf16):
             ahead = self.heads(rows.float()).flatten(0, 1)
-        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), labels.flatten(), *self._output, self.recipe.bf16)
+        total: Tensor = _FrozenHeadLoss.apply(ahead.float(), labels.flatten(), *self.output, self.recipe.bf16)
         return total / max(1, int((labels != NOTHING).sum()))
 
 

@@ -1,5 +1,8 @@
-"""The trainer's process: started at the first job, ended by a purge, started again where it has ended by itself."""
+"""The trainer's process: started ahead of the first job or at it, ended by a purge, started again where it has ended by
+itself.
+"""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,6 +45,12 @@ class Trainer:
         """How long the current job has run; 0 without one."""
         return 0.0 if self._job is None else time.monotonic() - self._started
 
+    def start(self) -> None:
+        """Start the process before there is a job: at idle priority its imports can take minutes on a busy machine."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+
     def train(self, job: Job) -> None:
         """Start a job; none may run. Its line fits the pipe's buffer, so this never waits."""
         with self._lock:
@@ -78,7 +87,7 @@ class Trainer:
         threading.Thread(target=self._read, args=(process,), name="trainer answers", daemon=True).start()
 
     def _read(self, process: "subprocess.Popen[bytes]") -> None:
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         for line in process.stdout:
             self._take(process, read_trained(line))
         process.wait()
@@ -86,6 +95,9 @@ class Trainer:
             is_current, job = process is self._process, self._job
             if is_current:
                 self._process = None
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # a job that it did not read
+                stream.close()
         if is_current:
             log.error("trainer_ended", code=process.returncode)
             if job is not None:

@@ -82,7 +82,7 @@ def stored(folder: Path) -> list[str]:
 
 
 def test_heads_are_learned_from_rows_and_adopted(learned: Learned) -> None:
-    assert tokens_per_step(learned.runs[0]) == 1.0 and tokens_per_step(learned.runs[-1]) > 1.3
+    assert tokens_per_step(learned.runs[0]) < 1.3 < tokens_per_step(learned.runs[-1])
     assert len({repr([output.token_ids for output in run]) for run in learned.runs}) == 1
     (pair,) = learned.reply.pairs
     num_rows = sum(len(output.token_ids) for run in learned.runs for output in run)

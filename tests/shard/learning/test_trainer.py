@@ -1,5 +1,6 @@
 """The trainer's process: its priority, its answers, its end with the shard, and its restart."""
 
+import json
 import os
 import queue
 import signal
@@ -26,11 +27,12 @@ class Running:
 
     def __init__(self, folder: Path) -> None:
         base = tiny.make("llama", folder / "base")
-        self.rings = Rings(RowsLayout.within(1 << 20, 32))
+        size = int(json.loads((base / "config.json").read_text())["hidden_size"])
+        self.rings = Rings(RowsLayout.within(1 << 20, size))
         random = np.random.default_rng(0)
         for text in range(20):
             tokens = np.arange(64, dtype=np.int32) % 5 + 3
-            hidden = np.full((64, 32), 0x3F80, np.uint16) ^ random.integers(0, 64, (64, 32)).astype(np.uint16)
+            hidden = np.full((64, size), 0x3F80, np.uint16) ^ random.integers(0, 64, (64, size)).astype(np.uint16)
             self.rings.append(PAIR, np.full(64, text), tokens, hidden)
         settings = TrainerSettings(
             str(base), False, "float32", str(folder / "store"), 1 << 30, self.rings.fd, self.rings.layout
@@ -63,6 +65,16 @@ def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path:
     assert answer.error == "" and answer.num_rows > 0 and answer.tokens_per_step >= 1
     assert (tmp_path / "store" / f"{answer.heads_digest}.safetensors").is_file()
     assert running.trainer.state == "idle" and running.train() == pid
+
+
+def test_one_that_is_started_ahead_does_the_first_job(running: Running) -> None:
+    running.trainer.start()
+    process = running.trainer._process
+    assert process is not None and running.trainer.state == "idle"
+    speed_up(process.pid)
+    running.trainer.start()
+    assert running.train() == process.pid
+    assert running.answers.get(timeout=WAIT_S).error == ""
 
 
 def test_one_that_ends_answers_and_is_started_again(running: Running) -> None:
