@@ -47,7 +47,8 @@ HELD_SHARE, KV_BYTES = 0.2, 1 << 30
 ROOM = 1.1
 """Host memory of the server that holds all adapters, over the size of their files."""
 SEED = 61_000
-MISSES = 'lorikeet_adapter_hits_total{tier="elsewhere"}'
+MISSES = tuple(f'lorikeet_adapter_hits_total{{tier="{tier}"}}' for tier in ("host", "disk", "source"))
+"""Requests whose adapter was in no slot."""
 RESIDENT, FIFTH = "resident", "fifth"
 
 
@@ -106,7 +107,8 @@ def _search(port: int, names: Sequence[str], size: Size, store: Path, errors: li
         before, rate = adapted.samples(port), size.rates[number]
         answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + number))
         errors.extend(answer.error for answer in answers if answer.error)
-        num_misses = adapted.samples(port).get(MISSES, 0) - before.get(MISSES, 0)
+        after = adapted.samples(port)
+        num_misses = sum(after.get(name, 0) - before.get(name, 0) for name in MISSES)
         return {"rate": rate, "misses": num_misses, **_summary(answers)}
 
     return open_loop.bisect(len(size.rates), probe, holds, errors)

@@ -89,12 +89,12 @@ async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[
         await timed("resident", "slot")
         for name in others:
             await ask(name)  # they take all slots
-        await timed("host", "elsewhere")
+        await timed("host", "host")
         for digest in (await adapted.admin(port, "unload", adapter_id=first)).json["unloaded"]:
             for path in base.store.rglob(f"{digest}.safetensors"):
                 uncache(path)
                 served = path
-        await timed("disk", "elsewhere")
+        await timed("disk", "disk")
         raw["disk_mb_per_s"].append(round(_read_rate(served) / 1e6, 1))
     return raw, "; ".join(wrong[:3])
 
