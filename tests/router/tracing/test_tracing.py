@@ -13,8 +13,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from starlette.datastructures import Headers
 
 from lorikeet.proto.shard_pb2 import PooledModel
+from lorikeet.router.config import RouterConfig
 from lorikeet.router.tracing import tracing
 from tests.router.scripted_shard import Script
 from tests.router.serving import Serving, serving
@@ -262,6 +264,17 @@ async def test_the_parent_decides_and_the_ratio_where_there_is_none(
         assert (await server.client.post("/generate", json=body, headers=headers)).status_code == 200
         assert (await server.client.get("/health", headers=headers)).status_code == 200
     assert len(exporter.get_finished_spans()) == (3 if is_traced else 0)
+
+
+@pytest.mark.parametrize("headers", [{}, {"traceparent": "00-zz"}])
+def test_a_ratio_of_the_requests_without_a_parent_is_sampled(headers: dict[str, str]) -> None:
+    config = RouterConfig(model_id="m", model_path="", shard_addresses=("unix:/a",), otlp_sample_ratio=0.25)
+    traces = tracing.Tracing(config, InMemorySpanExporter())
+    sampled = sum(traces.begin(Headers(headers)) is not None for _ in range(4000))
+    assert 850 < sampled < 1150  # five standard deviations
+    assert all(traces.begin(Headers({"traceparent": PARENT})) for _ in range(50))
+    assert not any(traces.begin(Headers({"traceparent": UNSAMPLED})) for _ in range(50))
+    traces.close()
 
 
 @contextmanager
