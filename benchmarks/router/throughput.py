@@ -79,10 +79,11 @@ async def servers(
     num_shards: int = 1,
     max_running: int = 512,
     settings: Mapping[str, Any] | None = None,
+    router: Sequence[str] = ("lorikeet.router",),
 ) -> AsyncIterator[Servers]:
     """Start both, the router on the last core and everything else on the first. All shards are one process.
 
-    `settings` are further ones of the router.
+    `settings` are further ones of the router; `router` is its module, and what follows the configuration.
     """
     earlier = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORES[0]})
@@ -103,16 +104,16 @@ async def servers(
         (folder / "router.json").write_text(json.dumps(written))
         shard_command = ["tests.router.simulated_shard", *addresses, "--step-ms", str(step_ms)]
         shard_command += ["--max-running", str(max_running)]
-        router_command = ["lorikeet.router", str(folder / "router.json")]
+        router_command = [router[0], str(folder / "router.json"), *router[1:]]
         if profile is not None:
             router_command = ["cProfile", "-o", profile, "-m", *router_command]
         shard = _start(shard_command, CORES[0])
-        router = _start(router_command, CORES[-1])
+        started = _start(router_command, CORES[-1])
         try:
             await _until_ready(port)
-            yield Servers(port, addresses[0], router.pid)
+            yield Servers(port, addresses[0], started.pid)
         finally:
-            for process in (router, shard):
+            for process in (started, shard):
                 process.send_signal(signal.SIGTERM)
                 process.wait()
             os.sched_setaffinity(0, earlier)

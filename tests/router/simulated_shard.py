@@ -23,6 +23,8 @@ from lorikeet.proto import shard_pb2_grpc
 from lorikeet.proto.version import version
 
 HEARTBEAT_S = 0.25
+DETAIL_S, MAX_DETAILS = 0.1, 256
+"""How often a step is described to a router that watches, and for how many requests, as by the real shard."""
 
 
 @dataclass
@@ -54,6 +56,8 @@ class _Stream:
     arrived: list[pb.Submit] = field(default_factory=list)
     pending: pb.StepOutput | None = None
     num_taken: int = 0
+    watched_until: float = 0.0
+    described_at: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -147,6 +151,8 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             for wire_id in command.abort_ids:
                 self.aborted_ids.append(wire_id)
                 stream.running.pop(wire_id, None)
+            if command.watch_ms:
+                stream.watched_until = time.monotonic() + command.watch_ms / 1000
             if command.submits:
                 self._work.set()
 
@@ -197,8 +203,19 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             ),
             outputs=merged or (),
             step_requests=earlier.step_requests if earlier is not None and earlier.HasField("step_requests") else None,
+            step_detail=self._detail(stream),
         )
         stream.wake.set()
+
+    @staticmethod
+    def _detail(stream: _Stream) -> pb.StepDetail | None:
+        """Of a step that computes one token of each request."""
+        now = time.monotonic()
+        if now > stream.watched_until or now < stream.described_at + DETAIL_S:
+            return None
+        stream.described_at = now
+        ids = list(stream.running)[:MAX_DETAILS]
+        return pb.StepDetail(ids=ids, num_tokens=[1] * len(ids), num_drafts=[0] * len(ids))
 
 
 def merge_outputs(pending: pb.StepOutput, parts: list[pb.RequestOutput]) -> list[pb.RequestOutput]:
