@@ -33,4 +33,18 @@ MUTANTS = [
         "seen.num_steps += 1",
         "tests/launcher/bench/test_main.py::test_every_api_counts_the_same",
     ),
+    Mutant(
+        "an adapter in host memory is said to be on the disk",
+        "router/shards/affinity.py",
+        'return "host" if digest in self.in_host_memory else elsewhere',
+        "return elsewhere",
+        "tests/router/api/routes/test_adapters.py::test_the_tier_says_where_the_adapter_was",
+    ),
+    Mutant(
+        "gaps of one request are drawn as if they were independent",
+        "launcher/bench/compare.py",
+        "values = [list(values_of(*row)) for error, *row in rows if not error]",
+        "values = [[each] for error, *row in rows if not error for each in values_of(*row)]",
+        "tests/launcher/bench/test_result.py::test_gaps_of_a_request_are_drawn_together",
+    ),
 ]
