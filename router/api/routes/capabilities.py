@@ -20,7 +20,8 @@ class CapabilityRoutes:
     async def show(self, request: Request) -> Response:
         """Limits and offers; nothing about other callers."""
         service = self._service
-        config, info, offer, key = service.config, service.dispatcher.info, service.offer, service.caller(request).key
+        config, info, offer, caller = service.config, service.dispatcher.info, service.offer, service.caller(request)
+        key, heads = caller.key, service.selection.directory.default_heads
         keys = service.selection.keys
         has_keys = bool(keys) or keys.has_admin
         content: dict[str, Any] = {
@@ -39,6 +40,9 @@ class CapabilityRoutes:
                 "default_tokens": offer.num_tokens,
                 "max_tokens": offer.max_tokens,
                 "draft_model": offer.has_draft_model,
+                "heads": heads is not None and service.selection.access.may_use(heads.entry, key),
+                "history": offer.has_history and bool(caller.tenant(None)),
+                "default_history": offer.history,
                 "sources": [SOURCE_NAMES[source] for source in DRAFT_SOURCES],
             },
             "resumable_ttl": MAX_TTL_S,

@@ -131,6 +131,7 @@ async def test_default_heads_serve_all_requests_without_heads(default: Serving, 
 
 async def test_default_heads_are_shown(default: Serving) -> None:
     assert (await default.client.get("/info")).json()["speculate"] == 3
+    assert (await default.client.get("/v1/capabilities")).json()["speculation"]["heads"] is True
     response = await default.client.post("/generate", json=body("/generate", "lora", details=True))
     assert response.json()["details"]["speculation"]["sources"] == {"target": 2}
     assert response.headers["x-adapter-id"] == "lora"

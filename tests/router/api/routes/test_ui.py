@@ -18,6 +18,8 @@ from tests.router.serving import Serving, serving
 pytestmark = pytest.mark.anyio
 
 FOLDER = Path(__file__).parents[4] / "router" / "ui"
+KEYS = (("sharing", "false"), ("alone", "true"))
+"""Names, and whether they are isolated."""
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
@@ -110,6 +112,22 @@ async def test_capabilities_are_the_limits_of_the_server(tmp_path: Path, anyio_b
     assert (shown["chat"], shown["adapters"], shown["may_watch"], shown["key"]) == (False, False, True, None)
     assert (shown["speculation"]["default_tokens"], shown["speculation"]["max_tokens"]) == (2, 5)
     assert (shown["max_total_tokens"], shown["model"]) == (2048, "parrot")
+
+
+async def test_capabilities_name_the_draft_sources_of_the_caller(tmp_path: Path, anyio_backend: str) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "".join(f"- {{name: {name}, sha256: {sha256(name)}, isolate: {isolate}}}\n" for name, isolate in KEYS)
+    )
+    async with serving(tmp_path, keys_path=str(keys), speculative_history=True) as server:
+
+        async def shown(name: str) -> Any:
+            answer = await server.client.get("/v1/capabilities", headers={"authorization": f"Bearer {name}"})
+            return answer.json()["speculation"]
+
+        speculation = await shown("sharing")
+        assert (speculation["history"], speculation["default_history"], speculation["heads"]) == (True, True, False)
+        assert (await shown("alone"))["history"] is False, "its outputs are proposed to nobody"
 
 
 async def test_files_outside_the_folder_are_not_served(server: Serving) -> None:
