@@ -40,8 +40,10 @@ export class AnswerView {
     const isRunning = answer.state === "running";
     this.element.classList.toggle("running", isRunning);
     this.element.setAttribute("aria-busy", String(isRunning));
+    const hadFocus = !isRunning && document.activeElement === this.stop;
     this.stop.hidden = !isRunning;
     this.again.hidden = isRunning;
+    if (hadFocus) this.again.focus();
     if (!this.text.hidden && (!isRunning || Date.now() - this.textAt > TEXT_PERIOD_MS)) this.#writeText();
     this.#showCalls();
     this.legend.replaceChildren(...legend(answer.tokens));

@@ -1,6 +1,6 @@
 // One answer of the model: a resumable stream that goes on after a reload, and what was received of it so far.
 
-import { ApiError, events, send } from "./api.js";
+import { ApiError, events, newId, send } from "./api.js";
 import { parseTools } from "./tools.js";
 
 const TTL = "60";
@@ -11,7 +11,7 @@ const NOTHING = { tokens: [], text: "", reasoning: "", calls: [], numEvents: 0, 
 // `side` is 0 or 1, where two are compared.
 export function newAnswer(settings, seed, side) {
   return {
-    id: crypto.randomUUID().replaceAll("-", ""), settings, seed, side, state: "running", error: "", note: "",
+    id: newId(), settings, seed, side, state: "running", error: "", note: "",
     startedAt: Date.now(), firstAt: 0, endedAt: 0, ...structuredClone(NOTHING),
   };
 }
@@ -24,14 +24,8 @@ export function completionBody(inputs, settings, seed) {
     do_sample: settings.temperature > 0, temperature: settings.temperature > 0 ? settings.temperature : undefined,
     adapter_id: settings.adapter || undefined, adapter_source: settings.source || undefined,
     stop: settings.stop?.length ? settings.stop : undefined,
-    return_k_alternatives: settings.alternatives || undefined, ...format(settings),
+    return_k_alternatives: settings.alternatives || undefined, ...drafts(settings), ...sampling(settings), ...format(settings),
   };
-  if (settings.method !== "off" && settings.draftTokens >= 0) parameters.speculative_tokens = settings.draftTokens;
-  if (settings.temperature > 0) {
-    if (settings.topP < 1) parameters.top_p = settings.topP;
-    if (settings.topK > 0) parameters.top_k = settings.topK;
-  }
-  if (settings.repetition !== 1) parameters.repetition_penalty = settings.repetition;
   return { inputs, parameters: JSON.parse(JSON.stringify(parameters)) };
 }
 
@@ -40,21 +34,44 @@ export function chatBody(messages, settings, seed, model) {
   const body = {
     model: settings.adapter || model, adapter_source: settings.source || undefined, messages, max_tokens: settings.maxTokens, seed,
     temperature: settings.temperature, stop: settings.stop?.length ? settings.stop : undefined, speculative_method: settings.method,
-    speculative_schedule: settings.schedule || undefined, stream: true, ...format(settings),
+    speculative_schedule: settings.schedule || undefined, stream: true, ...drafts(settings), ...sampling(settings), ...format(settings),
   };
   const tools = parseTools(settings.tools);
   if (tools.length) Object.assign(body, { tools, tool_choice: settings.toolChoice });
   if (settings.format === "json") body.response_format = { type: "json_schema", json_schema: { name: "output", schema: JSON.parse(settings.grammar) } };
-  if (settings.method !== "off" && settings.draftTokens >= 0) body.speculative_tokens = settings.draftTokens;
-  if (settings.temperature > 0 && settings.topP < 1) body.top_p = settings.topP;
-  if (settings.temperature > 0 && settings.topK > 0) body.top_k = settings.topK;
-  if (settings.repetition !== 1) body.repetition_penalty = settings.repetition;
   return JSON.parse(JSON.stringify(body));
 }
 
 // Asks for tokens with their sources, log probabilities and alternatives too.
 export function detailed(body, { alternatives }) {
   return { ...body, details: true, ...(alternatives ? { logprobs: true, top_logprobs: alternatives } : {}) };
+}
+
+// Whether earlier outputs can be proposed with these settings.
+export function takesHistory({ method, draftTokens }) {
+  return ["auto", "lookup"].includes(method) && draftTokens !== 0;
+}
+
+function drafts(settings) {
+  const fields = {};
+  if (settings.method !== "off" && settings.draftTokens >= 0) fields.speculative_tokens = settings.draftTokens;
+  if (settings.history && takesHistory(settings)) fields.speculative_history = settings.history === "on";
+  return fields;
+}
+
+// What differs from neutral values. Conversations of earlier versions of the page lack some settings.
+function sampling({ temperature, topP, topK, minP, typicalP, repetition, frequency, presence }) {
+  const fields = {};
+  if (temperature > 0) {
+    if (topP < 1) fields.top_p = topP;
+    if (topK > 0) fields.top_k = topK;
+    if (minP > 0) fields.min_p = minP;
+    if (typicalP < 1) fields.typical_p = typicalP;
+  }
+  if (repetition !== 1) fields.repetition_penalty = repetition;
+  if (frequency) fields.frequency_penalty = frequency;
+  if (presence) fields.presence_penalty = presence;
+  return fields;
 }
 
 function format(settings) {
@@ -78,10 +95,10 @@ export async function run(answer, request, changed) {
 }
 
 // Goes on with an answer that was running when the page was left: from its beginning, so that nothing can be missing.
+// What was kept of it is shown until then.
 export async function resume(answer, changed) {
-  Object.assign(answer, structuredClone(NOTHING));
   try {
-    await follow(answer, changed, () => send(`v1/streams/${answer.id}?from=0`));
+    await follow(answer, changed, () => readOn(answer, 0), true);
   } catch (error) {
     fail(answer, error, changed);
   }
@@ -93,8 +110,18 @@ export async function stop(answer, changed) {
   await send(`v1/streams/${answer.id}`, { method: "DELETE" }).catch(() => {});
 }
 
-// Reads the stream, and reads on where the connection broke.
-async function follow(answer, changed, open) {
+class Gone extends ApiError {}
+
+async function readOn(answer, from) {
+  try {
+    return await send(`v1/streams/${answer.id}?from=${from}`);
+  } catch (error) {
+    throw error.status === 404 ? new Gone(404, error.message) : error;
+  }
+}
+
+// Reads the stream, and reads on where the connection broke. `isKept`: the first event replaces what is there.
+async function follow(answer, changed, open, isKept = false) {
   let failures = 0;
   for (let next = open; answer.state === "running"; ) {
     try {
@@ -102,6 +129,8 @@ async function follow(answer, changed, open) {
       for await (const event of events(response)) {
         if (answer.state !== "running") return;
         failures = 0;
+        if (isKept) Object.assign(answer, structuredClone(NOTHING));
+        isKept = false;
         answer.note = "";
         take(answer, event);
         changed();
@@ -112,7 +141,7 @@ async function follow(answer, changed, open) {
       answer.note = "Connection lost, reading on…";
       changed();
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[failures++]));
-      next = () => send(`v1/streams/${answer.id}?from=${answer.numEvents}`);
+      next = () => readOn(answer, isKept ? 0 : answer.numEvents);
     }
   }
 }
@@ -161,8 +190,8 @@ function end(answer, state, changed) {
 
 function fail(answer, error, changed) {
   if (answer.state !== "running") return;
-  const isGone = error instanceof ApiError && error.status === 404 && answer.startedAt < Date.now() - 1000 && !answer.numEvents;
-  answer.error = isGone ? "The server no longer keeps this answer. Regenerate it: the same seed gives the same text." : error.message;
+  const kept = answer.tokens.length ? "The server does not keep the rest of this answer: this is its beginning." : "The server does not keep this answer.";
+  answer.error = error instanceof Gone ? `${kept} With the same seed, Regenerate gives the same text.` : error.message;
   end(answer, "failed", changed);
 }
 

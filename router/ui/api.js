@@ -16,6 +16,11 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
+// 32 hexadecimal digits. `crypto.randomUUID` exists only in secure contexts: not over plain http from another host.
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 export function url(path) {
   return new URL(path, ROOT);
 }

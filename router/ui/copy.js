@@ -10,7 +10,8 @@ function curl(path, body) {
   return `curl -N ${new URL(path, ROOT)} -H 'content-type: application/json'${authorization} -d '${quoted}'`;
 }
 
-const OPENAI = new Set(["model", "messages", "max_tokens", "seed", "temperature", "stop", "stream", "top_p", "response_format", "tools", "tool_choice"]);
+const OPENAI = new Set(["model", "messages", "max_tokens", "seed", "temperature", "stop", "stream", "top_p", "response_format", "tools", "tool_choice",
+  "frequency_penalty", "presence_penalty"]);
 
 const PRINT_CALLS = `
         for call in choice.delta.tool_calls or []:
@@ -44,10 +45,15 @@ body = ${python(body)}
 with httpx.stream(
     "POST", "${new URL("generate_stream", ROOT)}", json=body, timeout=None,${headers}
 ) as response:
+    if response.is_error:
+        raise SystemExit(response.read().decode())
     for line in response.iter_lines():
         if line.startswith("data: "):
             event = json.loads(line.removeprefix("data: "))
-            print(event["token"]["text"], end="", flush=True)
+            if "error" in event:
+                raise SystemExit(event["error"])
+            if not event["token"]["special"]:
+                print(event["token"]["text"], end="", flush=True)
 `;
 }
 
@@ -60,6 +66,17 @@ function python(value) {
   return JSON.stringify(value);
 }
 
+// `navigator.clipboard` exists only in secure contexts, and may be denied: then the text is selected and copied as by its reader.
+async function copy(text, shown) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    getSelection().selectAllChildren(shown);
+    return document.execCommand("copy");
+  }
+}
+
 export function showCode({ isChat, prompt, messages, settings, seed, model }) {
   const body = isChat ? chatBody(messages, settings, seed, model) : completionBody(prompt, settings, seed);
   const texts = isChat ? [["curl", curl("v1/chat/completions", body)], ["Python", pythonChat(body)]]
@@ -67,11 +84,11 @@ export function showCode({ isChat, prompt, messages, settings, seed, model }) {
   const dialog = el("dialog", { "aria-labelledby": "code-title", onclose: () => dialog.remove() },
     el("h2", { id: "code-title" }, "The same request elsewhere"),
     texts.map(([name, text]) => {
+      const shown = el("pre", { tabindex: "0" }, text);
       const button = el("button", { type: "button", class: "small", onclick: async () => {
-        await navigator.clipboard.writeText(text);
-        button.textContent = "Copied";
+        button.textContent = await copy(text, shown) ? "Copied" : "Selected: press Ctrl + C";
       } }, `Copy ${name}`);
-      return el("section", { class: "code" }, el("div", { class: "code-head" }, el("h3", {}, name), button), el("pre", { tabindex: "0" }, text));
+      return el("section", { class: "code" }, el("div", { class: "code-head" }, el("h3", {}, name), button), shown);
     }),
     el("div", { class: "row" }, el("button", { type: "button", onclick: () => dialog.close() }, "Close")));
   document.body.append(dialog);

@@ -19,8 +19,10 @@ export class HistoryPanel {
   async refresh(current) {
     this.current = current;
     const conversations = await store.all().catch(() => []);
-    this.list.replaceChildren(...conversations.map((each) => this.#item(each)));
-    this.mark(current);
+    const shown = JSON.stringify(conversations.map((each) => [each.id, titleOf(each)]));
+    if (shown !== this.shown) this.list.replaceChildren(...conversations.map((each) => this.#item(each))); // else the focus stays
+    this.shown = shown;
+    this.mark(this.current);
   }
 
   mark(current) {
@@ -33,12 +35,14 @@ export class HistoryPanel {
   }
 
   #item(conversation) {
-    const title = conversation.title || "Without a title";
+    const title = titleOf(conversation);
     const item = el("li", {}, el("button", { type: "button", class: "quiet history-open", onclick: () => this.onOpen(conversation.id) }, title),
       el("button", { type: "button", class: "quiet icon small", "aria-label": `Delete ${title}`, onclick: async () => {
+        const index = [...this.list.children].indexOf(item);
+        this.onRemove(conversation.id); // first, so that nothing saves it again
         await store.remove(conversation.id);
-        this.onRemove(conversation.id);
-        this.refresh(this.current);
+        await this.refresh(this.current);
+        (this.list.children[Math.min(index, this.list.children.length - 1)]?.firstChild || this.element.firstChild).focus();
       } }, "×"));
     item.dataset.id = conversation.id;
     return item;
@@ -52,8 +56,12 @@ export class HistoryPanel {
 
   async #clear() {
     if (!confirm("Delete all conversations in this browser?")) return;
-    await store.clear();
     this.onRemove(null);
-    this.refresh(null);
+    await store.clear();
+    this.refresh(this.current);
   }
+}
+
+function titleOf({ title, draft }) {
+  return title || draft?.trim().slice(0, 80) || "Without a title";
 }

@@ -7,12 +7,14 @@ import { SOURCES } from "./tokens.js";
 
 const RETRY_MS = 2000;
 const MAX_ROWS = 24;
+const WINDOW_S = 60;
+const RATE_S = 2; // rates are those of the last two seconds: steps come in bursts
 
 export class LiveView {
   constructor(element, capabilities) {
     this.root = element;
     this.isOpen = false;
-    this.last = null;
+    this.recent = []; // snapshots
     this.state = el("p", { class: "live-state dim", role: "status" });
     this.body = el("div", { class: "live-grid" });
     element.append(el("div", { class: "live-head" }, el("h2", {}, "Live view"), this.state), this.body);
@@ -30,19 +32,21 @@ export class LiveView {
     this.memory = el("div");
     this.tiers = el("dl", { class: "facts" });
     this.drafts = el("div");
-    this.adapters = el("div");
-    this.shards = el("div");
-    this.failures = el("div");
-    const card = (title, className, ...children) => el("section", { class: `card panel ${className}`, "aria-label": title }, el("h3", {}, title), children);
+    this.draftsNote = el("p", { class: "dim note" });
+    this.totals = []; // [time, draft tokens by source] of the last minute
+    this.adapters = new Table(["Adapter", "Running", "Waiting", "Preempted"], "No request is in the server.");
+    this.shards = new Table(["Replica", "State", "Running", "Waiting", "Step", "Tokens", "Adapters"], "There is no replica.");
+    this.failures = new Table(["Kind", "Status", "Last minute", "Ten minutes", "Last at"], "None.");
+    const card = (title, ...children) => el("section", { class: "card panel", "aria-label": title }, el("h3", {}, title), children);
     const keys = [["prefill", "prompt tokens"], ["decode", "next token"], ["drafts", "draft tokens"]];
-    this.body.append(
-      card("Output", "wide", el("p", { class: "figure" }, this.rateNow, " tokens/s"), this.rate.element),
-      card("Requests", "", el("div", { class: "figures" }, Object.entries(this.counts).map(([kind, value]) => el("p", { class: "figure" }, value, ` ${kind}`))),
+    this.body.append(el("div", { class: "live-column" },
+      card("Output", el("p", { class: "figure" }, this.rateNow, " tokens/s"), this.rate.element),
+      card("Current step", el("p", { class: "legend" }, keys.map(([kind, name]) => el("span", { class: "legend-item" }, el("span", { class: `swatch ${kind}` }), ` ${name}`))), this.steps),
+      card("Adapters", this.adapters.element), card("Replicas", this.shards.element), card("Failures of the last ten minutes", this.failures.element)),
+    el("div", { class: "live-column" },
+      card("Requests", el("div", { class: "figures" }, Object.entries(this.counts).map(([kind, value]) => el("p", { class: "figure" }, value, ` ${kind}`))),
         el("p", { class: "figure" }, this.promptNow, " prompt tokens/s")),
-      card("Current step", "wide", el("p", { class: "legend" }, keys.map(([kind, name]) => el("span", { class: "legend-item" }, el("span", { class: `swatch ${kind}` }), ` ${name}`))), this.steps),
-      card("KV pages", "", this.memory),
-      card("Adapters", "wide", this.adapters), card("Where adapters are", "", this.tiers),
-      card("Replicas", "wide", this.shards), card("Draft tokens accepted", "", this.drafts), card("Failures since the start", "wide", this.failures));
+      card("KV pages", this.memory), card("Where adapters are", this.tiers), card("Draft tokens accepted", this.draftsNote, this.drafts)));
   }
 
   start() {
@@ -63,11 +67,11 @@ export class LiveView {
         const response = await send("v1/live", { signal: this.abort.signal });
         for await (const event of events(response)) {
           if (!this.isOpen) return;
-          this.#draw(JSON.parse(event));
+          this.draw(JSON.parse(event));
         }
       } catch (error) {
         if (!this.isOpen) return;
-        this.last = null;
+        this.recent = [];
         this.state.textContent = error instanceof ApiError ? error.message : "Connection lost, connecting again…";
         if (error instanceof ApiError && error.status === 403) return;
       }
@@ -75,10 +79,12 @@ export class LiveView {
     }
   }
 
-  #draw(now) {
-    const before = this.last;
-    const seconds = before ? Math.max(0.05, now.time - before.time) : 0;
-    const rate = (name) => (before && now[name] >= before[name] ? (now[name] - before[name]) / seconds : 0);
+  draw(now) {
+    this.recent.push(now);
+    while (now.time - this.recent[0].time > RATE_S) this.recent.shift();
+    const [before] = this.recent;
+    const seconds = Math.max(0.05, now.time - before.time);
+    const rate = (name) => Math.max(0, now[name] - before[name]) / seconds;
     this.rate.add(rate("generated_tokens"));
     this.rateNow.textContent = number(rate("generated_tokens"));
     this.promptNow.textContent = number(rate("prompt_tokens"));
@@ -87,11 +93,10 @@ export class LiveView {
     this.#drawSteps(now.shards);
     this.#drawMemory(now.shards);
     this.#drawTiers(now.tiers);
-    this.#drawDrafts(now.drafts);
+    this.#drawDrafts(now);
     this.#drawAdapters(now.adapters);
     this.#drawShards(now.shards);
     this.#drawFailures(now.failures);
-    this.last = now;
   }
 
   #drawSteps(shards) {
@@ -121,34 +126,61 @@ export class LiveView {
     this.tiers.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))), ...names);
   }
 
-  #drawDrafts(drafts) {
-    const rows = Object.entries(drafts).map(([source, { drafted, accepted }]) => el("div", { class: "draft-row" },
-      el("span", {}, (SOURCES[source] || [source])[0]), parts([[source, accepted, "accepted"]], drafted, source),
-      el("span", { class: "dim" }, `${number((100 * accepted) / Math.max(1, drafted))} % of ${number(drafted)}`)));
-    this.drafts.replaceChildren(...(rows.length ? rows : [el("p", { class: "dim" }, "No draft token was verified yet.")]));
+  // Counts of the last minute: a total since the start would no longer move after a day.
+  #drawDrafts({ time, drafts }) {
+    const { totals } = this;
+    const last = totals.at(-1);
+    const isRestarted = last && Object.entries(last[1]).some(([source, { drafted }]) => !(drafts[source]?.drafted >= drafted));
+    if (isRestarted) totals.length = 0;
+    totals.push([time, drafts]);
+    while (time - totals[0][0] > WINDOW_S) totals.shift();
+    const [since, before] = totals[0];
+    const rows = Object.entries(drafts).flatMap(([source, { drafted, accepted }]) => {
+      const numDrafted = drafted - (before[source]?.drafted || 0);
+      const numAccepted = accepted - (before[source]?.accepted || 0);
+      return numDrafted <= 0 ? [] : [el("div", { class: "draft-row" },
+        el("span", {}, (SOURCES[source] || [source])[0]), parts([[source, numAccepted, "accepted"]], numDrafted, source),
+        el("span", { class: "dim" }, `${number((100 * numAccepted) / numDrafted)} % of ${number(numDrafted)}`))];
+    });
+    const seconds = Math.round(time - since);
+    this.draftsNote.textContent = seconds >= WINDOW_S - 1 ? "In the last minute" : `Since this view was opened, ${seconds} s ago`;
+    this.drafts.replaceChildren(...(rows.length ? rows : [el("p", { class: "dim" }, "No draft token was verified.")]));
   }
 
   #drawAdapters(adapters) {
     const rows = adapters.map((each) => [each.num_others ? `${each.num_others} others` : each.name || "base model", each.running, each.waiting, each.preempted]);
-    this.adapters.replaceChildren(table(["Adapter", "Running", "Waiting", "Preempted"], rows, "No request is in the server."));
+    this.adapters.update(rows);
   }
 
   #drawShards(shards) {
     const rows = shards.map((shard) => [
       `${shard.index}${shard.device ? ` (${shard.device})` : ""}`, shard.ready ? "ready" : shard.connected ? "connected" : "not connected",
-      shard.running, shard.waiting ?? "–", shard.step_ms === undefined ? "–" : `${shard.step_ms} ms`, shard.step_tokens ?? "–", shard.resident_adapters,
+      shard.running, shard.waiting ?? "–", shard.step_ms === undefined ? "–" : `${shard.step_ms} ms`, shard.step_tokens ?? "–",
+      shard.adapter_slots ? `${shard.resident_adapters} of ${shard.adapter_slots}` : shard.resident_adapters,
     ]);
-    this.shards.replaceChildren(table(["Replica", "State", "Running", "Waiting", "Step", "Tokens", "Adapters"], rows, "There is no replica."));
+    this.shards.update(rows);
   }
 
   #drawFailures(failures) {
-    const rows = failures.slice(0, 8).map((each) => [each.kind, each.status, each.count, new Date(1000 * each.last_at).toLocaleTimeString()]);
-    this.failures.replaceChildren(table(["Kind", "Status", "Number", "Last"], rows, "None."));
+    const rows = failures.slice(0, 8).map((each) => [each.kind, each.status, each.last_minute, each.count, new Date(1000 * each.last_at).toLocaleTimeString()]);
+    this.failures.update(rows);
   }
 }
 
-function table(head, rows, empty) {
-  if (!rows.length) return el("p", { class: "dim" }, empty);
-  return el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": head[0] }, el("table", {}, el("thead", {}, el("tr", {}, head.map((each) => el("th", { scope: "col" }, each)))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((each, index) => (index ? el("td", {}, String(each)) : el("th", { scope: "row" }, String(each)))))))));
+// A table that keeps its element, so that the focus and the place that it was scrolled to stay.
+class Table {
+  constructor(head, empty) {
+    this.rows = el("tbody", {});
+    this.scroll = el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": head[0] },
+      el("table", {}, el("thead", {}, el("tr", {}, head.map((each) => el("th", { scope: "col" }, each)))), this.rows));
+    this.empty = el("p", { class: "dim" }, empty);
+    this.element = el("div", {}, this.scroll, this.empty);
+    this.update([]);
+  }
+
+  update(rows) {
+    this.scroll.hidden = !rows.length;
+    this.empty.hidden = Boolean(rows.length);
+    this.rows.replaceChildren(...rows.map((row) => el("tr", {}, row.map((each, index) => (index ? el("td", {}, String(each)) : el("th", { scope: "row" }, String(each)))))));
+  }
 }

@@ -1,6 +1,6 @@
 // The playground: conversations, one or two sides, and the settings of each side.
 
-import { json } from "./api.js";
+import { json, newId } from "./api.js";
 import { chatBody, completionBody, detailed, newAnswer, resume, run, stop } from "./answer.js";
 import { AnswerView } from "./answer-view.js";
 import { resultForm, resultView } from "./calls.js";
@@ -9,31 +9,30 @@ import { showCode } from "./copy.js";
 import { el, notify } from "./dom.js";
 import { apply, examplesOf, introduction } from "./examples.js";
 import { HistoryPanel } from "./history.js";
+import { Keeper } from "./keeper.js";
 import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
-import * as store from "./store.js";
 import { firstDifference } from "./tokens.js";
 
 const CURRENT = "lorikeet-conversation";
-const SAVE_MS = 400;
 
 export class Playground {
   constructor(element, capabilities) {
     this.root = element;
     this.capabilities = capabilities;
     this.views = new Map();
+    this.followed = new WeakSet(); // answers whose streams this page reads
+    this.keeper = new Keeper();
     this.side = 0;
     this.picker = new Picker(capabilities.model, (id, source) => this.#pick(id, source));
     this.settings = new SettingsPanel(capabilities, () => this.picker.open(this.#current().adapter), () => this.#save());
-    this.history = new HistoryPanel((id) => this.#load(id), () => this.#new(), (id) => this.#removed(id));
+    this.history = new HistoryPanel((id) => this.#load(id), () => this.#begin(), (id) => this.#removed(id));
     this.#build();
-    addEventListener("pagehide", () => this.#write());
-    document.addEventListener("visibilitychange", () => document.hidden && this.#write());
   }
 
   async start() {
     const id = sessionStorage.getItem(CURRENT) || localStorage.getItem(CURRENT);
-    const found = id ? await store.find(id).catch(() => null) : null;
+    const found = id ? await this.keeper.find(id).catch(() => null) : null;
     if (found) this.#open(upgrade(found));
     else this.#new();
     this.history.refresh(this.conversation.id);
@@ -41,18 +40,19 @@ export class Playground {
 
   #build() {
     this.turns = el("div", { class: "turns" });
-    this.input = el("textarea", { rows: 3, id: "prompt", required: true, onkeydown: (event) => this.#inputKey(event) });
+    this.input = el("textarea", { rows: 3, id: "prompt", required: true, onkeydown: (event) => this.#inputKey(event), oninput: () => this.#drafted() });
     this.inputLabel = el("label", { class: "sr", htmlFor: "prompt" });
     this.submit = el("button", { type: "submit", class: "primary" }, "Send");
     this.modes = ["chat", "completion"].map((mode) => el("button", { type: "button", class: "small", onclick: () => this.#setMode(mode) }, mode === "chat" ? "Chat" : "Completion"));
     this.compare = el("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.#toggleCompare() }, "Compare two");
     this.sides = el("div", { class: "side-tabs", role: "group", "aria-label": "Settings of", hidden: true });
-    const toggles = el("span", { class: "panel-toggles" },
-      this.#toggle("History", "history"), this.#toggle("Settings", "settings"));
+    this.historyToggle = this.#toggle("History", "history");
+    const toggles = el("span", { class: "panel-toggles" }, this.historyToggle, this.#toggle("Settings", "settings"));
     this.form = el("form", { class: "composer panel", onsubmit: (event) => this.#send(event) }, this.inputLabel, this.input,
       el("div", { class: "composer-foot" }, el("span", { class: "dim hint" }, "Ctrl + Enter sends"), el("span", { class: "grow" }), this.submit));
     this.side_ = el("aside", { class: "settings-panel panel", id: "panel-settings", "aria-label": "Settings" }, this.sides, this.settings.element);
-    this.past = el("aside", { class: "history-panel", id: "panel-history", "aria-label": "Conversations" }, this.history.element);
+    this.past = el("aside", { class: "history-panel", id: "panel-history", "aria-label": "Conversations", onkeydown: (event) => event.key === "Escape" && this.#closeHistory() },
+      el("button", { type: "button", class: "small drawer-close", onclick: () => this.#closeHistory() }, "Close"), this.history.element);
     this.root.append(this.past, el("div", { class: "stage" },
       el("div", { class: "stage-head" }, el("span", { class: "segmented", role: "group", "aria-label": "Kind of prompt" }, this.modes), this.compare,
         el("span", { class: "grow" }), toggles), this.turns, this.form), this.side_);
@@ -66,23 +66,36 @@ export class Playground {
     return button;
   }
 
+  // Where it is a drawer, it covers what was chosen in it.
+  #closeHistory() {
+    if (!this.root.classList.contains("open-history")) return;
+    this.historyToggle.click();
+    this.historyToggle.focus();
+  }
+
   // Conversations
 
   #new() {
     const before = this.conversation?.settings;
     const mode = this.conversation?.mode || (this.capabilities.chat ? "chat" : "completion");
     const settings = before ? structuredClone(before) : [defaults(this.capabilities)];
-    this.#open({ id: crypto.randomUUID(), title: "", mode, updated: Date.now(), settings, turns: [] });
+    this.#open({ id: newId(), title: "", mode, updated: Date.now(), settings, turns: [] });
     this.input.focus();
   }
 
+  #begin() {
+    this.#closeHistory();
+    this.#new();
+  }
+
   async #load(id) {
-    const found = await store.find(id);
+    this.#closeHistory();
+    const found = await this.keeper.find(id);
     if (found) this.#open(upgrade(found));
   }
 
   #open(conversation) {
-    this.#write();
+    this.keeper.write().then(() => this.history.refresh(this.conversation.id));
     this.conversation = conversation;
     this.side = 0;
     sessionStorage.setItem(CURRENT, conversation.id);
@@ -90,19 +103,31 @@ export class Playground {
     this.views.clear();
     this.turns.replaceChildren();
     conversation.turns.forEach((turn) => this.#showTurn(turn));
-    if (conversation.mode === "completion" && conversation.turns.length) this.input.value = conversation.turns.at(-1).prompt;
-    else this.input.value = conversation.draft || "";
+    this.input.value = conversation.draft || (conversation.mode === "completion" && conversation.turns.at(-1)?.prompt) || "";
     this.#refresh();
-    for (const turn of conversation.turns) for (const answer of turn.answers) if (answer.state === "running") this.#resume(turn, answer);
+    for (const turn of conversation.turns) for (const answer of turn.answers) if (answer.state === "running") this.#resume(conversation, turn, answer);
     this.history.mark(conversation.id);
   }
 
+  // `id` is null where all are deleted. Nobody can see the rest of a running answer then, so it is stopped.
   #removed(id) {
-    if (id === null || id === this.conversation.id) {
-      this.conversation.turns = [];
-      this.conversation.isGone = true;
-      this.#new();
+    const open = [this.conversation, ...this.keeper.held()];
+    for (const each of new Set(open.filter((conversation) => id === null || conversation.id === id))) {
+      this.keeper.drop(each);
+      this.#stopAll(each, each.turns);
     }
+    if (this.conversation.isGone) this.#new();
+  }
+
+  // A prompt that is not sent yet is kept with its conversation.
+  #drafted() {
+    this.conversation.draft = this.input.value;
+    this.#save();
+  }
+
+  #setInput(text) {
+    this.input.value = text;
+    this.#drafted();
   }
 
   #setMode(mode) {
@@ -142,8 +167,10 @@ export class Playground {
     const isDouble = conversation.settings.length > 1;
     this.root.classList.toggle("double", isDouble);
     ["chat", "completion"].forEach((mode, index) => this.modes[index].setAttribute("aria-pressed", String(mode === conversation.mode)));
-    this.modes[0].disabled = !this.capabilities.chat;
-    this.modes[0].title = this.capabilities.chat ? "" : "The model has no chat template";
+    // An adapter may have a template of its own, which the server reads at its first chat.
+    const mayChat = this.capabilities.chat || isChat || conversation.settings.some((settings) => settings.adapter);
+    this.modes[0].disabled = !mayChat;
+    this.modes[0].title = mayChat ? "" : "The base model has no chat template. Choose an adapter that has one";
     this.compare.setAttribute("aria-pressed", String(isDouble));
     this.inputLabel.textContent = isChat ? "Message" : "Text to complete";
     this.input.placeholder = isChat ? "Ask something" : "Text that the model continues";
@@ -172,7 +199,7 @@ export class Playground {
     const { data } = example.adapter ? await json("v1/models").catch(() => ({ data: [] })) : { data: [] };
     for (const settings of this.conversation.settings) apply(example, settings, data);
     this.#refresh();
-    this.input.value = example.prompt;
+    this.#setInput(example.prompt);
     this.input.focus();
   }
 
@@ -191,12 +218,13 @@ export class Playground {
       return undefined;
     }
     const { conversation } = this;
-    if (conversation.mode === "completion") conversation.turns = [];
+    if (conversation.mode === "completion") this.#stopAll(conversation, conversation.turns.splice(0));
     if (!conversation.turns.length) this.turns.replaceChildren();
     conversation.title ||= prompt.trim().slice(0, 80);
     const turn = { prompt, answers: [] };
     conversation.turns.push(turn);
     if (conversation.mode === "chat") this.input.value = "";
+    conversation.draft = "";
     this.#answerTurn(turn);
     return undefined;
   }
@@ -218,14 +246,21 @@ export class Playground {
     const sides = turn.results ? sidesWithCalls(turns.at(-2), settings.length) : [...settings.keys()];
     turn.answers = sides.map((side) => newAnswer(structuredClone(settings[side]), settings[side].seed === "" ? random : settings[side].seed, side));
     this.#showTurn(turn);
-    await this.#write(); // so that a reload finds the ids of the answers
-    this.history.refresh(conversation.id);
-    for (const answer of turn.answers) run(answer, () => this.#request(conversation, turn, answer), () => this.#changed(turn, answer));
+    this.keeper.note(conversation);
+    await this.keeper.write(); // so that a reload finds the ids of the answers
+    this.history.refresh(this.conversation.id);
+    for (const answer of turn.answers) {
+      this.followed.add(answer);
+      run(answer, () => this.#request(conversation, turn, answer), () => this.#changed(conversation, turn, answer));
+    }
     this.turns.scrollTop = this.turns.scrollHeight;
   }
 
-  #resume(turn, answer) {
-    resume(answer, () => this.#changed(turn, answer));
+  #resume(conversation, turn, answer) {
+    if (this.followed.has(answer)) return;
+    this.followed.add(answer);
+    this.keeper.note(conversation);
+    resume(answer, () => this.#changed(conversation, turn, answer));
   }
 
   #request(conversation, turn, { settings, seed, side }) {
@@ -236,9 +271,10 @@ export class Playground {
 
   #regenerate(turn) {
     const { conversation } = this;
-    conversation.turns.length = conversation.turns.indexOf(turn) + 1;
+    const index = conversation.turns.indexOf(turn);
+    this.#stopAll(conversation, conversation.turns.slice(index));
+    conversation.turns.length = index + 1;
     this.#redraw();
-    this.#stopAll(turn);
     this.results?.remove();
     this.turns.lastChild?.remove();
     this.#answerTurn(turn);
@@ -246,19 +282,18 @@ export class Playground {
 
   #edit(turn) {
     const { conversation } = this;
-    this.#stopAll(turn);
-    conversation.turns.length = conversation.turns.indexOf(turn);
+    this.#stopAll(conversation, conversation.turns.splice(conversation.turns.indexOf(turn)));
     this.#redraw();
     if (turn.results) this.results.querySelector("textarea").focus();
     else {
-      this.input.value = turn.prompt;
+      this.#setInput(turn.prompt);
       this.input.focus();
     }
     this.#save();
   }
 
-  #stopAll(turn) {
-    for (const answer of turn.answers) stop(answer, () => this.#changed(turn, answer));
+  #stopAll(conversation, turns) {
+    for (const turn of turns) for (const answer of turn.answers) stop(answer, () => this.#changed(conversation, turn, answer));
   }
 
   #redraw() {
@@ -273,7 +308,7 @@ export class Playground {
     const { conversation } = this;
     this.results?.remove();
     const actions = {
-      stop: (answer) => stop(answer, () => this.#changed(turn, answer)),
+      stop: (answer) => stop(answer, () => this.#changed(conversation, turn, answer)),
       regenerate: () => this.#regenerate(turn),
       code: (answer) => showCode({
         isChat: conversation.mode === "chat", prompt: turn.prompt, settings: answer.settings, seed: answer.seed, model: this.capabilities.model,
@@ -290,10 +325,12 @@ export class Playground {
   }
 
   // Many tokens may come between two frames: each frame draws once.
-  #changed(turn, answer) {
+  #changed(conversation, turn, answer) {
+    this.keeper.note(conversation);
+    if (answer.state !== "running") this.keeper.write();
+    if (conversation !== this.conversation) return;
     this.dirty ||= new Set();
     this.dirty.add(turn);
-    this.#save();
     if (this.frame) return;
     const draw = () => {
       this.frame = 0;
@@ -303,7 +340,6 @@ export class Playground {
       if (isAtEnd) this.turns.scrollTop = this.turns.scrollHeight;
     };
     this.frame = document.hidden ? setTimeout(draw, 200) : requestAnimationFrame(draw);
-    if (answer.state !== "running") this.#write();
   }
 
   #draw(turn) {
@@ -324,18 +360,7 @@ export class Playground {
     this.turns.append(this.results);
   }
 
-  // Storage
-
   #save() {
-    this.saving ||= setTimeout(() => this.#write(), SAVE_MS);
-  }
-
-  async #write() {
-    clearTimeout(this.saving);
-    this.saving = 0;
-    const { conversation } = this;
-    if (!conversation || conversation.isGone || !conversation.turns.length) return;
-    conversation.updated = Date.now();
-    await store.save(conversation).catch((error) => notify(`This browser does not keep conversations: ${error.message}`));
+    this.keeper.note(this.conversation);
   }
 }

@@ -1,5 +1,6 @@
 // The controls of one side: adapter, speculation, sampling, structured output, within the server's limits.
 
+import { takesHistory } from "./answer.js";
 import { el, field } from "./dom.js";
 import { exampleTools, toolNames, toolsFault } from "./tools.js";
 
@@ -16,14 +17,15 @@ export function defaults(capabilities) {
   const speculation = capabilities.speculation;
   return {
     adapter: "", source: "", method: speculation.max_tokens ? "auto" : "off", draftTokens: speculation.default_tokens, schedule: "",
-    maxTokens: Math.min(256, capabilities.max_total_tokens - 1), temperature: 0, topP: 1, topK: 0, repetition: 1, seed: "", stop: [],
-    alternatives: 3, format: "", grammar: "", system: "", tools: "", toolChoice: "auto",
+    maxTokens: Math.min(256, capabilities.max_total_tokens - 1), temperature: 0, topP: 1, topK: 0, minP: 0, typicalP: 1, repetition: 1, frequency: 0,
+    presence: 0, seed: "", stop: [], history: "", alternatives: 3, format: "", grammar: "", system: "", tools: "", toolChoice: "auto",
   };
 }
 
 export class SettingsPanel {
   constructor(capabilities, onPick, onChange) {
     this.capabilities = capabilities;
+    this.defaults = defaults(capabilities);
     this.onChange = onChange;
     this.controls = {};
     this.adapter = el("button", { type: "button", class: "adapter-button", onclick: () => onPick() });
@@ -34,23 +36,35 @@ export class SettingsPanel {
     this.element = el("div", { class: "settings" },
       el("div", { class: "field" }, el("span", { class: "label", id: "adapter-label" }, "Adapter"), this.adapter),
       this.systemField, this.toolFields, el("h3", {}, "Speculative decoding"), this.#speculationFields(), el("h3", {}, "Output"),
-      this.#outputFields(), this.grammarField, el("h3", {}, "Sampling"), this.#slider("temperature", "Temperature", 0, 2, 0.05), this.samplingFields);
+      this.#outputFields(), this.grammarField, el("h3", {}, "Sampling"), this.#slider("temperature", "Temperature", 0, 2, 0.05), this.samplingFields,
+      el("h3", {}, "Penalties"), el("div", { class: "field-rows" }, this.#slider("repetition", "Repetition", 1, 2, 0.05),
+        this.#slider("frequency", "Frequency", -2, 2, 0.1), this.#slider("presence", "Presence", -2, 2, 0.1)));
     this.adapter.hidden = !capabilities.adapters;
   }
 
   show(settings, { isChat }) {
     this.settings = settings;
     const name = settings.adapter || "Base model";
+    this.#offerHeads(settings);
     this.adapter.replaceChildren(el("span", { class: "picker-name" }, name), el("span", { class: "dim", "aria-hidden": "true" }, "▾"));
     this.adapter.setAttribute("aria-label", `Adapter: ${name}. Choose another`);
     for (const [name_, control] of Object.entries(this.controls)) {
-      const value = settings[name_] ?? { tools: "", toolChoice: "auto" }[name_];
+      const value = settings[name_] ??= this.defaults[name_]; // conversations of earlier versions of the page lack some
       control.value = name_ === "stop" ? value.join("\n") : value;
       this.#output(control);
     }
     this.systemField.hidden = !isChat;
     this.toolFields.hidden = !isChat;
     this.#relate();
+  }
+
+  // Medusa heads are part of an adapter, where the operator gives every request none.
+  #offerHeads(settings) {
+    const option = this.controls.method?.querySelector("[value=medusa]");
+    if (!option) return;
+    option.disabled = !this.capabilities.speculation.heads && !settings.adapter;
+    option.textContent = option.disabled ? "Medusa heads (of an adapter)" : "Medusa heads";
+    if (option.disabled && settings.method === "medusa") settings.method = "auto";
   }
 
   // Whether all fields have values that the server takes; shows the first that has not.
@@ -60,12 +74,14 @@ export class SettingsPanel {
   }
 
   #speculationFields() {
-    const { max_tokens: most, draft_model: hasDraft } = this.capabilities.speculation;
+    const { max_tokens: most, draft_model: hasDraft, history, heads, default_history: isHistoryDefault } = this.capabilities.speculation;
     if (!most) return el("p", { class: "dim" }, "This server does not speculate.");
-    const usable = METHODS.filter(([method]) => method !== "draft" || hasDraft);
+    const usable = METHODS.filter(([method]) => (method !== "draft" || hasDraft) && (method !== "medusa" || heads || this.capabilities.adapters));
+    const historyField = () => field("Earlier outputs as drafts", this.#select("history", [["", `Server’s choice: ${isHistoryDefault ? "on" : "off"}`], ["on", "On"], ["off", "Off"]]));
     return el("div", { class: "field-rows" }, field("Method", this.#select("method", usable)),
       this.#slider("draftTokens", "Draft tokens per step", 0, most, 1),
-      field("Draft length", this.#select("schedule", [["", "Server’s choice"], ["constant", "Constant"], ["auto", "Adapts to load"], ["heuristic", "Adapts to hits"]])));
+      field("Draft length", this.#select("schedule", [["", "Server’s choice"], ["constant", "Constant"], ["auto", "Adapts to load"], ["heuristic", "Adapts to hits"]])),
+      history ? historyField() : null);
   }
 
   #toolFields() {
@@ -93,7 +109,7 @@ export class SettingsPanel {
   #samplingFields() {
     return [
       this.#slider("topP", "Top p", 0.05, 1, 0.05), field("Top k", this.#number("topK", 0, 1000, 1), "0 is off"),
-      this.#slider("repetition", "Repetition penalty", 1, 2, 0.05),
+      this.#slider("minP", "Min p", 0, 1, 0.05), this.#slider("typicalP", "Typical p", 0.05, 1, 0.05),
       field("Seed", this.#number("seed", 0, Number.MAX_SAFE_INTEGER, 1), "Empty: a new one for every answer"),
     ];
   }
@@ -102,7 +118,8 @@ export class SettingsPanel {
     const { settings } = this;
     this.grammarField.hidden = !settings.format;
     for (const name of ["draftTokens", "schedule"]) if (this.controls[name]) this.controls[name].disabled = settings.method === "off";
-    for (const name of ["topP", "topK"]) this.controls[name].disabled = !(settings.temperature > 0);
+    if (this.controls.history) this.controls.history.disabled = !takesHistory(settings);
+    for (const name of ["topP", "topK", "minP", "typicalP"]) this.controls[name].disabled = !(settings.temperature > 0);
     const { grammar, stop, tools } = this.controls;
     this.choiceField.hidden = !settings.tools?.trim();
     const fault = toolsFault(settings.tools);

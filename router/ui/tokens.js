@@ -91,20 +91,24 @@ export class TokenView {
   }
 }
 
+// A token that a filter or a grammar excludes has the log probability -∞, which is null in JSON.
+const isExcluded = (logprob) => logprob === null || logprob === undefined;
+const probability = (logprob) => (isExcluded(logprob) ? 0 : Math.exp(logprob));
+const percent = (logprob) => `${number(100 * probability(logprob), 1)} %`;
+
 function describe(token, index) {
   const [name, sentence] = SOURCES[sourceOf(token)] || [token.source, ""];
-  const chance = (logprob) => `${number(100 * Math.exp(logprob), 1)} %`;
   const parts = [
     el("div", { class: "token-head" }, el("code", {}, visible(token.text)), el("span", { class: "dim" }, ` token ${index + 1}, id ${token.id}`)),
     el("div", {}, el("span", { class: `swatch ${sourceOf(token)}` }), ` ${name}: ${sentence}`),
-    el("div", { class: "dim" }, `log probability ${number(token.logprob, 3)} (${chance(token.logprob)})`),
+    el("div", { class: "dim" }, isExcluded(token.logprob) ? "no log probability" : `log probability ${number(token.logprob, 3)} (${percent(token.logprob)})`),
   ];
   if (token.others?.length) {
-    const most = Math.exp(token.others[0][1]) || 1;
+    const most = Math.max(...token.others.map(([, logprob]) => probability(logprob))) || 1;
     parts.push(el("ul", { class: "others", "aria-label": "Alternatives" }, token.others.map(([text, logprob]) => {
       const bar = el("span", { class: "bar" });
-      bar.style.width = `${Math.max(2, (60 * Math.exp(logprob)) / most)}px`;
-      return el("li", {}, el("code", {}, visible(text)), bar, el("span", { class: "dim" }, chance(logprob)));
+      bar.style.width = isExcluded(logprob) ? "0" : `${Math.max(2, (60 * probability(logprob)) / most)}px`;
+      return el("li", {}, el("code", {}, visible(text)), bar, el("span", { class: "dim" }, isExcluded(logprob) ? "excluded" : percent(logprob)));
     })));
   }
   return parts;
