@@ -162,12 +162,12 @@ def take_all(browser: Any, url: str, folder: Path) -> None:
 
 def take_for_docs(browser: Any, url: str) -> None:
     folder = ROOT / "docs" / "images"
-    with camera(browser, url, folder, "light", (1280, 720)) as one:
+    with camera(browser, url, folder, "light", (1280, 800)) as one:
         take, one.take = one.take, lambda name: None
         one.visit.open()
         one.choose("json")
         one.compare()
-        one.page.hover(".token:nth-child(6)")
+        one.visit.press("Side A")
         take("playground")
     with load(url), camera(browser, url, folder, "dark", (1280, 800)) as one:
         one.live()
