@@ -116,7 +116,7 @@ def readme(text: str, known: Mapping[str, Result], old: frozenset[str]) -> str:
         raise ValueError(f"README needs one {BEGIN} and one {END}")
     found = [known[name] for name in SHOWN if name in known]
     letters = machines(found)
-    columns = [at for at, name in enumerate(HEAD) if name not in ("status", "commit")]
+    columns = [at for at, name in enumerate(HEAD) if name != "commit"]
     rows = [[cells(each, old, letters)[at] for at in columns] for each in found]
     shown = table([HEAD[at] for at in columns], rows) + "\n" + legend(letters)
     return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: f"{BEGIN}\n{shown}{END}", text, flags=re.DOTALL)

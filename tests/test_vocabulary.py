@@ -27,6 +27,10 @@ READ = (
     ".txt",
     ".tpl",
     ".json",
+    ".js",
+    ".css",
+    ".html",
+    ".go",
     "Makefile",
     "Dockerfile",
 )
@@ -40,6 +44,7 @@ EXEMPT = (
     "demo/data/tasks/",
     "LICENSE",
     "router/api/swagger/swagger-ui",
+    "router/ui/vendor/",
 )
 
 WORDS = {
@@ -64,7 +69,7 @@ WORDS = {
     r"strangers?": "other requests, new users",
     "aloud": "with a warning",
     r"in (any|every|equal|other) company": "in any batch",
-    r"refused by name": "rejected with an error that names the field",
+    r"(refused|rejected) by name": "rejected with an error that names the field",
     r"guessing ahead": "speculative decoding",
     "embedded family": "built-in demo models",
     r"what one gets": "features",

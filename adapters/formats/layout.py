@@ -140,8 +140,8 @@ class ServedFile:
         return sum(part.nbytes for part in self.parts)
 
     def write(self, file: BinaryIO) -> None:
-        """Write it. Safetensors' own writer takes twice as long for many small tensors (docs/LOG.md), on cores that
-        steps need.
+        """Write it. Safetensors' own writer takes twice as long for many small tensors, on cores that steps need
+        (docs/log/2026-11-22-adapter-layout-cost.md).
         """
         for part in self.parts:
             file.write(part)

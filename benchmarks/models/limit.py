@@ -1,6 +1,6 @@
 """What a machine could do at most for a closed loop: the limit that a server's tokens per second are held against.
 
-`benchmarks/machine.py` measures the speeds.
+`benchmarks/serving/machine.py` measures the speeds.
 """
 
 from dataclasses import dataclass

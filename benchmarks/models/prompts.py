@@ -1,4 +1,4 @@
-"""Random prompts of exactly so many tokens for the models of `benchmarks/models.py`."""
+"""Random prompts of exactly so many tokens for the models of `benchmarks/models/`."""
 
 import random
 from itertools import islice, product

@@ -62,7 +62,7 @@ SUITES: tuple[Suite, ...] = (
                   unit="s"),),
           (*SERVER, "benchmarks/serving/start.py", "benchmarks/load/servers.py"), "embedded model", "bfloat16"),
     Suite("clone", fresh_clone.measure, 1,
-          (Figure("make test in a fresh clone", partial(raw_value, "seconds"), 600.0, at_least=False, unit="s",
+          (Figure("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, at_least=False, unit="s",
                   over=Over.WORST),),
           ("tests/**/*.py", "pyproject.toml", "Makefile", "benchmarks/serving/fresh_clone.py",
            "benchmarks/load/servers.py")),

@@ -11,7 +11,7 @@ MUTANTS = [
         "router/schemas/dialects/responses.py",
         "        if fields.take(name) is not None:\n            raise UnsupportedField(name, _NO_STORAGE)",
         "        fields.take(name)",
-        f"{RESPONSES}::test_what_needs_storage_is_rejected_by_name",
+        f"{RESPONSES}::test_what_needs_storage_is_rejected_with_an_error",
     ),
     Mutant(
         "the events of an item's end are left out where another one begins",

@@ -133,7 +133,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "max-loras", "maximum number of adapters in device slots; sets", INTEGER, minimum=1,
-            stands_for="max-active-adapters", default_text="that flag's", new=True,
+            stands_for="max-active-adapters", default_text="value of --max-active-adapters", new=True,
         ),
         Flag(
             "enable-lora", "serve adapters", SWITCH, False, new=True, no_effect="adapters are always served",

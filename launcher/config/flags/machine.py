@@ -162,7 +162,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             default=(), to=ROUTER, repeated=True, new=True,
         ),
         Flag(
-            "header-timeout-s", "seconds a client gets to send the head of a request; above it 408", NUMBER, 10.0,
+            "header-timeout-s", "seconds that a client has to send a request's header; above it 408", NUMBER, 10.0,
             ROUTER, minimum=0.1, new=True,
         ),
         Flag(

@@ -53,11 +53,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "pooling",
             "compute vectors instead of text, from the hidden state of the first token (`cls`), the `mean` of all, or "
             "that of the `last` token", to=ROUTER | SHARD | LOADER, choices=POOLINGS, new=True,
-            default_text="what the files of an embedding model say",
+            default_text="from the model's files",
         ),
         Flag(
             "embedding-dim", "dimensions of an embedding model that has several projections (2_Dense_N)", INTEGER,
-            to=ROUTER | SHARD | LOADER, default_text="what the model's files say", minimum=1,
+            to=ROUTER | SHARD | LOADER, default_text="from the model's files", minimum=1,
             differs="also makes a causal model an embedding model",
         ),
         Flag("huggingface-hub-cache", "download cache", default_text="that of huggingface-hub"),

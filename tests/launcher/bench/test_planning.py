@@ -1,4 +1,4 @@
-"""Command lines: what has an effect is planned, and what would have none is rejected by name."""
+"""Command lines: what has an effect is planned, and what would have none is rejected with an error."""
 
 import json
 from pathlib import Path

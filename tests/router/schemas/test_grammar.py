@@ -1,4 +1,4 @@
-"""Grammars in every dialect: what is read, and what is rejected by name."""
+"""Grammars in every dialect: what is read, and what is rejected with an error."""
 
 import json
 from typing import Any

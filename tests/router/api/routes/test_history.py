@@ -1,4 +1,4 @@
-"""`speculative_history`: which tenant reaches the shard, and what is rejected by name."""
+"""`speculative_history`: which tenant reaches the shard, and what is rejected with an error."""
 
 from pathlib import Path
 from typing import Any

@@ -129,7 +129,7 @@ def test_cohere_s_types_of_texts_choose_the_model_s_prompt() -> None:
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, 422, "inputs[0].content[0]"),
     ],
 )
-async def test_what_cohere_s_route_does_not_do_is_rejected_by_name(
+async def test_what_cohere_s_route_does_not_do_is_rejected_with_an_error(
     embedder: Serving, fields: dict[str, Any], status: int, param: str
 ) -> None:
     response = await embedder.client.post("/v2/embed", json={"model": MODEL_ID, "texts": ["x"], **fields})
@@ -148,7 +148,7 @@ async def test_what_cohere_s_route_does_not_do_is_rejected_by_name(
         ("/v1/embeddings", {"embed_dtype": "float16"}, "embed_dtype", "values are float32"),
     ],
 )
-async def test_what_an_embedder_does_not_do_is_rejected_by_name(
+async def test_what_an_embedder_does_not_do_is_rejected_with_an_error(
     embedder: Serving, path: str, fields: dict[str, Any], param: str, words: str
 ) -> None:
     response = await embedder.client.post(path, json={"model": MODEL_ID, "input": "x", **fields})
@@ -166,7 +166,7 @@ async def test_what_an_embedder_does_not_do_is_rejected_by_name(
         ("/classify", {"encoding_format": "base64"}, "encoding_format"),
     ],
 )
-async def test_what_a_classifier_does_not_do_is_rejected_by_name(
+async def test_what_a_classifier_does_not_do_is_rejected_with_an_error(
     classifier: Serving, path: str, fields: dict[str, Any], param: str
 ) -> None:
     response = await classifier.client.post(path, json={"input": "x", **fields})

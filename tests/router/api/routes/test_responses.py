@@ -165,7 +165,7 @@ async def test_log_probabilities(server: Serving, client: openai.AsyncOpenAI) ->
     assert len(part.logprobs[0].top_logprobs) == 2
 
 
-async def test_what_needs_storage_is_rejected_by_name(server: Serving, client: openai.AsyncOpenAI) -> None:
+async def test_what_needs_storage_is_rejected_with_an_error(server: Serving, client: openai.AsyncOpenAI) -> None:
     for name, value in (("previous_response_id", "resp_1"), ("conversation", "conv_1"), ("background", True)):
         status, param, message = await refusal(server, **{name: value})
         assert (status, param) == (422, name) and "stores no responses" in message
