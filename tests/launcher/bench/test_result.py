@@ -106,8 +106,8 @@ def test_a_comparison_says_what_is_shown() -> None:
 
 
 def test_gaps_of_a_request_are_drawn_together() -> None:
-    """Half of the requests are slow throughout: no number of gaps makes the median of so few requests sure."""
-    mixed = [sample(0.0, 0.1, *[0.01 if index % 2 else 0.02] * 200) for index in range(6)]
+    """Four of seven requests are slow throughout: no number of gaps makes the median of so few requests sure."""
+    mixed = [sample(0.0, 0.1, *[0.01 if index % 2 else 0.02] * 200) for index in range(7)]
     found = result.measured(Loaded(mixed, 2.0, 0.1), [99], {})
     itl = next(line for line in compared(found, found).splitlines() if line.startswith("Median ITL"))
     assert "0.500 – 2.000, no difference shown" in itl
