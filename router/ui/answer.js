@@ -138,7 +138,7 @@ async function follow(answer, changed, open, isKept = false) {
       if (answer.state === "running") throw new TypeError("the connection ended early");
     } catch (error) {
       if (error instanceof ApiError || answer.state !== "running" || failures >= RETRY_MS.length) throw error;
-      answer.note = "Connection lost, reading on…";
+      answer.note = "Connection lost, resuming…";
       changed();
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[failures++]));
       next = () => readOn(answer, isKept ? 0 : answer.numEvents);
