@@ -128,10 +128,10 @@ async def _arrivals(
         draw = random.Random(1000 * seed + number)
         texts = prompts(int(2 * rate * size.seconds) + 20, size.length.num_prompt, 1000 * seed + number)
         target = completions.Target(server.port, names[number], EXTRA)
-        start, offset = time.monotonic(), draw.expovariate(rate)
+        start, offset = time.perf_counter(), draw.expovariate(rate)
         running = []
         while offset < size.seconds and texts:
-            await asyncio.sleep(max(0.0, start + offset - time.monotonic()))
+            await asyncio.sleep(max(0.0, start + offset - time.perf_counter()))
             running.append(asyncio.create_task(completions.complete(target, texts.pop(), size.length)))
             offset += draw.expovariate(rate)
         if number == 0:  # the backlog of the flood is not measured
@@ -156,7 +156,7 @@ async def _shares(server: servers.Server, size: Size, seed: int) -> tuple[dict[s
     async def client(name: str, number: int) -> None:
         target = completions.Target(server.port, name, EXTRA)
         for text in prompts(200, size.length.num_prompt, seed + number):
-            seen[name].append(completions.Answer(time.monotonic()))
+            seen[name].append(completions.Answer())
             await completions.complete(target, text, size.length, seen[name][-1])
 
     tasks = [
@@ -165,9 +165,9 @@ async def _shares(server: servers.Server, size: Size, seed: int) -> tuple[dict[s
         for number in range(CLIENTS_EACH)
     ]
     await asyncio.sleep(size.seconds / 4)
-    start = time.monotonic()
+    start = time.perf_counter()
     await asyncio.sleep(size.seconds * 3 / 4)
-    end = time.monotonic()
+    end = time.perf_counter()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

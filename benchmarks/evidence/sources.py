@@ -31,7 +31,7 @@ ADAPTERS = ("adapters/**/*.py", "!adapters/medusa/*.py")
 SERVER = (*ENGINE, *ROUTER, *ADAPTERS, "adapters/medusa/format.py", "launcher/**/*.py", "!launcher/cli/*.py")
 EMBEDDED_MODEL = ("demo/base/*", "demo/adapters/**/*", "demo/heads/**/*", "demo/draft/*", "demo/data/**/*.py")
 RANDOM_MODEL = ("benchmarks/models/*.py",)
-HTTP_LOAD = ("benchmarks/load/*.py", *RANDOM_MODEL)
+HTTP_LOAD = ("benchmarks/load/*.py", "launcher/bench/*.py", *RANDOM_MODEL)
 IGNORED = re.compile(r"__pycache__|\.pyc$|_pb2(_grpc)?\.pyi?$|\.md$")
 
 

@@ -1,18 +1,22 @@
-"""A light load generator: streaming completions over HTTP/1.1 on plain asyncio streams, closed loop or Poisson
-arrivals.
-
-It shares the machine with the server, so it parses no event but the last.
-"""
+"""Streaming completions, sent by the code of lorikeet-bench: one, a closed loop, or Poisson arrivals."""
 
 import asyncio
-import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-PATH = "/v1/completions"
+import orjson
+
+from lorikeet.launcher.bench.apis import Completions, Seen
+from lorikeet.launcher.bench.connection import Connections, Pieces, events
+from lorikeet.launcher.bench.load import Load, Sample
+from lorikeet.launcher.bench.workload import Planned
+
+TIMEOUT_S = 3600.0
+_READER = Completions("", {}, ignores_eos=False)
 
 
 @dataclass(frozen=True)
@@ -23,32 +27,33 @@ class Target:
     model: str
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def request(self, prompt: str, num_tokens: int) -> bytes:
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self.extra,
-        }
-        content = json.dumps(body).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        return head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+    def api(self) -> Completions:
+        """Its requests are greedy."""
+        return Completions(self.model, {"temperature": 0, **self.extra}, ignores_eos=False)
+
+    def connections(self) -> Connections:
+        """To be closed."""
+        return Connections(f"http://127.0.0.1:{self.port}", {}, TIMEOUT_S)
 
 
 @dataclass
 class Answer:
-    """What one request saw; times are of time.monotonic()."""
+    """What one request saw; times are of time.perf_counter(), or seconds from the start of a loop."""
 
-    sent: float
-    events: list[float] = field(default_factory=list)
-    """When each event with text arrived."""
+    sent: float = field(default_factory=time.perf_counter)
+    pieces: Pieces = field(default_factory=list)
+    """Of the body, as they arrive …"""
+    times: list[float] = field(default_factory=list)
+    """… and the events with text in them, once it is complete."""
     last: float = 0.0
     num_prompt: int = 0
     num_output: int = 0
     error: str = ""
+
+    @property
+    def events(self) -> list[float]:
+        """When each event with text has arrived so far."""
+        return self.times or _seen(self.pieces).token_times
 
     @property
     def first_token_s(self) -> float:
@@ -67,49 +72,63 @@ class Length:
     num_prompt: int = 256
     num_output: int = 64
 
+    def check(self, answer: Answer) -> None:
+        """An answer with another number of tokens has an error."""
+        if not answer.error and (answer.num_prompt, answer.num_output) != (self.num_prompt, self.num_output):
+            answer.error = f"{answer.num_prompt} tokens in, {answer.num_output} out"
+
 
 async def complete(target: Target, prompt: str, length: Length, answer: Answer | None = None) -> Answer:
-    """One streamed completion; a failure is in the answer, not raised. `answer` fills while it runs."""
-    answer = Answer(sent=time.monotonic()) if answer is None else answer
+    """One streamed completion over a connection of its own; a failure is in the answer, not raised. `answer` fills
+    while it runs.
+    """
+    answer = Answer() if answer is None else answer
+    api, connections = target.api(), target.connections()
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
-        try:
-            writer.write(target.request(prompt, length.num_output))
-            usage = await _read_events(reader, answer)
-        finally:
-            writer.close()
-        answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
-        if (answer.num_prompt, answer.num_output) != (length.num_prompt, length.num_output):
-            answer.error = f"{answer.num_prompt} tokens in, {answer.num_output} out"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, asyncio.IncompleteReadError) as error:
+        content = orjson.dumps(api.body(Planned(prompt, length.num_output)))
+        response = await connections.post(api.path, content, answer.pieces)
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {response.body[:2000].decode(errors='replace')}")
+        seen = _seen(answer.pieces)
+        answer.times, answer.error = seen.token_times, seen.error
+        answer.num_prompt, answer.num_output = seen.num_prompt, seen.num_output
+        length.check(answer)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         answer.error = f"{type(error).__name__}: {error}"[:500]
-    answer.last = time.monotonic()
+    finally:
+        await connections.close()
+    answer.last = time.perf_counter()
     return answer
 
 
 async def closed_loop(target: Target, prompts: Sequence[str], clients: int, length: Length) -> list[Answer]:
     """`clients` clients, each sending the next prompt as soon as its last answer is complete."""
-    waiting = iter(prompts)
-    answers: list[Answer] = []
-
-    async def client() -> None:
-        for prompt in waiting:
-            answers.append(await complete(target, prompt, length))
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return answers
+    return await _load(target, [Planned(prompt, length.num_output) for prompt in prompts], clients, length)
 
 
 async def poisson(target: Target, prompts: Sequence[str], rate: float, length: Length, seed: int) -> list[Answer]:
     """Requests that arrive `rate` times a second on average, whatever the server does."""
     draw = random.Random(seed)
-    start, offset = time.monotonic(), 0.0
-    running: list[asyncio.Task[Answer]] = []
-    for prompt in prompts:
-        offset += draw.expovariate(rate)
-        await asyncio.sleep(max(0.0, start + offset - time.monotonic()))
-        running.append(asyncio.create_task(complete(target, prompt, length)))
-    return list(await asyncio.gather(*running))
+    arrivals = accumulate(draw.expovariate(rate) for _ in prompts)
+    plan = [Planned(prompt, length.num_output, at=at) for prompt, at in zip(prompts, arrivals, strict=True)]
+    return await _load(target, plan, None, length)
+
+
+async def _load(target: Target, plan: Sequence[Planned], clients: int | None, length: Length) -> list[Answer]:
+    connections = target.connections()
+    try:
+        loaded = await Load(connections, target.api(), clients).run(plan)
+    finally:
+        await connections.close()
+    return [_answer(sample, length) for sample in loaded.samples]
+
+
+def _answer(sample: Sample, length: Length) -> Answer:
+    times = list(accumulate(sample.itls, initial=sample.start + sample.ttft))
+    answer = Answer(sample.start, times=times, last=sample.start + sample.latency, error=sample.error)
+    answer.num_prompt, answer.num_output = sample.num_prompt, sample.num_output
+    length.check(answer)
+    return answer
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -123,32 +142,8 @@ def tokens_per_second(answers: Sequence[Answer]) -> float:
     return sum(a.num_output for a in answers) / (max(a.last for a in answers) - min(a.sent for a in answers))
 
 
-async def _read_events(reader: asyncio.StreamReader, answer: Answer) -> dict[str, int]:
-    """Note when each event arrives; the usage that the last one reports."""
-    status = (await reader.readline()).split(b" ", 2)[1]
-    chunked = False
-    while (line := await reader.readline()) not in (b"\r\n", b""):
-        chunked = chunked or line.lower().startswith(b"transfer-encoding: chunked")
-    if status != b"200":
-        raise ValueError(f"status {status.decode()}: {(await reader.read(2000)).decode(errors='replace')}")
-    pending, last = b"", b""
-    async for data in _bodies(reader, chunked):
-        now = time.monotonic()
-        *events, pending = (pending + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            if event.startswith((b"data: {", b"data:{")):
-                last = event
-                answer.events.append(now)
-    answer.events.pop()  # the last event carries usage, no text
-    usage: dict[str, int] = json.loads(last[len(b"data:") :])["usage"]
-    return usage
-
-
-async def _bodies(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Pieces of the body as they arrive."""
-    if not chunked:
-        while data := await reader.read(65536):
-            yield data
-        return
-    while size := int(await reader.readline(), 16):
-        yield (await reader.readexactly(size + 2))[:-2]
+def _seen(pieces: Pieces) -> Seen:
+    seen = Seen()
+    for at, event in events(pieces):
+        _READER.read(event, at, seen)
+    return seen

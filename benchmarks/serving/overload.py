@@ -63,7 +63,7 @@ async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
 
     async def client() -> None:
         while not is_over.is_set():
-            answer = completions.Answer(sent=time.monotonic())
+            answer = completions.Answer()
             answers.append(answer)
             await completions.complete(target, next(waiting), _length(draw), answer)
             if answer.error:  # a request of the flood was accepted instead
@@ -80,11 +80,11 @@ async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
     events, refused, errors = list[float](), list[float](), list[str]()
     for flooded in (flood_first, not flood_first):
         await asyncio.sleep(SETTLE_S)
-        starts[flooded] = time.monotonic()
+        starts[flooded] = time.perf_counter()
         if flooded:
             result = json.loads((await flood.communicate(b"go\n"))[0])
             events, refused, errors = result["events"], result["refused_ms"], result["errors"]
-        await asyncio.sleep(max(0.0, starts[flooded] + ROUND_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, starts[flooded] + ROUND_S - time.perf_counter()))
     is_over.set()
     await asyncio.gather(*clients)
     events += [at for answer in answers for at in answer.events]
@@ -106,13 +106,13 @@ async def flood(target: completions.Target, seed: int) -> dict[str, Any]:
     await asyncio.to_thread(sys.stdin.readline)
     answers: list[completions.Answer] = []
     tasks = []
-    at = end = time.monotonic()
+    at = end = time.perf_counter()
     end += ROUND_S
     while (at := at + draw.expovariate(FLOOD_PER_S)) < end:
-        await asyncio.sleep(max(0.0, at - time.monotonic()))
-        answers.append(completions.Answer(sent=time.monotonic()))
+        await asyncio.sleep(max(0.0, at - time.perf_counter()))
+        answers.append(completions.Answer())
         tasks.append(asyncio.create_task(completions.complete(target, next(texts), _length(draw), answers[-1])))
-    await asyncio.sleep(max(0.0, end - time.monotonic()))
+    await asyncio.sleep(max(0.0, end - time.perf_counter()))
     for task in tasks:
         task.cancel()
     return {

@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
+Pieces = list[tuple[float, bytes]]
+"""Parts of a body as they arrived, with the time in time.perf_counter()."""
+
 
 @dataclass
 class Response:
@@ -20,8 +23,8 @@ class Response:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     """By lower-case name."""
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """Of the body, with the time of arrival in time.perf_counter()."""
+    pieces: Pieces = field(default_factory=list)
+    """Of the body."""
 
     @property
     def body(self) -> bytes:
@@ -41,9 +44,10 @@ class _Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
-    def send(self, request: bytes) -> "asyncio.Future[Response]":
-        """Write a request; the result is its response."""
-        self._response, self._parser = Response(), httptools.HttpResponseParser(self)
+    def send(self, request: bytes, pieces: Pieces | None) -> "asyncio.Future[Response]":
+        """Write a request; the result is its response. Its body is added to `pieces`, if given, while it arrives."""
+        self._response = Response() if pieces is None else Response(pieces=pieces)
+        self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return self._done
@@ -70,8 +74,8 @@ class _Protocol(asyncio.Protocol):
         self._response.pieces.append((self._now, data))
 
     def on_message_complete(self) -> None:
-        if self._response.status == 100:
-            self._response = Response()
+        if self._response.status == 100:  # the response itself follows
+            self._response = Response(pieces=self._response.pieces)
             return
         self.is_usable = self._parser.should_keep_alive()
         if self._done is not None and not self._done.done():
@@ -95,20 +99,20 @@ class Connections:
         self._timeout_s = timeout_s
         self._idle: list[_Protocol] = []
 
-    async def post(self, path: str, content: bytes) -> Response:
-        """Raises OSError, ValueError, or TimeoutError."""
+    async def post(self, path: str, content: bytes, pieces: Pieces | None = None) -> Response:
+        """The body is added to `pieces`, if given, while it arrives. Raises OSError, ValueError, or TimeoutError."""
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}content-type: application/json\r\n"
-        return await self._ask(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content)
+        return await self._ask(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content, pieces)
 
     async def get(self, path: str) -> Response:
         """Raises OSError, ValueError, or TimeoutError."""
         return await self._ask(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n".encode("latin-1"))
 
-    async def _ask(self, request: bytes) -> Response:
+    async def _ask(self, request: bytes, pieces: Pieces | None = None) -> Response:
         async with asyncio.timeout(self._timeout_s):
             connection = await self._take()
             try:
-                response = await connection.send(request)
+                response = await connection.send(request, pieces)
             except BaseException:
                 connection.transport.abort()
                 raise
@@ -137,7 +141,7 @@ class Connections:
         await asyncio.sleep(0)  # the loop closes the sockets
 
 
-def events(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+def events(pieces: Pieces) -> list[tuple[float, bytes]]:
     """The data of each server-sent event of a body, with the time at which its end arrived."""
     found: list[tuple[float, bytes]] = []
     pending = b""

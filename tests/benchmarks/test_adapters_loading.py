@@ -16,7 +16,7 @@ def test_a_small_round_of_loads(small: adapted.Base) -> None:
 
 
 def test_gaps_count_where_they_lie_within() -> None:
-    answers = [completions.Answer(0.0, [1.0, 2.0, 4.0, 7.0]), completions.Answer(0.0, [1.5, 3.0])]
+    answers = [completions.Answer(0.0, times=[1.0, 2.0, 4.0, 7.0]), completions.Answer(0.0, times=[1.5, 3.0])]
     assert loading._gaps(answers, 1.5, 5.0) == [2.0, 1.5]
 
 

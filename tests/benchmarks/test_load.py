@@ -22,7 +22,7 @@ async def serve(status: bytes, pieces: list[bytes]) -> tuple[asyncio.Server, Tar
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         bodies.append(await reader.readexactly(size))
-        writer.write(b"HTTP/1.1 " + status + b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
         for piece in pieces:
             writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             await writer.drain()
