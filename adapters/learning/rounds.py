@@ -51,11 +51,31 @@ MOST_PAIRS = 8
 """Pairs whose heads stay in memory; others continue from the heads in use."""
 PROPOSED_ROWS = 256
 """Rows that heads propose for at a time."""
+BUSY_SHARE = 0.9
+"""The processor is busy with other work if a step gets less than this share of it …"""
+MOST_BUSY_SHARE = 0.05
+"""… and training takes at most this share then."""
 OWN_OUTPUT = "its adapter changes the output head: heads are not learned for it"
 
 
 class Abandoned(Exception):
     """Nobody waits for the answer any more."""
+
+
+class Throttle:
+    """Sleeps after a training step that other work has interrupted. Idle priority alone is not enough: on the second
+    hardware thread of a core, training slows down the first one.
+    """
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+
+    def wait(self) -> None:
+        """Call this after each step."""
+        wall, cpu = time.monotonic() - self._wall, time.process_time() - self._cpu
+        if cpu < BUSY_SHARE * wall:
+            time.sleep(max(0.0, cpu / MOST_BUSY_SHARE - wall))
+        self._wall, self._cpu = time.monotonic(), time.process_time()
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,7 @@ class Rounds:
         return optimizer
 
     def _train(self, optimizer: HeadsOptimizer, rows: JobRows) -> None:
-        recipe, started = optimizer.recipe, time.monotonic()
+        recipe, started, throttle = optimizer.recipe, time.monotonic(), Throttle()
         batches = [batch for _ in range(recipe.epochs) for batch in rows.batches(recipe.rows_per_step, self._random)]
         for step, batch in enumerate(batches):
             if self._is_abandoned():
@@ -154,6 +174,7 @@ class Rounds:
             if progress >= 1:
                 break
             optimizer.take(*rows.take(batch), recipe.lr_at(round(1000 * progress), 1000))
+            throttle.wait()
 
     def _write(self, heads: MedusaHeads, base: Base) -> str:
         """Store heads; returns their digest."""

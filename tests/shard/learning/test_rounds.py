@@ -13,7 +13,7 @@ from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning import rounds as module
 from lorikeet.adapters.learning.base_head import BaseHead
-from lorikeet.adapters.learning.rounds import Rounds
+from lorikeet.adapters.learning.rounds import Rounds, Throttle
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa.format import HeadsShape
@@ -108,3 +108,33 @@ def test_a_round_ends_in_time(base: Path, head: BaseHead, tmp_path: Path, monkey
         assert answer.error == ""
         found[seconds] = any(bool(weight.any()) for weight in rounds._pairs[1].heads.weights)
     assert found == {0.0: False, 60.0: True}
+
+
+class Clocks:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = self.slept = 0.0
+
+    def monotonic(self) -> float:
+        return self.wall
+
+    def process_time(self) -> float:
+        return self.cpu
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+        self.slept += seconds
+
+
+@pytest.mark.parametrize(("wall", "share"), [(0.010, 1.0), (0.011, 1.0), (0.015, 0.05), (0.100, 0.05), (1.0, 0.01)])
+def test_training_takes_little_of_a_busy_processor(monkeypatch: pytest.MonkeyPatch, wall: float, share: float) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(module, "time", clocks)
+    throttle = Throttle()
+    for _ in range(100):
+        clocks.wall += wall
+        clocks.cpu += 0.010
+        throttle.wait()
+    assert clocks.cpu / clocks.wall == pytest.approx(share, rel=0.15)
+    assert (clocks.slept > 0) == (share == 0.05)
