@@ -1,6 +1,7 @@
 """Which folder may import which: the folders in their order, without cycles. ARCHITECTURE.md describes them."""
 
 import ast
+import statistics
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ PACKAGES = ("router", "shard", "adapters", "launcher", "proto", "demo", "benchma
 INSTALLED = frozenset(PACKAGES) - {"benchmarks"}
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 MAX_MODULES = 16
+MAX_LINES, MOST_P95 = 60, 22
+"""Of functions."""
 
 FORBIDDEN = {
     "proto": INSTALLED - {"proto"},
@@ -282,3 +285,17 @@ def test_every_file_has_a_short_docstring(package: str) -> None:
 def test_files_are_short(package: str) -> None:
     for path in sources(package):
         assert len(path.read_text().splitlines()) <= 400, f"{path.relative_to(ROOT)} is too long"
+
+
+def test_functions_fit_a_screen() -> None:
+    """Lines of every function, its signature and docstring included; Triton's kernels are one function each."""
+    sizes = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in all_sources()
+        if "triton" not in path.name and path.relative_to(ROOT).parts[0] != "demo"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    too_long = [name for name, size in sizes.items() if size > MAX_LINES]
+    assert not too_long, "\n".join(too_long)
+    assert statistics.quantiles(sizes.values(), n=20)[-1] <= MOST_P95

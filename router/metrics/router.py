@@ -64,6 +64,22 @@ def _linear(top: int) -> list[float]:
     return [top * (index + 1) / 100 for index in range(100)]
 
 
+def _duration(name: str) -> Histogram:
+    return Histogram(_DURATIONS, f"lorax_{name}", name.replace("_", " "))
+
+
+def _length(name: str, top: int) -> Histogram:
+    return Histogram(_linear(top), f"lorax_{name}", name.replace("_", " "))
+
+
+def _own(bounds: Sequence[float], name: str, text: str) -> Histogram:
+    return Histogram(bounds, f"lorikeet_{name}", text)
+
+
+def _counter(name: str, text: str, label: str = "") -> Counter:
+    return Counter(f"lorikeet_{name}_total", text, label)
+
+
 class Metrics:
     """All metrics of one router. Routes report requests; the dispatcher reports generations and shards."""
 
@@ -71,31 +87,18 @@ class Metrics:
         self, max_input_length: int = 4095, max_total_tokens: int = 4096, vllm: VllmMetrics | None = None
     ) -> None:
         """`vllm`: vLLM's metrics, where they are exported too."""
-
-        def duration(name: str) -> Histogram:
-            return Histogram(_DURATIONS, f"lorax_{name}", name.replace("_", " "))
-
-        def length(name: str, top: int) -> Histogram:
-            return Histogram(_linear(top), f"lorax_{name}", name.replace("_", " "))
-
-        def own(bounds: Sequence[float], name: str, text: str) -> Histogram:
-            return Histogram(bounds, f"lorikeet_{name}", text)
-
-        def counter(name: str, text: str, label: str = "") -> Counter:
-            return Counter(f"lorikeet_{name}_total", text, label)
-
         # LoRAX's names.
         self.request_count = Counter("lorax_request_count", "Requests that arrived")
         self.request_success = Counter("lorax_request_success", "Requests answered in full")
         self.request_failure = Counter("lorax_request_failure", "Requests that failed, by reason", "err")
-        self.request_duration = duration("request_duration")
-        self.request_validation_duration = duration("request_validation_duration")
-        self.request_queue_duration = duration("request_queue_duration")
-        self.request_inference_duration = duration("request_inference_duration")
-        self.request_mean_time_per_token_duration = duration("request_mean_time_per_token_duration")
-        self.request_input_length = length("request_input_length", max_input_length)
-        self.request_generated_tokens = length("request_generated_tokens", max_total_tokens)
-        self.request_max_new_tokens = length("request_max_new_tokens", max_total_tokens)
+        self.request_duration = _duration("request_duration")
+        self.request_validation_duration = _duration("request_validation_duration")
+        self.request_queue_duration = _duration("request_queue_duration")
+        self.request_inference_duration = _duration("request_inference_duration")
+        self.request_mean_time_per_token_duration = _duration("request_mean_time_per_token_duration")
+        self.request_input_length = _length("request_input_length", max_input_length)
+        self.request_generated_tokens = _length("request_generated_tokens", max_total_tokens)
+        self.request_max_new_tokens = _length("request_max_new_tokens", max_total_tokens)
         text = "Tokens beyond the first of their step, per request"
         self.request_skipped_tokens = Histogram([], "lorax_request_skipped_tokens", text)
         self.batch_next_size = Histogram(range(1, 1025), "lorax_batch_next_size", "Requests per message to a shard")
@@ -105,26 +108,26 @@ class Metrics:
         self.request_classify_output_count = Histogram([], "lorax_request_classify_output_count", text)
         self.steps = StepMetrics(_DURATIONS)
         # Ours.
-        self.time_to_first_token = own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
-        self.inter_token_latency = own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
-        self.queue_seconds = own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
-        self.batch_size = own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens sent to shards")
-        self.generated_tokens = counter("generated_tokens", "Tokens received from shards")
-        self.cached_prompt_tokens = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
-        self.prefix_hits = counter("prefix_hits", "Requests with a part of their prompt in the prefix cache")
-        self.preemptions = counter("preemptions", "Requests preempted because KV pages ran out")
-        self.device_idle_seconds = counter("device_idle_seconds", "Seconds that devices were idle between steps")
-        self.drafted_tokens = counter("drafted_tokens", "Draft tokens verified")
-        self.accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
-        self.aborts = counter("aborts", "Requests ended by the router: cancelled, or complete at a stop string")
-        self.shard_messages = counter("shard_messages", "Messages received from shards, heartbeats excluded")
-        self.shard_reconnects = counter("shard_reconnects", "Streams lost")
-        self.requests_retried = counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
-        self.routing_decisions = counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
-        self.usage_dropped = counter("usage_dropped", "Usage records that could not be written or posted", "to")
+        self.time_to_first_token = _own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
+        self.inter_token_latency = _own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
+        self.queue_seconds = _own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
+        self.batch_size = _own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
+        self.prompt_tokens = _counter("prompt_tokens", "Prompt tokens sent to shards")
+        self.generated_tokens = _counter("generated_tokens", "Tokens received from shards")
+        self.cached_prompt_tokens = _counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
+        self.prefix_hits = _counter("prefix_hits", "Requests with a part of their prompt in the prefix cache")
+        self.preemptions = _counter("preemptions", "Requests preempted because KV pages ran out")
+        self.device_idle_seconds = _counter("device_idle_seconds", "Seconds that devices were idle between steps")
+        self.drafted_tokens = _counter("drafted_tokens", "Draft tokens verified")
+        self.accepted_tokens = _counter("accepted_tokens", "Draft tokens accepted")
+        self.aborts = _counter("aborts", "Requests ended by the router: cancelled, or complete at a stop string")
+        self.shard_messages = _counter("shard_messages", "Messages received from shards, heartbeats excluded")
+        self.shard_reconnects = _counter("shard_reconnects", "Streams lost")
+        self.requests_retried = _counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
+        self.routing_decisions = _counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
+        self.usage_dropped = _counter("usage_dropped", "Usage records that could not be written or posted", "to")
         text = "Requests and connections rejected before any route, by reason"
-        self.connections_rejected = counter("connections_rejected", text, "reason")
+        self.connections_rejected = _counter("connections_rejected", text, "reason")
         self.adapters = AdapterMetrics()
         self.speculation, self.learning = SpeculationMetrics(), LearningMetrics()
         self.vllm = vllm

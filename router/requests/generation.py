@@ -78,16 +78,7 @@ class Generation:
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it is over."""
         self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
-        eos_ids = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
-        self.end_ids = eos_ids.union(request.stop_token_ids)
-        """Tokens that end the output."""
-        all_end_ids = tokenizer.eos_ids.union(request.stop_token_ids)
-        self.masked_end_ids = all_end_ids if request.min_tokens else frozenset[int]()
-        """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
-        hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
-        self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
-        self._eos_ids = eos_ids
+        self._choose_ids(request, tokenizer)
         self.stop_reason: int | str | None = None
         """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
@@ -102,6 +93,17 @@ class Generation:
         self._error: RouterError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
+
+    def _choose_ids(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._special_ids = tokenizer.special_ids
+        self._eos_ids = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
+        self.end_ids = self._eos_ids.union(request.stop_token_ids)
+        """Tokens that end the output."""
+        all_end_ids = tokenizer.eos_ids.union(request.stop_token_ids)
+        self.masked_end_ids = all_end_ids if request.min_tokens else frozenset[int]()
+        """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
+        hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
+        self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
 
     # Reading
 
