@@ -3,7 +3,9 @@ prefetch. Also pins, unloads and prefetches adapters in the shards.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import structlog
 
@@ -12,6 +14,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loader_client import LoaderClient
 from lorikeet.router.adapters.loading import Loading
+from lorikeet.router.adapters.popularity import Popularity
 from lorikeet.router.errors import RouterError, adapter_problem
 from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
@@ -42,6 +45,9 @@ class Admission:
         self.loading = Loading(loader, self)
         self._pins: dict[str, pb.AdapterPin] = {}
         """Adapters that are never evicted, by digest."""
+        self._popularity = Popularity()
+        self._refills: dict[int, deque[pb.AdapterPin]] = {}
+        """By the index of a shard that was replaced: what it should load again, one after the other."""
         self._unloading: dict[tuple[int, str], list[asyncio.Future[None]]] = {}
         """Set once a content has left a shard, by the shard's index and the digest."""
 
@@ -110,6 +116,7 @@ class Admission:
     async def unload(self, digest: str) -> None:
         """Returns once no shard has it any more: requests in flight finish first."""
         self.unpin(digest)
+        self._popularity.remove(digest)
         waits = []
         for link in self._links:
             if link.client.connected:
@@ -134,13 +141,20 @@ class Admission:
         return "device" if "slot" in places else "host" if "host" in places else "disk"
 
     def on_connect(self, link: ShardLink) -> None:
-        """A new stream: the shard has no pins."""
-        for digest in self._pins:
-            if self._placement.owner(digest) is link:
-                self._send_pin(link, digest)
+        """A new stream: the shard has no pins and no adapters."""
+        own = [digest for digest in self._pins if self._placement.owner(digest) is link]
+        for digest in own:
+            self._send_pin(link, digest)
+        num_free = 0 if link.info is None else link.info.adapter_slots - len(own)
+        popular = (pin for pin, key in self._popularity.most_used() if self._placement.owner(key) is link)
+        if found := deque(islice((pin for pin in popular if pin.digest not in self._pins), max(0, num_free))):
+            log.info("adapters_reloaded", shard=link.index, adapters=len(found))
+            self._refills[link.index] = found
+            self._refill(link)
 
     def on_disconnect(self, link: ShardLink) -> None:
         """The shard's adapters are gone."""
+        self._refills.pop(link.index, None)
         for index, digest in [key for key in self._unloading if key[0] == link.index]:
             self._on_unloaded(index, digest)
 
@@ -148,6 +162,7 @@ class Admission:
         """A request was sent to a shard."""
         tier = link.residency.tier(generation.digest, generation.adapters.tier)
         self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), tier)
+        self._popularity.add(adapter_pin(adapter, generation.digest), generation.adapters.affinity_key)
 
     def note_gauges(self, entries: Iterable[Entry], queued: Iterable[Generation]) -> None:
         """Update the gauges before they are exported; `entries` are the operator's aliases."""
@@ -191,6 +206,15 @@ class Admission:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)
                 self._loader.verify(state.digest)
+        self._refill(link)
+
+    def _refill(self, link: ShardLink) -> None:
+        """Have a shard that was replaced load the next adapter, while it loads none that requests wait for."""
+        refill = self._refills.get(link.index)
+        while refill and not link.residency.loading:
+            pin = refill.popleft()
+            if link.residency.prefetch(pin.digest):
+                link.client.send(pb.Command(prefetches=[pin]))
 
     def _send_pin(self, link: ShardLink, digest: str) -> None:
         pins = [pb.Pin(digest=digest, pinned=True)]

@@ -240,3 +240,37 @@ async def test_pins_go_to_the_adapter_s_own_shard_and_unload_to_all(tmp_path: Pa
             shard.tell(pb.AdapterState(digest=content.digest, residency=pb.AdapterState.ABSENT))
             await asyncio.sleep(0.02)
         await task
+
+
+async def test_a_shard_that_was_replaced_loads_the_most_used_adapters_one_by_one(tmp_path: Path) -> None:
+    async with replicas(tmp_path, 1) as here:
+        (shard,), (link,) = here.shards, here.dispatcher.links
+        for name, count in {"a": 1, "b": 3, "c": 2}.items():
+            for _ in range(count):
+                await here.run(name)
+        await shard.__aexit__()
+        await shard.until(lambda: not link.ready)
+        shard.commands.clear()
+        await shard.__aenter__()
+        await shard.until(lambda: link.ready)
+
+        def loaded() -> list[str]:
+            return [pin.id for command in shard.commands for pin in command.prefetches]
+
+        for wanted in (["b"], ["b", "c"], ["b", "c", "a"]):
+            await shard.until(lambda wanted=wanted: loaded() == wanted)  # type: ignore[misc]
+            await asyncio.sleep(0.05)
+            assert loaded() == wanted
+            digest = [pin.digest for command in shard.commands for pin in command.prefetches][-1]
+            shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.RESIDENT))
+
+
+async def test_a_new_shard_loads_no_more_adapters_than_it_has_slots(tmp_path: Path) -> None:
+    async with replicas(tmp_path, 1) as here:
+        (link,) = here.dispatcher.links
+        for number in range(20):
+            await here.run(f"adapter {number}")
+        admission = here.dispatcher.admission
+        assert admission is not None and link.info is not None
+        admission.on_connect(link)
+        assert len(admission._refills[link.index]) == link.info.adapter_slots == 16
