@@ -30,7 +30,9 @@ def measure() -> Cases:
             timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         raw = {"seconds": round(time.monotonic() - start, 1), "summary": (done.stdout.strip().splitlines() or [""])[-1]}
-        error = "" if done.returncode == 0 else f"make test exited with {done.returncode}: {done.stdout[-1500:]}"
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        last = "\n".join([*failed, done.stdout[-1500:]])
+        error = "" if done.returncode == 0 else f"make test exited with {done.returncode}: {last}"
         yield Case("make test", raw, error)
 
 
