@@ -42,19 +42,19 @@ log = structlog.get_logger()
 RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
 """Of a round; on processors without instructions for bfloat16, in float32. The learning rate falls with the hidden size
 above …"""
-WIDEST = 256
+WIDTH_OF_LR = 256
 """… this one, as that of Adam should (Yang et al. 2022, arXiv 2203.03466)."""
 ROUND_S = 60.0
-"""A round takes its last step after so long: where the trainer gets little of a processor, heads are still judged and
-adopted, and the next round continues from there with newer rows."""
+"""No training step starts later than this in a round. So heads are replayed and adopted even if the trainer gets little
+of a processor, and the next round continues from there with newer rows."""
 MOST_PAIRS = 8
 """Pairs whose heads stay in memory; others continue from the heads in use."""
 PROPOSED_ROWS = 256
 """Rows that heads propose for at a time."""
-BUSY_SHARE = 0.9
-"""The processor is busy with other work if a step gets less than this share of it …"""
-MOST_BUSY_SHARE = 0.05
-"""… and training takes at most this share then."""
+UNDISTURBED = 0.9
+"""Other work needs the processor if the thread that trains ran for less than this share of a step's time …"""
+BUSY_SHARE = 0.05
+"""… and all threads together take at most this share of one processor then."""
 OWN_OUTPUT = "its adapter changes the output head: heads are not learned for it"
 
 
@@ -63,19 +63,22 @@ class Abandoned(Exception):
 
 
 class Throttle:
-    """Sleeps after a training step that other work has interrupted. Idle priority alone is not enough: on the second
+    """Sleeps after a computation that other work has interrupted. Idle priority alone is not enough: on the second
     hardware thread of a core, training slows down the first one.
     """
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), time.process_time()
+        self._start()
 
     def wait(self) -> None:
-        """Call this after each step."""
-        wall, cpu = time.monotonic() - self._wall, time.process_time() - self._cpu
-        if cpu < BUSY_SHARE * wall:
-            time.sleep(max(0.0, cpu / MOST_BUSY_SHARE - wall))
-        self._wall, self._cpu = time.monotonic(), time.process_time()
+        """Call this after each step of training, and each part of a replay."""
+        wall, own = time.monotonic() - self._wall, time.thread_time() - self._own
+        if own < UNDISTURBED * wall:
+            time.sleep(max(0.0, (time.process_time() - self._all) / BUSY_SHARE - wall))
+        self._start()
+
+    def _start(self) -> None:
+        self._wall, self._own, self._all = time.monotonic(), time.thread_time(), time.process_time()
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,10 @@ class Rounds:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
     def prepare(self) -> None:
-        """Load what all rounds share, ahead of the first. If that fails, each job's answer has the reason."""
-        with suppress(AdapterError, HeadsError, OSError, ValueError):
+        """Load what all rounds share, ahead of the first. If that fails, a job tries again and its answer has the
+        reason.
+        """
+        with suppress(AdapterError, HeadsError, OSError, ValueError, MemoryError):
             self._facts = self._load()
 
     def do(self, job: Job) -> Trained:
@@ -127,11 +132,13 @@ class Rounds:
         if not len(rows.candidates) or not rows.num_held_out:
             raise HeadsError("there are too few texts: some are held out of training")
         optimizer.output = facts.head.logits_of(rows.candidates), len(rows.candidates)
-        self._train(optimizer, rows)
+        throttle = Throttle()
+        self._train(optimizer, rows, throttle)
         before = 1.0
         if job.heads_digest:
-            before = _tokens_per_step(self._served(job.heads_digest, facts.head), rows.held_out, facts.head)
-        found = _tokens_per_step(_rounded(optimizer.heads, facts.base.dtype), rows.held_out, facts.head)
+            used = self._served(job.heads_digest, facts.head)
+            before = _tokens_per_step(used, rows.held_out, facts.head, throttle)
+        found = _tokens_per_step(_rounded(optimizer.heads, facts.base.dtype), rows.held_out, facts.head, throttle)
         digest = self._write(optimizer.heads, facts.base) if found >= job.min_gain * before else ""
         return {
             "heads_digest": digest,
@@ -147,7 +154,7 @@ class Rounds:
         base = Base(of_config, of_weights, getattr(torch, dtype), frozenset(), values)
         bf16 = _has_fast_bf16()
         head = BaseHead(skeleton, values, torch.bfloat16 if bf16 else torch.float32)
-        lr = RECIPE.lr * min(1.0, WIDEST / head.hidden_size)
+        lr = RECIPE.lr * min(1.0, WIDTH_OF_LR / head.hidden_size)
         return _Facts(head, base, replace(RECIPE, bf16=bf16, lr=lr))
 
     def _optimizer(self, job: Job, facts: _Facts) -> HeadsOptimizer:
@@ -164,8 +171,8 @@ class Rounds:
             self._pairs.popitem(last=False)
         return optimizer
 
-    def _train(self, optimizer: HeadsOptimizer, rows: JobRows) -> None:
-        recipe, started, throttle = optimizer.recipe, time.monotonic(), Throttle()
+    def _train(self, optimizer: HeadsOptimizer, rows: JobRows, throttle: Throttle) -> None:
+        recipe, started = optimizer.recipe, time.monotonic()
         batches = [batch for _ in range(recipe.epochs) for batch in rows.batches(recipe.rows_per_step, self._random)]
         for step, batch in enumerate(batches):
             if self._is_abandoned():
@@ -247,7 +254,7 @@ def _rounded(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 @torch.no_grad()
-def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead) -> float:
+def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead, throttle: Throttle) -> float:
     """A replay of the held-out texts."""
     # [rows] number of drafts that would be accepted
     accepted = torch.zeros(len(held_out.rows), dtype=torch.long)
@@ -258,10 +265,10 @@ def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead) -> f
     # [R] indices of rows of which every earlier head was right
     right = torch.arange(len(accepted))
     for number in range(heads.shape.num_heads):
-        proposed = [
-            heads.propose_one(number, held_out.rows[part], head.logits, head.vocab_size)
-            for part in right.split(PROPOSED_ROWS)
-        ]
+        proposed = []
+        for part in right.split(PROPOSED_ROWS):
+            proposed.append(heads.propose_one(number, held_out.rows[part], head.logits, head.vocab_size))
+            throttle.wait()
         right = right[torch.cat(proposed) == labels[right, number]]
         if not len(right):
             break

@@ -46,8 +46,8 @@ class Admission:
         self._pins: dict[str, pb.AdapterPin] = {}
         """Adapters that are never evicted, by digest."""
         self._popularity = Popularity()
-        self._refills: dict[int, deque[pb.AdapterPin]] = {}
-        """By the index of a shard that was replaced: what it should load again, one after the other."""
+        self._prefetch_queues: dict[int, deque[pb.AdapterPin]] = {}
+        """By the index of a shard that was replaced: the adapters that it should load again, one after the other."""
         self._unloading: dict[tuple[int, str], list[asyncio.Future[None]]] = {}
         """Set once a content has left a shard, by the shard's index and the digest."""
 
@@ -148,13 +148,13 @@ class Admission:
         num_free = 0 if link.info is None else link.info.adapter_slots - len(own)
         popular = (pin for pin, key in self._popularity.most_used() if self._placement.owner(key) is link)
         if found := deque(islice((pin for pin in popular if pin.digest not in self._pins), max(0, num_free))):
-            log.info("adapters_reloaded", shard=link.index, adapters=len(found))
-            self._refills[link.index] = found
-            self._refill(link)
+            log.info("adapter_prefetch_started", shard=link.index, adapters=len(found))
+            self._prefetch_queues[link.index] = found
+            self._prefetch_next(link)
 
     def on_disconnect(self, link: ShardLink) -> None:
         """The shard's adapters are gone."""
-        self._refills.pop(link.index, None)
+        self._prefetch_queues.pop(link.index, None)
         for index, digest in [key for key in self._unloading if key[0] == link.index]:
             self._on_unloaded(index, digest)
 
@@ -206,13 +206,13 @@ class Admission:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
                 self.loading.forget(state.digest)
                 self._loader.verify(state.digest)
-        self._refill(link)
+        self._prefetch_next(link)
 
-    def _refill(self, link: ShardLink) -> None:
-        """Have a shard that was replaced load the next adapter, while it loads none that requests wait for."""
-        refill = self._refills.get(link.index)
-        while refill and not link.residency.loading:
-            pin = refill.popleft()
+    def _prefetch_next(self, link: ShardLink) -> None:
+        """Send a shard that was replaced the next prefetch of its queue, unless it is loading an adapter."""
+        queue = self._prefetch_queues.get(link.index)
+        while queue and not link.residency.loading:
+            pin = queue.popleft()
             if link.residency.prefetch(pin.digest):
                 link.client.send(pb.Command(prefetches=[pin]))
 

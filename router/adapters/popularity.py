@@ -1,4 +1,4 @@
-"""Which adapters are used most, so that a shard that was replaced has them before requests ask for them again."""
+"""Counts the uses of adapters, so that a shard that was replaced loads the most used ones before requests need them."""
 
 import time
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from lorikeet.proto import shard_pb2 as pb
 HALF_LIFE_S = 600.0
 """A use counts half as much after so long."""
 MOST_KNOWN = 4096
-"""Adapters that are counted; beyond twice as many, the less used half is dropped."""
+"""Above twice this number of adapters, only the most used ones are kept."""
 
 
 class Popularity:
-    """Uses of each content, the older ones counting less."""
+    """Decayed counts of uses by digest."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._scores: dict[str, float] = {}
-        """By digest: log2 of the uses, as if they were halved from the clock's zero on."""
+        """By digest: log2 of the count, relative to a decay that began at the clock's zero."""
         self._pins: dict[str, tuple[pb.AdapterPin, str]] = {}
 
     def add(self, pin: pb.AdapterPin, affinity_key: str) -> None:

@@ -9,7 +9,7 @@ import { showCode } from "./copy.js";
 import { el, notify } from "./dom.js";
 import { apply, examplesOf, introduction } from "./examples.js";
 import { HistoryPanel } from "./history.js";
-import { Keeper } from "./keeper.js";
+import { Autosave } from "./autosave.js";
 import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
 import { firstDifference } from "./tokens.js";
@@ -22,7 +22,7 @@ export class Playground {
     this.capabilities = capabilities;
     this.views = new Map();
     this.followed = new WeakSet(); // answers whose streams this page reads
-    this.keeper = new Keeper();
+    this.autosave = new Autosave();
     this.side = 0;
     this.picker = new Picker(capabilities.model, (id, source) => this.#pick(id, source));
     this.settings = new SettingsPanel(capabilities, () => this.picker.open(this.#current().adapter), () => this.#save());
@@ -32,7 +32,7 @@ export class Playground {
 
   async start() {
     const id = sessionStorage.getItem(CURRENT) || localStorage.getItem(CURRENT);
-    const found = id ? await this.keeper.find(id).catch(() => null) : null;
+    const found = id ? await this.autosave.find(id).catch(() => null) : null;
     if (found) this.#open(upgrade(found));
     else this.#new();
     this.history.refresh(this.conversation.id);
@@ -90,12 +90,12 @@ export class Playground {
 
   async #load(id) {
     this.#closeHistory();
-    const found = await this.keeper.find(id);
+    const found = await this.autosave.find(id);
     if (found) this.#open(upgrade(found));
   }
 
   #open(conversation) {
-    this.keeper.write().then(() => this.history.refresh(this.conversation.id));
+    this.autosave.write().then(() => this.history.refresh(this.conversation.id));
     this.conversation = conversation;
     this.side = 0;
     sessionStorage.setItem(CURRENT, conversation.id);
@@ -111,9 +111,9 @@ export class Playground {
 
   // `id` is null where all are deleted. Nobody can see the rest of a running answer then, so it is stopped.
   #removed(id) {
-    const open = [this.conversation, ...this.keeper.held()];
+    const open = [this.conversation, ...this.autosave.held()];
     for (const each of new Set(open.filter((conversation) => id === null || conversation.id === id))) {
-      this.keeper.drop(each);
+      this.autosave.drop(each);
       this.#stopAll(each, each.turns);
     }
     if (this.conversation.isGone) this.#new();
@@ -246,8 +246,8 @@ export class Playground {
     const sides = turn.results ? sidesWithCalls(turns.at(-2), settings.length) : [...settings.keys()];
     turn.answers = sides.map((side) => newAnswer(structuredClone(settings[side]), settings[side].seed === "" ? random : settings[side].seed, side));
     this.#showTurn(turn);
-    this.keeper.note(conversation);
-    await this.keeper.write(); // so that a reload finds the ids of the answers
+    this.autosave.note(conversation);
+    await this.autosave.write(); // so that a reload finds the ids of the answers
     this.history.refresh(this.conversation.id);
     for (const answer of turn.answers) {
       this.followed.add(answer);
@@ -259,7 +259,7 @@ export class Playground {
   #resume(conversation, turn, answer) {
     if (this.followed.has(answer)) return;
     this.followed.add(answer);
-    this.keeper.note(conversation);
+    this.autosave.note(conversation);
     resume(answer, () => this.#changed(conversation, turn, answer));
   }
 
@@ -326,8 +326,8 @@ export class Playground {
 
   // Many tokens may come between two frames: each frame draws once.
   #changed(conversation, turn, answer) {
-    this.keeper.note(conversation);
-    if (answer.state !== "running") this.keeper.write();
+    this.autosave.note(conversation);
+    if (answer.state !== "running") this.autosave.write();
     if (conversation !== this.conversation) return;
     this.dirty ||= new Set();
     this.dirty.add(turn);
@@ -361,6 +361,6 @@ export class Playground {
   }
 
   #save() {
-    this.keeper.note(this.conversation);
+    this.autosave.note(this.conversation);
   }
 }

@@ -123,7 +123,8 @@ class Learning(NoLearning):
             self._observe(pair, token_ids[0] == item.draft_ids[0])
 
     def append(self, rows: torch.Tensor | None) -> None:
-        if not self._collected or rows is None:
+        if rows is None or not self._collected:
+            self._collected.clear()
             return
         # numpy has no bfloat16
         bits = rows.view(torch.int16).numpy().view(np.uint16)

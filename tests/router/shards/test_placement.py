@@ -245,9 +245,15 @@ async def test_pins_go_to_the_adapter_s_own_shard_and_unload_to_all(tmp_path: Pa
 async def test_a_shard_that_was_replaced_loads_the_most_used_adapters_one_by_one(tmp_path: Path) -> None:
     async with replicas(tmp_path, 1) as here:
         (shard,), (link,) = here.shards, here.dispatcher.links
-        for name, count in {"a": 1, "b": 3, "c": 2}.items():
+        for name, count in {"a": 1, "b": 3, "c": 2, "unloaded": 4}.items():
             for _ in range(count):
                 await here.run(name)
+        unloaded = shard.submits[-1].adapter.digest
+        assert here.dispatcher.admission is not None
+        unloading = asyncio.create_task(here.dispatcher.admission.unload(unloaded))
+        await shard.until(lambda: any(command.unload_digests for command in shard.commands))
+        shard.tell(pb.AdapterState(digest=unloaded, residency=pb.AdapterState.ABSENT))
+        await unloading
         await shard.__aexit__()
         await shard.until(lambda: not link.ready)
         shard.commands.clear()
@@ -273,4 +279,4 @@ async def test_a_new_shard_loads_no_more_adapters_than_it_has_slots(tmp_path: Pa
         admission = here.dispatcher.admission
         assert admission is not None and link.info is not None
         admission.on_connect(link)
-        assert len(admission._refills[link.index]) == link.info.adapter_slots == 16
+        assert len(admission._prefetch_queues[link.index]) == link.info.adapter_slots == 16

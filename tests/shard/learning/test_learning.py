@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Trained
+from lorikeet.proto.learning import Trained, row_indices
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.learning import pairs
@@ -222,4 +227,26 @@ def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
     assert flood.num_waits == one.num_waits == 2
     assert (flood.decisions[0].decision, one.decisions[0].decision) == ("rejected", "failed")
     assert one.decisions[0].reason == "it broke"
+    learner.end()
+
+
+def test_each_row_gives_its_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of requests of two tenants and of one that takes no part, at different positions."""
+    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    learner = make()
+    numbers: list[int] = []
+    for index, ids in enumerate(PROMPT_IDS[:9]):
+        numbers += learner.submit([ids], 30, learner=("", "one", "two")[index % 3])
+        learner.engine.step()
+    learner.turn(lambda: all(n in learner.outputs and learner.outputs[n].finish_reason for n in numbers))
+    skeleton = Skeleton(learners.BASE, False)
+    head, arrays = BaseHead(skeleton, BaseValues(skeleton), torch.float32), learner.learning.rings._arrays
+    for first, tenant in ((1, "one"), (2, "two")):
+        rows = row_indices(learner.learning.rings.blocks((tenant, "")))
+        found = torch.from_numpy(arrays.hidden[rows].view(np.int16)).view(torch.bfloat16)
+        token_ids = torch.from_numpy(arrays.token_ids[rows]).long()
+        texts = [learner.outputs[number].token_ids for number in numbers[first::3]]
+        assert sorted(token_ids.tolist()) == sorted(token_id for text in texts for token_id in text)
+        is_same = head.logits(found).argmax(-1) == token_ids  # but for ties, since the rows are rounded
+        assert is_same.float().mean() > 0.95
     learner.end()

@@ -13,7 +13,7 @@ from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning import rounds as module
 from lorikeet.adapters.learning.base_head import BaseHead
-from lorikeet.adapters.learning.rounds import Rounds, Throttle
+from lorikeet.adapters.learning.rounds import BUSY_SHARE, Rounds, Throttle
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa.format import HeadsShape
@@ -84,7 +84,7 @@ def test_a_replay_head_by_head_equals_one_of_all_proposals(head: BaseHead, has_m
     for ids in output_ids:
         chain = report.replay(ids, proposals[first : first + len(ids)].tolist())
         tokens, steps, first = tokens + chain.tokens, steps + chain.steps, first + len(ids)
-    found = module._tokens_per_step(heads, HeldOut(rows, output_ids), head)
+    found = module._tokens_per_step(heads, HeldOut(rows, output_ids), head, Throttle())
     assert found == tokens / steps > 1.2
 
 
@@ -111,30 +111,59 @@ def test_a_round_ends_in_time(base: Path, head: BaseHead, tmp_path: Path, monkey
 
 
 class Clocks:
-    """In place of the module `time`."""
+    """In place of the module `time`: a step of several threads, and the sleep after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
         self.wall = self.cpu = self.slept = 0.0
+        self._num_threads = num_threads
 
     def monotonic(self) -> float:
         return self.wall
 
-    def process_time(self) -> float:
+    def thread_time(self) -> float:
         return self.cpu
+
+    def process_time(self) -> float:
+        return self.cpu * self._num_threads
 
     def sleep(self, seconds: float) -> None:
         self.wall += seconds
         self.slept += seconds
 
 
-@pytest.mark.parametrize(("wall", "share"), [(0.010, 1.0), (0.011, 1.0), (0.015, 0.05), (0.100, 0.05), (1.0, 0.01)])
-def test_training_takes_little_of_a_busy_processor(monkeypatch: pytest.MonkeyPatch, wall: float, share: float) -> None:
-    clocks = Clocks()
+@pytest.mark.parametrize("num_threads", [1, 8])
+@pytest.mark.parametrize(("wall", "is_busy"), [(0.010, False), (0.011, False), (0.015, True), (0.100, True)])
+def test_training_takes_little_of_a_busy_processor(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, wall: float, is_busy: bool
+) -> None:
+    clocks = Clocks(num_threads)
     monkeypatch.setattr(module, "time", clocks)
     throttle = Throttle()
     for _ in range(100):
         clocks.wall += wall
         clocks.cpu += 0.010
         throttle.wait()
-    assert clocks.cpu / clocks.wall == pytest.approx(share, rel=0.15)
-    assert (clocks.slept > 0) == (share == 0.05)
+    assert (clocks.slept > 0) == is_busy
+    assert (clocks.process_time() / clocks.wall <= 1.001 * BUSY_SHARE) == is_busy
+
+
+def test_training_that_others_keep_from_running_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(1)
+    monkeypatch.setattr(module, "time", clocks)
+    throttle = Throttle()
+    clocks.wall, clocks.cpu = 10.0, 0.01
+    throttle.wait()
+    assert clocks.slept == 0
+
+
+def test_a_replay_is_throttled_too(head: BaseHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[Throttle]()
+
+    def count(throttle: Throttle) -> None:
+        waits.append(throttle)
+
+    monkeypatch.setattr(Throttle, "wait", count)
+    heads = MedusaHeads(HeadsShape(NUM_HEADS, 1, head.hidden_size))
+    rows = torch.randn(3 * module.PROPOSED_ROWS, head.hidden_size).to(torch.bfloat16)
+    module._tokens_per_step(heads, HeldOut(rows, [[1] * len(rows)]), head, Throttle())
+    assert len(waits) >= 3

@@ -1,4 +1,4 @@
-// Saves conversations a little later than they change, each by itself, and holds those whose answers are running.
+// Saves each conversation shortly after it changes, and keeps those in memory whose answers are running.
 
 import { notify } from "./dom.js";
 import * as store from "./store.js";
@@ -7,7 +7,7 @@ const SAVE_MS = 400;
 
 const isRunning = (conversation) => conversation.turns.some((turn) => turn.answers.some((answer) => answer.state === "running"));
 
-export class Keeper {
+export class Autosave {
   constructor() {
     this.unsaved = new Set();
     this.running = new Map();
@@ -19,12 +19,12 @@ export class Keeper {
     return this.running.get(id) || store.find(id);
   }
 
-  // Those that this page may still save.
+  // All conversations that this page still changes.
   held() {
     return [...this.unsaved, ...this.running.values()];
   }
 
-  // To be saved soon, also where another conversation is shown by then.
+  // Saves it soon, even if another conversation is shown by then.
   note(conversation) {
     if (conversation.isGone) return;
     this.unsaved.add(conversation);
@@ -40,7 +40,7 @@ export class Keeper {
     await Promise.all(all.map((each) => this.#save(each))).catch((error) => notify(`This browser does not keep conversations: ${error.message}`));
   }
 
-  // It is deleted: what still changes it is not saved.
+  // Forgets a deleted conversation, so that nothing saves it again.
   drop(conversation) {
     conversation.isGone = true;
     this.unsaved.delete(conversation);
