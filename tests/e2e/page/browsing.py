@@ -1,65 +1,25 @@
 """A server for the page's tests, and a visit of the page: Debian's chromium without a window, driven by playwright."""
 
-import asyncio
 import shutil
-import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Self
 
-from tests.router.serving import Serving, serving
+from tests.router.threaded_serving import ThreadedServing
 
 CHROMIUM = shutil.which("chromium") or ""
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
 
 
-class Server:
-    """A router with a scripted shard in a thread of its own, because playwright's interface is synchronous."""
-
-    def __init__(self, folder: Path, **fields: Any) -> None:
-        self._folder, self._fields = folder, fields
-        self._ready, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._loop: asyncio.AbstractEventLoop
-        self.serving: Serving
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    @property
-    def url(self) -> str:
-        return self.serving.url
-
-    def call(self, act: Callable[[], None]) -> None:
-        """Run `act` in the server's thread."""
-
-        async def run() -> None:
-            act()
-
-        self.start(run()).result(30)
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Run `work` in the server's thread, without waiting for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+class Server(ThreadedServing):
+    """The server of a page's tests: playwright's interface is synchronous."""
 
     def prompt(self) -> str:
         """The text of the last prompt that the shard got."""
         return self.serving.backend.decode(list(self.serving.shard.submits[-1].prompt_ids), skip_special_tokens=False)
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with serving(self._folder, **self._fields) as self.serving:
-            self.serving.says(TEXT, ends=True)
-            self._ready.set()
-            await asyncio.to_thread(self._ended.wait)
+    def begin(self) -> None:
+        self.serving.says(TEXT, ends=True)
 
 
 class Visit:

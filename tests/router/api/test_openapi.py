@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +18,8 @@ from lorikeet.router.answers import ANSWERS
 from lorikeet.router.api import openapi
 from lorikeet.router.errors import UnknownMethod, UnknownRoute
 from tests.hub_server import hub
-from tests.router.serving import MODEL_ID, Serving, serving
+from tests.router.serving import MODEL_ID, Serving
+from tests.router.threaded_serving import ThreadedServing
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis from PyPI")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -36,34 +35,19 @@ ENDLESS = ("/v1/live",)
 """Streams that go on until the client leaves."""
 
 
-class Server:
-    """A router in a thread with a loop of its own, because the drawn requests are sent from this one."""
+class Server(ThreadedServing):
+    """The drawn requests are sent from the test's own thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ready, self._ended = threading.Event(), threading.Event()
-        self.url = ""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+    def begin(self) -> None:
+        self.serving.says("abc", ends=True)
+        self.serving.adapter(KNOWN)
+        self.app = self.serving.server.config.app
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        async with serving(self._folder, adapters=True, admin_key_sha256=sha256(ADMIN_KEY)) as server:
-            server.says("abc", ends=True)
-            server.adapter(KNOWN)
-            self.url, self.app = server.url, server.server.config.app
-            self._ready.set()
-            num_read = 0
-            while not self._ended.is_set():
-                await asyncio.sleep(0.01)
-                num_read = confirm_unloads(server, num_read)
+    async def run(self) -> None:
+        num_read = 0
+        while not self.ended.is_set():
+            await asyncio.sleep(0.01)
+            num_read = confirm_unloads(self.serving, num_read)
 
 
 def confirm_unloads(server: Serving, num_read: int) -> int:
@@ -78,9 +62,10 @@ def confirm_unloads(server: Serving, num_read: int) -> int:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its hub has no adapters: drawn names are unknown, rather than unreachable."""
+    folder = tmp_path_factory.mktemp("openapi")
     with hub({}) as source, pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", source.url)
-        with Server(tmp_path_factory.mktemp("openapi")) as found:
+        with Server(folder, adapters=True, admin_key_sha256=sha256(ADMIN_KEY)) as found:
             yield found
 
 
