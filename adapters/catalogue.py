@@ -52,7 +52,7 @@ class Version:
 
     ref: Ref
     share: float
-    """Of the alias's requests; all shares add up to 1."""
+    """Share of the alias's requests that go to this version; all shares add up to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
             cache_dir=options.huggingface_hub_cache,
             token=token or False,
         )
-    except Exception as error:  # of the HTTP client that the library is built on
+    except Exception as error:  # any error of the library's HTTP client
         raise ValueError(f"the base {options.model_id} cannot be downloaded: {type(error).__name__}") from None
     return Path(found)
 

@@ -57,7 +57,7 @@ class Merge:
         return asdict(self) | {"pins": [pin.as_dict() for pin in self.pins], "weights": list(self.weights)}
 
     def digest(self, parts: list[str]) -> str:
-        """Of the result, by the digests of its parts and the parameters that the strategy uses."""
+        """Digest of the merged adapter, from the digests of its parts and the parameters that the strategy uses."""
         method = self.majority_sign_method if self.strategy.endswith("ties") else None
         content = ["merge", parts, self.weights, self.strategy, self.density, method]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()

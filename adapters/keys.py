@@ -34,7 +34,7 @@ class Key:
     """The only adapters that it may use, by alias or id; None means all that are not closed to it."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    """Of prompts and outputs."""
+    """Limit on prompt tokens and output tokens together."""
     concurrency: int | None = None
     """Generation requests at a time."""
 

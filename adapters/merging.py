@@ -26,7 +26,7 @@ class _Part:
 
     found: ModuleChange
     weight: float
-    """Of its adapter in the merge."""
+    """Weight of the part's adapter in the merge."""
 
     @property
     def scale(self) -> float:

@@ -47,7 +47,7 @@ class Entry:
     num_heads: int = 0
     """Medusa heads in it."""
     invocation_ids: tuple[int, ...] = ()
-    """Of an activated LoRA: the tokens that activate it."""
+    """Token ids that activate the adapter, if it is an activated LoRA."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""

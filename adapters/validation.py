@@ -88,7 +88,7 @@ class AdapterValidator:
         return replace(found, num_heads=parsed.shape.num_heads, warnings=parsed.warnings)
 
     def _weights(self, headers: Headers, heads: Mapping[str, FileHead]) -> Validation:
-        """Of the files that PEFT saved."""
+        """Validates the files that PEFT saved."""
         from lorikeet.adapters.formats import weights
 
         values = configuration.parse(headers.small[CONFIG])

@@ -52,9 +52,9 @@ class Layout:
     modules: dict[str, dict[str, Any]]
     """Module → kind and rank."""
     heads: dict[str, int] | None = None
-    """Of Medusa heads: count, version, layers (residual blocks)."""
+    """Configuration of the Medusa heads: count, version, layers (residual blocks)."""
     invocation_ids: tuple[int, ...] = ()
-    """Of an activated LoRA: the tokens that activate it."""
+    """Token ids that activate the adapter, if it is an activated LoRA."""
 
     @property
     def rank(self) -> int:

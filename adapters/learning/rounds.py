@@ -40,10 +40,9 @@ from lorikeet.proto.learning import Job, Trained, TrainerSettings
 log = structlog.get_logger()
 
 RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
-"""Of a round; on processors without instructions for bfloat16, in float32. The learning rate falls with the hidden size
-above …"""
+"""Training settings of one round. The dtype is float32 where bfloat16 products are slower."""
 WIDTH_OF_LR = 256
-"""… this one, as that of Adam should (Yang et al. 2022, arXiv 2203.03466)."""
+"""Hidden size above which the learning rate falls as 1/H, as Adam's should (Yang et al. 2022, arXiv 2203.03466)."""
 ROUND_S = 60.0
 """No training step starts later than this in a round. So heads are replayed and adopted even if the trainer gets little
 of a processor, and the next round continues from there with newer rows."""

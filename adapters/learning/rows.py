@@ -25,7 +25,7 @@ class HeldOut:
     # [rows, H] bfloat16
     rows: Tensor
     output_ids: list[list[int]]
-    """Of each text, in the order of the rows."""
+    """Output token ids of each text, in the order of the rows."""
 
 
 class JobRows:

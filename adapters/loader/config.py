@@ -23,14 +23,14 @@ class LoaderConfig(ConfigFile):
     """Above this the least recently used files are removed (`--adapter-disk-cache`)."""
     sources: SourceSettings = field(default_factory=SourceSettings)
     device: str = "cpu"
-    """Of the shards: `cpu` or `cuda:N`."""
+    """Device of the shards: `cpu` or `cuda:N`."""
     dtype: str | None = None
-    """Of the shards: `float32`, `bfloat16` or `float16`; None takes the checkpoint's (float32 for float16 on CPU)."""
+    """Dtype of the shards: float32, bfloat16 or float16; None takes the checkpoint's (float32 for float16 on CPU)."""
     trust_remote_code: bool = False
     pooling: str | None = None
-    """Of the shards; so is …"""
+    """Pooling of the shards (`--pooling`); None without."""
     embedding_dim: int | None = None
-    """… this."""
+    """Size of the shards' vectors (`--embedding-dim`); None without."""
     kinds: tuple[str, ...] = SERVED_KINDS
     """Kinds of changes that the shards support; adapters with other kinds are rejected."""
     max_fetches: int = 16

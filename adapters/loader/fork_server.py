@@ -40,7 +40,7 @@ def main() -> None:
         torch.set_num_threads(1)
         logs.adopt_libraries()
         context = worker.WorkerContext(config)
-        logs.adopt_libraries()  # of those that the base's code needed
+        logs.adopt_libraries()  # for the libraries that the base's code imported
     except (ValueError, OSError, KeyError, ImportError) as error:
         _send(control, {"failed": " ".join(str(error).split())[:500]})
         return

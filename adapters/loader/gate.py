@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 HALF_LIFE_S = 30.0
-"""Of an owner's recorded use."""
+"""Half-life of an owner's recorded use, in seconds."""
 _SMALL_USE_S = 1.0
 """An owner with less recorded use is not limited."""
 _MOST_OWNERS = 4096

@@ -36,7 +36,7 @@ class Job:
     name: str
     token: str | None = field(default=None, repr=False)
     tokens: tuple[str | None, ...] = field(default=(), repr=False)
-    """Of a merge: its adapters' own."""
+    """Access tokens for the adapters of a merge, one each."""
     num_waiting: int = 0
     fetching: Ticket = field(default_factory=Ticket)
     converting: Ticket = field(default_factory=Ticket)
@@ -45,7 +45,7 @@ class Job:
     restarts: bool = False
     """Its worker was killed so that another one starts over at normal priority."""
     parts: "list[Job]" = field(default_factory=list)
-    """Of a merge: the jobs that fetch its adapters."""
+    """Jobs that fetch the adapters of a merge."""
     sources: tuple[str, ...] = ()
     """Where its adapters come from, as owners in the gates."""
     is_cancelled: bool = False

@@ -37,10 +37,10 @@ log = structlog.get_logger()
 
 _BYTES_PER_CPU_S = 20 << 20
 _MEMORY_PER_BYTE = 10
-"""Of the files: they are mapped, and their tensors converted to float32, merged and cast."""
+"""Memory per byte of the files: they are mapped, and their tensors converted to float32, merged and cast."""
 _LONGEST_MESSAGE = 4096
 _MOST_GROWTH = 2
-"""Of served bytes over the largest permitted size of the files: float16 becomes float32 on CPU."""
+"""Most served bytes per byte of the largest permitted files: float16 becomes float32 on CPU."""
 
 
 class WorkerContext:

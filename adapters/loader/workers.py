@@ -113,7 +113,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        """Of workers whose callers were cancelled."""
+        """Tasks that end the workers of cancelled callers."""
 
     async def start(self) -> tuple[str, str, str]:
         """Returns the base's key in the store. Raises ValueError if the base cannot be read."""

@@ -20,7 +20,7 @@ from lorikeet.adapters.medusa.texts import Text
 
 SHARD_BYTES = 256 * 2**20
 MAX_BATCH_TOKENS = 8192
-"""Of one forward pass, including padding."""
+"""Maximum tokens of one forward pass, including padding."""
 NOTHING = -100
 """The label for a position after the end of the text."""
 

@@ -185,7 +185,7 @@ def _load(name: str, folder: Path, place: Place) -> Any:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """Of the base's own files; heads are written in the same dtype."""
+    """Dtype of the base's own files; heads are written in the same dtype."""
     config = json.loads((folder / "config.json").read_bytes())
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
     return stored if stored in (torch.bfloat16, torch.float16) else torch.float32

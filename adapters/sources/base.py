@@ -21,12 +21,12 @@ SMALL_NAMES = frozenset(
 )
 """Files that are read in addition to the weights, if present."""
 MAX_SMALL_BYTES = 32 << 20
-"""Of one small file: the largest tokenizers have about 20 MiB."""
+"""Maximum bytes of one small file: the largest tokenizers have about 20 MiB."""
 MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """By preference."""
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""Of Medusa heads, by preference."""
+"""Names of files with Medusa heads, by preference."""
 HEADS_CONFIG = "config.json"
 PEEK_BYTES = 64 << 10
 """This many bytes from the start of a file show whether it contains Medusa heads."""
@@ -46,7 +46,7 @@ class FileHead:
 
     content: bytes
     size: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
 
 
 @dataclass(frozen=True)
