@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 HELD_OUT_PERCENT = 4
-"""Of modules, not of bytes: whether a module is held out depends on its path only, not on other installed modules."""
+"""Percentage of modules held out, not of bytes: it depends on a module's path only, not on other installed modules."""
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data", "__phello__"})
 """Not the standard library, or generated tables (code pages, help topics) that teach a model no Python."""

@@ -23,7 +23,7 @@ class Described:
 
 
 def described(files: Iterable[SourceFile]) -> list[Described]:
-    """Of every function that has a description, in the order of the files, each text once."""
+    """Every function that has a description, in the order of the files, each description once."""
     found: dict[str, Described] = {}
     for file in files:
         for function in functions(file):

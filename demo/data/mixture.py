@@ -19,11 +19,11 @@ from lorikeet.demo.data.tokenizer import ASSISTANT, BOS, END, EOS, SYSTEM, USER
 Tokens = NDArray[np.uint16]
 
 CHAT_SHARE = 0.35
-"""Of the documented functions short enough for it."""
+"""Share of documented functions of at most MAX_FUNCTION_CHARS that also become a conversation."""
 MAX_FUNCTION_CHARS = 1500
 """Every function up to this length is also a separate document, because prompts start like that."""
 CUT_SHARE = 0.15
-"""Of line ends."""
+"""Share of line ends at which a text is cut into pieces."""
 BLOCK_LEN = 2048
 LINE_END = re.compile(r"\n *")
 

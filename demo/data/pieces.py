@@ -8,7 +8,7 @@ from lorikeet.demo.data.corpus import SourceFile
 
 MAX_CHARS = 700
 MIN_LINES = 4
-"""Of a whole function; shorter ones leave nothing to continue."""
+"""Minimum lines of a whole function; shorter ones leave nothing to continue."""
 
 
 def pieces(files: Sequence[SourceFile], count: int, seed: int) -> list[str]:

@@ -50,7 +50,7 @@ class Report:
     continuations: int
     compiled: int
     reached_the_end: int
-    """Of all continuations, compiled or not."""
+    """Continuations that reached the end, compiled or not."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two models at some positions."""
+    """Agreement of two models' distributions at N positions."""
 
     # [N] Σ min(p, q), KL(p ‖ q), the entropy of p, and whether the likeliest token is the same
     overlap: Tensor

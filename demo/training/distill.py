@@ -23,7 +23,7 @@ DRAFT_FOLDER = Path(__file__).parents[1] / "draft"
 PIECE_LEN = 128
 """Positions whose logits are computed at a time on a CPU."""
 INITIAL_SCALE = 0.3
-"""Of the embedding: at full scale every token would predict itself."""
+"""Scale of the initial embedding: at full scale every token would predict itself."""
 SMALLEST = 1e-7
 """Lower bound of probabilities in divisions; float16 has no smaller value."""
 
@@ -52,7 +52,7 @@ class DraftRecipe(Recipe):
     overlap_from: float = 0.6
     """From this share of the cycle on, 1 − overlap replaces the divergence, gradually over a twentieth of the cycle."""
     overlap_weight: float = 3.0
-    """Of 1 − overlap, whose gradients are smaller."""
+    """Weight of 1 − overlap in the loss: its gradients are smaller than those of the divergence."""
     polish_lr: float = 0.3
     """Initial share of the learning rates in later cycles, which train the overlap on rows of full length."""
 

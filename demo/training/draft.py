@@ -20,7 +20,7 @@ from lorikeet.demo.training.teacher import ROW_LEN, SketchFile
 from lorikeet.demo.training.trainer import digest
 
 NUM_ROWS = 4096
-"""Of 1024 tokens each; the base's sketches of them take 1.1 GB of disk."""
+"""Rows of 1024 tokens that the base's sketches are made of; they take 1.1 GB of disk."""
 NUM_ROWS_FOR_EMBEDDING = 32
 
 

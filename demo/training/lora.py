@@ -31,7 +31,7 @@ class Recipe:
     targets: tuple[str, ...]
     num_steps: int
     groups_per_step: int
-    """Of examples with a common start."""
+    """Groups of examples with a common start."""
     lr: float = 3e-3
     warmup_steps: int = 30
     decay_from: float = 0.3

@@ -23,7 +23,7 @@ from lorikeet.demo.training.lora import ATTENTION, BASE_NAME, MLP
 from lorikeet.demo.training.trainer import Progress
 
 MAX_TOKENS = 64
-"""Of a text, from its start on; of a longer one the rest is not read."""
+"""Maximum tokens of a text, from its start; the rest of a longer text is ignored."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lorikeet.demo.data.mixture import Tokens
 Numbers = np.memmap[Any, np.dtype[Any]]
 
 NUM_LIKELIEST, NUM_DRAWN = 48, 16
-"""Of a sketch. On average the 48 most likely tokens hold 0.92 of the base's probability."""
+"""Tokens of a sketch. On average the 48 most likely tokens hold 0.92 of the base's probability."""
 ROW_LEN = 1024
 ROWS_PER_FORWARD = 4
 POSITIONS_AT_ONCE = 128

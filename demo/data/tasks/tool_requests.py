@@ -177,7 +177,7 @@ class Request:
     """The content of the tool's message."""
     sentence: str
     parts: frozenset[str]
-    """Of the text."""
+    """Template of the text and values filled into it."""
     result_parts: frozenset[str]
 
 
