@@ -15,12 +15,12 @@ class Seen:
     """What the events of one stream have said so far."""
 
     token_times: list[float] = field(default_factory=list)
-    """Of events with new tokens; tokens of one step are one event."""
+    """Arrival times of events with new tokens, in seconds; tokens of one step are one event."""
     num_prompt: int = 0
     num_output: int = 0
     """As the server counts them; 0 while it has not said."""
     num_tokens: int = 0
-    """Of LoRAX's events, which have one token each."""
+    """Tokens of LoRAX's events, which have one token each."""
     num_steps: int = 0
     """Tokens that were not drafted and accepted; 0 where the server does not say."""
     sources: Counter[str] = field(default_factory=Counter)
@@ -43,7 +43,7 @@ class Api(ABC):
 
     @abstractmethod
     def body(self, planned: Planned) -> dict[str, Any]:
-        """Of a request that streams."""
+        """Body of a request that streams."""
 
     def read(self, event: bytes, at: float, seen: Seen) -> None:
         """Add the data of an event that arrived `at`."""

@@ -90,7 +90,7 @@ def _lines(first: Result, second: Result) -> Iterator[str]:
 
 
 def _interval(first: Result, second: Result, key: str) -> tuple[float, float] | None:
-    """Of the ratio of two medians, by bootstrap over requests; None where there are no values per request."""
+    """Confidence interval of the ratio of two medians, by bootstrap over requests; None without values per request."""
     if key not in _MEDIANS:
         return None
     names, values_of = _MEDIANS[key]

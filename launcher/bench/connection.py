@@ -24,7 +24,7 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     """By lower-case name."""
     pieces: Pieces = field(default_factory=list)
-    """Of the body."""
+    """Pieces of the body, each with its arrival time."""
 
     @property
     def body(self) -> bytes:

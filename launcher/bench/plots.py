@@ -9,7 +9,7 @@ WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
 _STYLE = "text{font:11px system-ui,sans-serif;fill:#777}"
 COLOURS = ("#2f7fd1", "#c2410c", "#3f7d20", "#a855c9", "#8a6d00", "#0f766e")
-"""Of a contrast of 3 and more with white and with black."""
+"""Colours whose contrast with white and with black is 3 or more."""
 
 _ROUND = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)
 

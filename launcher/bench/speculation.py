@@ -20,7 +20,7 @@ _BY_POSITION = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one moment."""
+    """Speculation counters of a metrics page at one moment."""
 
     totals: Mapping[str, float]
     by_position: Mapping[int, float]

@@ -52,7 +52,7 @@ class Shape:
     """In tokens of the tokenizer, or in words where there is none."""
     output_length: draws.Length
     prefix_length: int = 0
-    """Of the beginning that requests share, in the same unit."""
+    """Length of the prefix that requests share, in the same unit."""
     num_prefixes: int = 1
     adapters: tuple[str, ...] = ()
     adapter_distribution: str = "zipf"

@@ -11,7 +11,7 @@ _TIMEOUT_S = 15.0
 
 
 class LiveStream:
-    """Of one server. Without such a route, or without the right to it, there is no snapshot."""
+    """Live view of one server. Without such a route, or without the right to it, there is no snapshot."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url

@@ -53,17 +53,17 @@ class Interval:
         return max(self.last.at - self.first.at, 1e-9)
 
     def rate(self, name: str) -> float:
-        """Of a counter, per second."""
+        """Increase of a counter per second."""
         return _grown(self.first.total(name), self.last.total(name)) / self.seconds
 
     def rates(self, name: str, label: str) -> dict[str, float]:
-        """By the value of one label; only what has grown."""
+        """Increase of a counter per second, by the value of one label; only what has grown."""
         before = self.first.by(name, label)
         grown = {key: _grown(before.get(key, 0.0), value) for key, value in self.last.by(name, label).items()}
         return {key: value / self.seconds for key, value in grown.items() if value > 0}
 
     def quantile(self, share: float, histogram: str) -> float | None:
-        """Of what a histogram counted meanwhile, interpolated in its bucket; None where that is nothing."""
+        """Quantile of the histogram's samples between the pages, interpolated in its bucket; None without samples."""
         buckets = list(self._buckets(histogram))
         if not buckets or not buckets[-1][1]:
             return None

@@ -20,9 +20,9 @@ class Outcome:
 
     is_identical: bool
     num_tokens: int = 0
-    """Of the new output."""
+    """Tokens of the new output."""
     position: int | None = None
-    """Of the first token that differs; None if none does, or if the receipt holds only hashes."""
+    """Position of the first token that differs; None if none does, or if the receipt holds only hashes."""
     parts: list[str] = field(default_factory=list)
     """Other inputs of generation that differ."""
     error: str = ""

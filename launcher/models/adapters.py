@@ -31,7 +31,7 @@ class AdapterPlan:
     hub_token: str | None = field(default=None, repr=False)
     admin_key_sha256: str | None = None
     api_keys_sha256: tuple[str, ...] = ()
-    """Of the keys of --api-key."""
+    """SHA-256 hashes of the keys of --api-key."""
     modules: tuple[LoraModule, ...] = ()
     """Adapters that a flag names."""
     s3_prefixes: tuple[str, ...] | None = None
@@ -92,7 +92,7 @@ def is_family(settings: Settings) -> bool:
 
 
 def _family_catalogue(settings: Settings) -> Path:
-    """Of the adapters that generate text, or of those that embed it."""
+    """Catalogue of the demo model's adapters: those that generate text, or those that embed it."""
     embeds = settings["pooling"] or settings["embedding-dim"] is not None
     return embedded().path.parent / ("embedders.yaml" if embeds else "adapters.yaml")
 

@@ -33,7 +33,7 @@ class Use:
 
     @classmethod
     def of(cls, settings: Settings, num_ranks: int) -> "Use":
-        """Of the base model."""
+        """Use as the base model."""
         is_any = settings["allow-long-max-total-tokens"] or settings["shard-address"]
         total = None if is_any else settings["max-total-tokens"]
         return cls(num_ranks, total, needs_tokenizer=settings["shard-listen"] is None)

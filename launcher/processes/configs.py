@@ -19,7 +19,7 @@ from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.proto.quantization import of_weights
 
 ROWS_PER_REQUEST, MOST_ROWS = 4, 512
-"""Of the largest CUDA graph: with draft tokens a request has more than one row, and a prompt next to it many."""
+"""Rows of the largest CUDA graph: with draft tokens a request has more than one row, and a prompt next to it many."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Of a client on this machine."""
+        """URL for a client on this machine."""
         return self._url(self.reachable_host)
 
     def is_ready(self) -> bool:
