@@ -17,7 +17,7 @@ import numpy.typing as npt
 BLOCK_ROWS = 256
 """Rows of a block."""
 MIN_BLOCKS = 8
-"""Of all rings together."""
+"""Minimum number of blocks of all rings together."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RowsLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return self.num_blocks * (8 + BLOCK_ROWS * (2 * self.hidden_size + 12))
 
     def arrays(self, memory: memoryview) -> "RowArrays":
@@ -86,7 +86,7 @@ class TrainerSettings:
     model_path: str
     trust_remote_code: bool
     dtype: str
-    """Of the shard: `float32`, `bfloat16` or `float16`."""
+    """Dtype of the shard: `float32`, `bfloat16` or `float16`."""
     adapter_store: str
     store_bytes: int
     rows_fd: int
@@ -121,9 +121,9 @@ class Trained:
     heads_digest: str = ""
     """The new heads, in the adapter store; "" if they are not better."""
     tokens_per_step: float = 0.0
-    """In a replay of the newest rows, which were not trained on: with the new heads …"""
+    """Tokens per step with the new heads, in a replay of the newest rows, which were not trained on."""
     tokens_per_step_before: float = 0.0
-    """… and with those in use."""
+    """Tokens per step with the heads in use, in the same replay."""
     num_rows: int = 0
     """Rows that were trained on."""
     seconds: float = 0.0

@@ -39,7 +39,7 @@ def configure(json_output: bool, level: str, process: str = "", silenced: Sequen
         wrapper_class=structlog.make_filtering_bound_logger(number),
         cache_logger_on_first_use=True,
     )
-    # Of libraries: warnings and worse. An HTTP client's lines hold adapter names that callers sent.
+    # Log lines of libraries: warnings and worse. An HTTP client's lines hold adapter names that callers sent.
     _take_all(_handler(sys.stderr, [_library_message, *shared], last), max(number, logging.WARNING), log.error)
     for name in silenced:
         logging.getLogger(name).disabled = True

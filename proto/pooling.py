@@ -86,7 +86,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def read(
     folder: Path, config: Mapping[str, Any], pooling: str = "", dimensions: int | None = None
 ) -> PooledModel | None:
-    """Of the model in `folder` with this config.json; None for one that generates text.
+    """Reads how the model in `folder` with this config.json pools; None for one that generates text.
 
     `pooling` and `dimensions` are `--pooling` and `--embedding-dim`, "" and None without. Raises ValueError for files
     that ask for something that is not served, and OSError.
@@ -200,7 +200,7 @@ def _with_modules(folder: Path, modules: list[dict[str, Any]], encodes: bool) ->
 
 
 def _pooling(settings: Mapping[str, Any]) -> str:
-    """Of the configuration of a Pooling module, in either of its two forms. Raises ValueError."""
+    """The pooling that a Pooling module's configuration chooses, in either of its two forms. Raises ValueError."""
     named = settings.get("pooling_mode")
     chosen = [named] if isinstance(named, str) else named if isinstance(named, list) else None
     if chosen is None:

@@ -61,7 +61,7 @@ _HEADS = {True: "| call | from | to | meaning |", False: "| number | name | type
 
 
 def _row(line: str, comment: list[str]) -> str:
-    """Of a table; "" for a line without a field."""
+    """Row of a table; "" for a line without a field."""
     if (call := _CALL.match(line)) is not None:
         return f"| `{call[1]}` | `{call[2]}` | `{call[3]}` | {_cell([*comment])} |"
     if (found := _FIELD.match(line)) is not None:
