@@ -55,7 +55,7 @@ from lorikeet.router.errors import (
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one leaf: LoRAX's status and `error_type`, the name in metrics, OpenAI's status, `type` and `code`."""
+    """Answer to one error: LoRAX's status and `error_type`, its name in metrics, OpenAI's status, `type` and `code`."""
 
     status: int
     error_type: str

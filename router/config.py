@@ -23,9 +23,9 @@ class RouterConfig(ConfigFile):
     shard_tls_ca_path: str | None = None
     """CA certificates that verify shards; connections use TLS then."""
     shard_tls_cert_path: str | None = None
-    """The client certificate, and …"""
+    """The client certificate for shards."""
     shard_tls_key_path: str | None = None
-    """… its private key."""
+    """The private key of that certificate."""
     served_model_names: tuple[str, ...] = ()
     """Further names of the model; the first one is in answers."""
     model_sha: str | None = None
@@ -36,9 +36,9 @@ class RouterConfig(ConfigFile):
     """Replaces the model's chat template."""
     trust_remote_code: bool = False
     pooling: str | None = None
-    """As in the configuration of a shard; so is …"""
+    """`--pooling` of the shards."""
     embedding_dim: int | None = None
-    """… this."""
+    """`--embedding-dim` of the shards."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     root_path: str = ""
@@ -66,7 +66,7 @@ class RouterConfig(ConfigFile):
     max_concurrent_requests: int = 1024
     """Queued and running; above it 429."""
     max_sequences_share: float = 0.125
-    """Of `max_concurrent_requests`: the most sequences of one request."""
+    """Share of `max_concurrent_requests` that the sequences of one request may take."""
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_input_length: int = 4095
@@ -129,7 +129,7 @@ class RouterConfig(ConfigFile):
     """Requests may bring their own chat template."""
     max_body_bytes: int = 16 * 1024 * 1024
     max_body_memory: int = 128 * 1024 * 1024
-    """Of all request bodies together, while they are read, decoded and parsed."""
+    """Maximum bytes of all request bodies together, while they are read, decoded and parsed."""
     validation_workers: int = 2
     receipts_path: str | None = None
     """File of receipts, one JSON line per finished request."""
@@ -183,7 +183,7 @@ class RouterConfig(ConfigFile):
 
     @property
     def max_sequences(self) -> int:
-        """Of one request: prompts times choices."""
+        """Maximum sequences of one request: prompts times choices."""
         return max(self.max_best_of, int(self.max_sequences_share * self.max_concurrent_requests))
 
     @property

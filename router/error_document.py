@@ -59,7 +59,7 @@ MEANINGS = {
     "DeadlineExceeded": "`--request-timeout-s` has passed, or the request's own limit",
     "InternalError": "a defect of the server; the log has the place",
 }
-"""Of classes without a docstring."""
+"""Meaning of each class without a docstring."""
 
 
 def meaning(kind: type[RouterError]) -> str:

@@ -17,14 +17,14 @@ _MANY_CALLERS = 1024
 
 
 class _Place(NamedTuple, Generic[Item]):
-    """Of an item in its lane; places compare by priority, then by number."""
+    """Place of an item in its lane; places compare by priority, then by number."""
 
     priority: float
     """Lower ones leave first."""
     number: int
     item: Item
     charge: float
-    """To the caller, when the item leaves."""
+    """Charge to the caller when the item leaves."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ _SLASH = re.compile("/")
 
 
 class Access:
-    """Of one router. Without `sources` only the base model is served."""
+    """Access rights of one router. Without `sources` only the base model is served."""
 
     def __init__(
         self,

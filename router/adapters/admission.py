@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Admission:
-    """Of one dispatcher. Implements LoadingEvents."""
+    """Admission for one dispatcher. Implements LoadingEvents."""
 
     def __init__(
         self,

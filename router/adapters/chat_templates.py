@@ -21,16 +21,16 @@ FILES = frozenset({"chat_template.json", "tokenizer_config.json"})
 """Next to one of the first they are optional."""
 MAX_CACHED = 1024
 MAX_BYTES = 1 << 20
-"""Of a file."""
+"""Maximum bytes of a template file."""
 
 
 @dataclass(frozen=True)
 class OwnTemplates:
-    """Of an adapter."""
+    """Templates that an adapter brings."""
 
     chat: str | None = None
     for_tools: str | None = None
-    """For requests with tools, where there is another one."""
+    """The template for requests with tools, where there is another one."""
     response: Any = None
     """`response_template` of the tokenizer's configuration: how the output is parsed."""
 
@@ -41,14 +41,14 @@ class ChosenTemplate:
 
     source: str
     who: str = ""
-    """Of a template that the operator did not write: the caller and the source of the template."""
+    """Caller and source of a template that the operator did not write."""
     response: Any = None
     response_who: str = ""
-    """The same of the response template."""
+    """Caller and source of a response template that the operator did not write."""
 
 
 class Templates:
-    """Of one router."""
+    """Chat templates of one router."""
 
     def __init__(self, tokenizer: Tokenizer, sources: Sources | None) -> None:
         self._tokenizer = tokenizer

@@ -16,7 +16,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.adapter_ref import Heads
 
 _MOST_COMPARED, _LONGEST_COMPARED = 200, 100
-"""Of names and characters, in the search for the nearest ones."""
+"""Maximum names, and maximum characters of a name, in the search for the nearest names."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DefaultHeads:
 
 
 class Directory:
-    """Of one router. The administrator's entries take precedence over the file's, and those over the flags'."""
+    """Directory of one router. The administrator's entries precede the file's, and those precede the flags'."""
 
     def __init__(self, config: RouterConfig, catalogue: Catalogue | None = None) -> None:
         self.default = config.adapter_id

@@ -26,7 +26,7 @@ NUM_AT_ONCE = 16
 
 
 class AdapterPreloader:
-    """Of one router, while `run` runs."""
+    """Preloader of one router; works while `run` runs."""
 
     def __init__(self, selection: Selection, admission: Admission) -> None:
         self.settled = asyncio.Event()

@@ -23,7 +23,7 @@ _BASE_ONLY = "is not supported by this server, which serves its base model alone
 
 
 class Selection:
-    """Of one router. Without `rights` only the base model is served."""
+    """Selection of adapters in one router. Without `rights` only the base model is served."""
 
     def __init__(self, config: RouterConfig, rights: Rights | None, directory: Directory, keys: Keys) -> None:
         self._config = config

@@ -180,7 +180,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 def _page_or(health: _Route) -> _Route:
-    """Of `GET /`: the page for browsers, LoRAX's health for all other clients."""
+    """Route of `GET /`: the page for browsers, LoRAX's health for all other clients."""
 
     async def answer(request: Request) -> Response:
         return await (page if wants_page(request) else health)(request)

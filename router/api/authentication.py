@@ -26,7 +26,7 @@ _OPEN_FOLDER = "/docs/assets/"
 
 
 class Authentication:
-    """Of one router; the keys in force are those of `selection`."""
+    """Authentication of one router's requests; the keys in force are those of `selection`."""
 
     def __init__(self, config: RouterConfig, selection: Selection, clock: Callable[[], float] = time.monotonic) -> None:
         self._selection = selection
@@ -99,7 +99,7 @@ class _Bucket:
 
 @dataclass
 class _Spent:
-    """Of one key."""
+    """Requests and tokens that one key may still spend, and its running requests."""
 
     requests: _Bucket = field(default_factory=_Bucket)
     tokens: _Bucket = field(default_factory=_Bucket)

@@ -29,7 +29,7 @@ class Completed:
     prefill: list[tuple[int, str, float | None]] = field(default_factory=list)
     prefill_alternatives: list[Alternatives] | None = None
     prefill_ranks: list[int] | None = None
-    """Of the prompt tokens from the second on."""
+    """Ranks of the prompt tokens from the second on."""
     stop_reason: int | str | None = None
     message: Message = field(default_factory=Message)
     """The text as a message, in a conversation."""

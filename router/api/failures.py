@@ -31,7 +31,7 @@ def style_of(scope: Scope) -> ErrorStyle:
 
 
 def style_of_path(path: str) -> ErrorStyle:
-    """Of routes of one API."""
+    """Error style of the API that `path` belongs to."""
     if path.startswith(_ANTHROPIC_PATH):
         return ErrorStyle.ANTHROPIC
     return ErrorStyle.OPENAI if path.startswith(_OPENAI_PATHS) else ErrorStyle.LORAX

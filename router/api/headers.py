@@ -70,12 +70,12 @@ class Counts:
 
 
 def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
-    """Of a stream, known before its first token; `generation` is None for a request that failed."""
+    """Headers of a stream, known before its first token; `generation` is None for a request that failed."""
     return {"x-accel-buffering": "no", **_common_headers(service, characters, generation)}
 
 
 def answer_headers(service: Service, timing: Timing, generation: Generation, counts: Counts) -> dict[str, str]:
-    """Of a complete answer."""
+    """Headers of a complete answer."""
     done_at = now()
     queued_at = timing.validated_at
     sent_at = generation.routing.sent_at or queued_at

@@ -101,7 +101,7 @@ class Operation:
     media: tuple[str, ...] = ()
     """Media types of an answer without a model; none for an empty one."""
     styles: tuple[ErrorStyle, ...] = ()
-    """Of its errors; none for that of its path."""
+    """Styles of the route's errors; none for the style of its path."""
 
 
 _COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.StreamResponse)

@@ -93,13 +93,13 @@ class Service:
 
     @property
     def admission(self) -> Admission:
-        """Of requests with adapters, where those are served."""
+        """Admission of requests with adapters, where those are served."""
         assert self.dispatcher.admission is not None
         return self.dispatcher.admission
 
     @property
     def rights(self) -> Rights:
-        """Of callers to adapters, where those are served."""
+        """Rights of callers to adapters, where those are served."""
         assert self.selection.rights is not None
         return self.selection.rights
 
@@ -388,7 +388,7 @@ def now() -> float:
 
 
 def log_fields(request: GenerationRequest, num_generated: int, finish: FinishReason) -> dict[str, int | str]:
-    """Of the log line of a request that was answered: numbers only."""
+    """Fields of the log line of a request that was answered: numbers only."""
     return {"prompt_tokens": len(request.prompt_ids), "generated_tokens": num_generated, "finish_reason": finish.value}
 
 

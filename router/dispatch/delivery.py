@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Delivery:
-    """Of one dispatcher, whose queue is charged for output tokens."""
+    """Delivery for one dispatcher, whose queue is charged for output tokens."""
 
     def __init__(self, metrics: Metrics, queue: FairQueue, recovery: Recovery, events: RouterEvents) -> None:
         self._metrics = metrics

@@ -70,7 +70,7 @@ class Dispatcher:
         """Moving average of the queue time of recent requests."""
         self._loader = None if config.loader_address is None else LoaderClient(config.loader_address)
         self.admission: Admission | None = None
-        """Of requests with adapters; None where only the base model is served."""
+        """Admission of requests with adapters; None where only the base model is served."""
         if self._loader is not None:
             self.admission = Admission(self._loader, self.links, self._placement, self.metrics.adapters, self)
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +118,7 @@ class Dispatcher:
 
     @property
     def info(self) -> pb.ShardInfo | None:
-        """Of the first shard that has ever been connected."""
+        """Information on the first shard that has ever been connected."""
         return next((link.info for link in self.links if link.info is not None), None)
 
     @property

@@ -63,8 +63,8 @@ class FairQueue:
     ) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
 
-        Of a caller's requests those of the lowest `priority` leave first, in the order of their arrival. `weight` is
-        the flow's share of the tokens relative to others; the last value applies.
+        A caller's requests with the lowest `priority` leave first, in the order of their arrival. `weight` is the
+        flow's share of the tokens relative to others; the last value applies.
         """
         if not weight > 0:
             raise ValueError(f"a weight must be positive, got {weight}")

@@ -15,7 +15,7 @@ MAX_RETRIES = 64
 
 
 class Recovery:
-    """Of one dispatcher."""
+    """Recovery of the requests of one dispatcher."""
 
     def __init__(self, timeout_s: float, events: RouterEvents) -> None:
         self._timeout_s = timeout_s

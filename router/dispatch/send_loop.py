@@ -10,7 +10,7 @@ from lorikeet.router.shards.connection import RouterEvents, ShardLink
 
 
 class SendLoop:
-    """Of one dispatcher. Times are of time.monotonic()."""
+    """Send loop of one dispatcher. Times are of time.monotonic()."""
 
     def __init__(self, links: Sequence[ShardLink], queue: FairQueue, events: RouterEvents) -> None:
         self._links = links

@@ -9,16 +9,16 @@ import structlog
 from lorikeet.router.http.address import Addresses, identity
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with header fields, and of everything else between two parts of a body."""
+"""Maximum bytes of a request line with header fields, and of everything else between two parts of a body."""
 MAX_HEADER_FIELDS = 100
-"""Of a head, and of trailers."""
+"""Maximum fields of a head, and of trailers."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass
 class Connections:
-    """Of one server."""
+    """Connections of one server."""
 
     addresses: Addresses = field(default_factory=Addresses)
     header_timeout_s: float = 10.0

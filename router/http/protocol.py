@@ -25,7 +25,7 @@ DISCARD_SLOWLY_BYTES = 16 * 1024
 """Read at once; after that much at once there is a pause."""
 DISCARD_S = 30.0
 DISCARD_BYTES = 64 * 1024 * 1024
-"""Of the rest of a body that is not read; the connection closes earlier where nothing arrives for LINGER_S."""
+"""Maximum time and bytes of discarding the rest of a body; the connection closes after LINGER_S without data."""
 FIRST_PROBE_S = 0.05
 LAST_PROBE_S = 5.0
 
@@ -47,7 +47,7 @@ class Protocol(HttpToolsProtocol):
         self._peer = ""
         self._is_counted = False
         self._timer: TimerHandle | None = None
-        """Of the head of a request, or of a connection that is about to close."""
+        """Timer for the head of a request, or for a connection that is about to close."""
         self._probe: TimerHandle | None = None
         self._ignores_input = False
         self._reads_head = True

@@ -15,7 +15,7 @@ MINUTE, WINDOW = 60 // SLOT_S, 600 // SLOT_S
 
 @dataclass
 class _Counts:
-    """Of one kind."""
+    """Failures of one kind."""
 
     last_at: float = 0.0
     slots: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
@@ -33,7 +33,7 @@ class _Counts:
 
 
 class RecentFailures:
-    """Of requests to the model. Kinds are leaves of the tree of errors, so there are few."""
+    """Failures of requests to the model. Kinds are leaves of the tree of errors, so there are few."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -14,7 +14,7 @@ WATCH_MS = 4000
 
 
 class Live:
-    """Of one router. Without viewers it does nothing."""
+    """Live snapshots of one router. Without viewers it does nothing."""
 
     def __init__(self, maker: SnapshotMaker, links: Iterable[ShardLink], interval_s: float = INTERVAL_S) -> None:
         self._maker = maker

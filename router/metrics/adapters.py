@@ -13,7 +13,7 @@ from lorikeet.router.metrics.histogram import Counter, Histogram, families, hist
 from lorikeet.router.requests.adapter_ref import Adapter
 
 MAX_LABELS = 256
-"""Of adapters without an alias."""
+"""Maximum labels for adapters without an alias."""
 OTHER = "other"
 _SECONDS = [0.01 * 2**power for power in range(16)]
 _GAUGES = {
@@ -40,7 +40,7 @@ class AdapterLoad:
 
 
 class AdapterMetrics:
-    """Of one router. Observing is an addition or two."""
+    """Adapter metrics of one router. Observing is an addition or two."""
 
     def __init__(self) -> None:
         prefix = "lorikeet_adapter_"
@@ -57,7 +57,7 @@ class AdapterMetrics:
         self.load_seconds: dict[str, Histogram] = {}
         self.gauges = dict.fromkeys(_GAUGES, 0)
         self.by_label: Mapping[str, AdapterLoad] = {}
-        """Of every alias, and of other adapters with requests; set before the metrics are exported."""
+        """Load of every alias, and of other adapters with requests; set before the metrics are exported."""
         self._labels: set[str] = set()
 
     def sent(self, adapter: Adapter, digest: str, num_prompt: int, tier: str) -> None:

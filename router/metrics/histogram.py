@@ -62,7 +62,7 @@ class Counter:
 
 
 def families(owner: object) -> Iterator[Metric]:
-    """Of all counters and histograms among an object's attributes."""
+    """Families of all counters and histograms among an object's attributes."""
     for metric in vars(owner).values():
         if isinstance(metric, Counter | Histogram):
             yield metric.family()

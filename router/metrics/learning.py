@@ -16,13 +16,13 @@ _COUNTERS = {
 
 
 class LearningMetrics:
-    """Of one router. A shard that starts anew begins at zero, so that its earlier totals are kept."""
+    """Learning metrics of one router. A restarted shard counts from zero, so its earlier totals are kept."""
 
     def __init__(self) -> None:
         self._newest: dict[int, pb.LearningTotals] = {}
-        """By shard."""
+        """Newest totals by shard."""
         self._gone = pb.LearningTotals()
-        """Of shards that are gone."""
+        """Totals of shards that are gone."""
 
     def observe(self, totals: pb.LearningTotals, index: int) -> None:
         """A message of shard `index`."""

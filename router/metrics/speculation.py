@@ -26,7 +26,7 @@ _FAMILIES = {
 
 
 class SpeculationMetrics:
-    """Of one router. Observing is a few additions per message with draft tokens."""
+    """Speculation metrics of one router. Observing is a few additions per message with draft tokens."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[tuple[str, str], float]] = {name: {} for name in (*_FAMILIES, *PHASES)}
@@ -77,7 +77,7 @@ class SpeculationMetrics:
 
 
 def _samples(values: Mapping[Any, float], *more: str) -> list[tuple[dict[str, str], float]]:
-    """Of numbers by method, adapter and `more` labels."""
+    """Samples of numbers by method, adapter and `more` labels."""
     names = ("method", "adapter", *more)
     return [(dict(zip(names, map(str, key), strict=True)), value) for key, value in values.items()]
 

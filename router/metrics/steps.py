@@ -15,7 +15,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 class StepMetrics:
-    """Of all shards of one router."""
+    """Step metrics of all shards of one router."""
 
     def __init__(self, durations: Sequence[float]) -> None:
         """`durations`: bounds in seconds."""

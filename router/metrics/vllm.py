@@ -46,7 +46,7 @@ def _lengths(top: int) -> list[float]:
 
 
 class VllmMetrics:
-    """Of one router: what vLLM counts in buckets of its own. The rest is computed from our metrics."""
+    """Metrics of one router that vLLM counts in buckets of its own. The rest is computed from our metrics."""
 
     def __init__(self, model_name: str, max_total_tokens: int, max_adapters: int) -> None:
         """`max_adapters`: the number of adapter slots of a shard."""

@@ -41,7 +41,7 @@ class CallSyntax:
 
     @property
     def keys(self) -> tuple[str, str]:
-        """Of the JSON object that has the name and the arguments."""
+        """Keys of the name and of the arguments in a call's JSON object."""
         name, arguments = re.findall(r'"(\w+)": ', "".join(part for part in self.head if isinstance(part, str)))
         return name, arguments
 

@@ -41,7 +41,7 @@ class ToolCallBegin:
     """A call of a function."""
 
     index: int
-    """Of the call in the message, from 0."""
+    """Index of the call in the message, from 0."""
     id: str
     name: str
 

@@ -49,7 +49,7 @@ class Prepared:
 
 
 class Outputs:
-    """Of one router."""
+    """Output readers and grammars of one router."""
 
     def __init__(self, templates: Templates, tokenizer: Tokenizer) -> None:
         self._templates = templates

@@ -56,7 +56,7 @@ class Parse:
     field: str | None = None
     """The region that the text is in."""
     epoch: int = -1
-    """Of the process that knows it."""
+    """Epoch of the process that knows this output."""
     owner: str = ""
     """Who is answerable for the response template."""
     is_dropped: bool = False
@@ -87,7 +87,7 @@ class ParserProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Process id, while the process runs."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     def open(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]], owner: str = "") -> Parse:

@@ -18,7 +18,7 @@ FINISH_KINDS = {
 
 
 class Reader(Protocol):
-    """Of one generation."""
+    """Reader of one generation."""
 
     async def read(self, text: str, finish: FinishReason | None, stop_reason: int | str | None = None) -> list[Event]:
         """The events of more text. With the finish reason of the generation they end with a Finish. Never raises

@@ -27,7 +27,7 @@ class SpecialTokens:
 
     ids: dict[str, int]
     end_ids: frozenset[int]
-    """Of these the ones that end the output: a grammar ends before them."""
+    """Ids of special tokens that end the output: a grammar ends before them."""
 
     def written(self, text: str) -> tuple[str, bool]:
         """`text` in Lark, and whether it ends the output."""

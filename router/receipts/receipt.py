@@ -27,7 +27,7 @@ class Served:
     tokenizer_digest: str
     max_total_tokens: int
     info: pb.ShardInfo
-    """Of the shard that computed the text."""
+    """Information on the shard that computed the text."""
 
 
 def check_receipt(wanted: bool, speculation: Speculation, num_texts: int) -> None:
@@ -50,7 +50,7 @@ def may_have_receipt(request: GenerationRequest) -> bool:
 
 
 def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
-    """Of a finished text, without its tokens; the caller adds the digest of the base's files."""
+    """Receipt of a finished text, without its tokens; the caller adds the digest of the base's files."""
     request, finish, info = generation.request, generation.finish_reason, served.info
     heads = generation.adapters.heads_pin
     assert finish is not None

@@ -16,7 +16,7 @@ from lorikeet.router.requests.types import GenerationRequest
 
 
 class ResolvedAdapters:
-    """Of one request."""
+    """Adapter and heads of one request, with their contents."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
@@ -78,7 +78,7 @@ class ResolvedAdapters:
 
     @property
     def num_heads(self) -> int:
-        """Of the heads that propose draft tokens for the request."""
+        """Number of heads that propose draft tokens for the request."""
         proposing = self._external_heads or self._adapter
         return 0 if proposing is None else proposing.num_heads
 
@@ -89,7 +89,7 @@ class ResolvedAdapters:
 
     @property
     def digest(self) -> str:
-        """Of the adapter's content, whatever it has; "" for the base model."""
+        """Digest of the adapter's content, whatever it has; "" for the base model."""
         return "" if self._adapter is None else self._adapter.digest
 
     @property

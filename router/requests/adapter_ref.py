@@ -30,11 +30,11 @@ class Adapter:
     token: str | None = field(default=None, repr=False, compare=False)
     """The token that authorised access at the source."""
     tokens: tuple[str | None, ...] = field(default=(), repr=False, compare=False)
-    """Of the parts of a merge: none for public ones, the operator's for its own."""
+    """Access tokens for the parts of a merge: none for public parts, the operator's for its own."""
     alias: str = ""
     """Empty for an adapter that the catalogue does not list."""
     weight: float = 1.0
-    """Of its flow in the fair queue."""
+    """Weight of the adapter's flow in the fair queue."""
     chat_template: str | None = field(default=None, repr=False, compare=False)
     """The operator's, which takes precedence over the adapter's own."""
     caller: str = field(default="", compare=False)
@@ -68,7 +68,7 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """Of the first one, as LoRAX reports it."""
+        """Source of the first adapter, as LoRAX reports it."""
         return self.pins[0].source.value
 
     @property
@@ -88,7 +88,7 @@ class Loaded:
     num_heads: int = 0
     """Number of Medusa heads."""
     invocation_ids: tuple[int, ...] = ()
-    """Of an activated LoRA (aLoRA): the tokens from whose last occurrence in the prompt on it applies."""
+    """Token ids that activate an activated LoRA (aLoRA): it applies from their last occurrence in the prompt on."""
 
     @property
     def is_heads_only(self) -> bool:
@@ -103,4 +103,4 @@ class Heads:
     adapter: Adapter
     """That contains them; only its heads are used."""
     content: Loaded | None = None
-    """Of the operator's default heads, which stay loaded; the adapter's own heads take precedence over these."""
+    """Content of the operator's default heads, which stay loaded; the adapter's own heads precede these."""

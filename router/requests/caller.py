@@ -14,7 +14,7 @@ KEY_HEADER = "x-api-key"
 
 @dataclass(frozen=True)
 class Caller:
-    """Of one request."""
+    """Caller of one request."""
 
     request_id: str
     key: Key | None = None

@@ -53,7 +53,7 @@ class Generation:
         self.is_admitted = request.adapter is None and request.heads is None
         """Whether its adapter and heads are resolved."""
         self.digest = ""
-        """Of the adapter's content once it is admitted; "" for the base model."""
+        """Digest of the adapter's content once it is admitted; "" for the base model."""
         self.emitted_ids: list[int] = []
         """All output tokens so far: enough to continue on another shard."""
         self.pooled = bytearray()

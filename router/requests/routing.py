@@ -53,9 +53,9 @@ class Routing:
     deadline: float | None = None
     """When it fails."""
     shard_address: str = ""
-    """Of the shard that it runs on, or that completed it; "" while it is queued."""
+    """Address of the shard that the request runs on, or that completed it; "" while it is queued."""
     wire_id: int = -1
-    """On that shard's stream."""
+    """The request's id on that shard's stream."""
     has_output: bool = False
     """Whether that shard has sent any output of it."""
     num_retries: int = 0
@@ -65,7 +65,7 @@ class Routing:
     without one.
     """
     prefix_keys: tuple[int, ...] | None = None
-    """Of its prompt's blocks, once computed."""
+    """Keys of the prompt's blocks, once computed."""
     poison_tracker: PoisonRequestTracker = field(default_factory=PoisonRequestTracker)
 
     @property

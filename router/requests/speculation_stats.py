@@ -13,22 +13,22 @@ VERIFIED = frozenset({pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS, *DRAFT_SOURCES})
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Of one request that may speculate, over all shards that it ran on."""
+    """Speculation counts of one request that may speculate, over all shards that it ran on."""
 
     num_drafted: int = 0
-    """Draft tokens that were verified …"""
+    """Draft tokens that were verified."""
     num_accepted: int = 0
-    """… and those of them that are in the text."""
+    """Accepted draft tokens that are in the text."""
     sources: Counter[int] = field(default_factory=Counter)
     """Tokens of the text by their source."""
     steps: Counter[int] = field(default_factory=Counter)
     """Steps that verified draft tokens, by the number of those that are in the text."""
     draft_seconds: float = 0.0
-    """Of the steps that verified drafts of the request: proposing …"""
+    """Seconds of proposing in the steps that verified drafts of the request."""
     verify_seconds: float = 0.0
-    """… the target's forward pass …"""
+    """Seconds of the target's forward passes in these steps."""
     accept_seconds: float = 0.0
-    """… and sampling with acceptance."""
+    """Seconds of sampling with acceptance in these steps."""
 
     def take(self, output: pb.RequestOutput, num_kept: int) -> None:
         """Add an output whose first `num_kept` tokens are in the text."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from lorikeet.proto import shard_pb2 as pb
 
 MAX_STEPS = 1024
-"""Of one period; the output of later steps is only counted."""
+"""Maximum recorded steps of one period; the output of later steps is only counted."""
 
 
 @dataclass(slots=True)
@@ -16,9 +16,9 @@ class StepEvent:
     at: float
     """time.monotonic()."""
     number: int
-    """Of the last of these steps, on its shard."""
+    """Number of the last of these steps, on its shard."""
     num_tokens: int
-    """That the request got."""
+    """Tokens that the request got."""
     sources: bytes
     """One byte per token, a Source; empty where nothing was drafted."""
     num_drafted: int
@@ -50,7 +50,7 @@ class Period:
 
 
 class Timeline:
-    """Of one generation."""
+    """Timeline of one generation."""
 
     def __init__(self) -> None:
         self.periods: list[Period] = []

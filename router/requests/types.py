@@ -19,7 +19,7 @@ class FinishReason(Enum):
 MAX_ALTERNATIVES = 256
 """Most alternatives per token that a shard returns."""
 MAX_PENALTY = 1e10
-"""Of repetition; further from 1, logits overflow."""
+"""Maximum repetition penalty; further from 1, logits overflow."""
 PENALTY_RULE = f">= {1 / MAX_PENALTY:g} and <= {MAX_PENALTY:g}"
 
 
@@ -79,7 +79,7 @@ ALL_HEADS = 255
 SOURCE_NAMES = tuple(pb.Source.Name(value).removeprefix("SOURCE_").lower() for value in sorted(pb.Source.values()))
 """Names of a token's source, indexed by the value of the wire's enumeration."""
 DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT, pb.SOURCE_GRAMMAR, pb.SOURCE_HISTORY)
-"""Of accepted draft tokens, in the order in which the wire counts drafts."""
+"""Sources of accepted draft tokens, in the order in which the wire counts drafts."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     """Those of `sampling` as they were given."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text, …"""
+    """Whether special tokens are left out of the text."""
     shown_ids: frozenset[int] = frozenset()
-    """… except these."""
+    """Special tokens that stay in the text nevertheless."""
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
-    """Number of most likely tokens that are returned with each output token, …"""
+    """Number of most likely tokens that are returned with each output token."""
     alternative_ids: tuple[int, ...] = ()
-    """… or as many given ones."""
+    """Tokens that are returned with each output token instead of the most likely ones."""
     prefill_logprobs: bool = False
     num_prefill_alternatives: int = 0
     prefill_ranks: bool = False
@@ -148,7 +148,7 @@ class GenerationRequest:
     """Log probabilities of the model's own logits (OpenAI) instead of the distribution sampled from (LoRAX)."""
     request_id: str = ""
     priority: int = 0
-    """Of the waiting requests of one flow, lower ones are sent first."""
+    """Priority among the waiting requests of one flow: lower values are sent first."""
     caller: str = ""
     """The identity of who sent it: callers take turns."""
     cache_salt: str = ""
@@ -200,6 +200,6 @@ class Chunk:
     """Prompt tokens with log probabilities, in the first chunk, where requested."""
     prefill_alternatives: list[list[tuple[int, str, float]]] | None = None
     prefill_ranks: list[int] | None = None
-    """Of the prompt tokens from the second on, 1 for the likeliest token."""
+    """Ranks of the prompt tokens from the second on; 1 is the likeliest token."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None at an end-of-text token or the maximum length."""

@@ -21,9 +21,9 @@ SETTLED_BYTES = 256 * 1024
 
 
 RETURNED_BYTES = 16 * 1024 * 1024
-"""After large bodies of so many bytes have been freed, the C library returns freed memory to the system …"""
+"""After this many bytes of large bodies are freed, the C library returns freed memory to the system."""
 RETURN_AFTER_S = 5.0
-"""… so much later, once for all that is freed meanwhile."""
+"""Seconds until it does so, once for all that is freed meanwhile."""
 
 
 class BodyMemory:

@@ -21,7 +21,7 @@ class Route(enum.Flag):
     COMPLETIONS = enum.auto()
     NATIVE = enum.auto()
     EMBEDDINGS = enum.auto()
-    """Of all routes to embedding and classification models but LoRAX's."""
+    """Bodies of all routes to embedding and classification models but LoRAX's."""
 
 
 CHAT, COMPLETIONS, NATIVE, EMBEDDINGS = Route
@@ -48,7 +48,7 @@ class Row:
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing, in addition to null."""
     note: str = ""
-    """Of a rejected field, the end of the error that starts with its name; else the documentation's remark."""
+    """End of the error that starts with a rejected field's name; for other fields, the documentation's remark."""
     in_lorax: bool = False
     """Whether LoRAX applies the field, so that it is rejected with `--unknown-fields ignore` too."""
 

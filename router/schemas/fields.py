@@ -46,7 +46,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def length(self, name: str) -> int:
-        """Of a list, without reading it; 0 for everything else."""
+        """Length of a list, without reading it; 0 for everything else."""
         value = self._values.get(name)
         return len(value) if isinstance(value, list) else 0
 

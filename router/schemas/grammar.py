@@ -15,9 +15,9 @@ MAX_DEPTH = 64
 MAX_CHOICES = 4096
 MAX_ENUM = 4096
 MAX_TEXT_BYTES = 8 * 1024
-"""Of one literal text, regular expression, or line of a grammar: shards compute all tokens of a literal at once."""
+"""Maximum bytes of a literal text, regular expression or grammar line: shards compute a literal's tokens at once."""
 MAX_REPETITIONS = 4096
-"""Of one part of a regular expression, for the same reason."""
+"""Maximum repetitions in one part of a regular expression, for the same reason."""
 STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of `structured_outputs` for each kind of grammar."""
 

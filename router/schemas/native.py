@@ -68,7 +68,7 @@ class NativeParameters:
 
     @property
     def heads(self) -> AdapterFields:
-        """Of `heads_id`; source and token are the adapter's."""
+        """Adapter fields of `heads_id`; source and token are the adapter's."""
         return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")
 
     @property
@@ -114,9 +114,9 @@ class NativeRequest:
     ignored: list[str]
     """Names of fields that are not read."""
     rejected: list[tuple[Row, str]]
-    """Those of `parameters` among them that are not supported, with their names, and …"""
+    """Fields of `parameters` that are not supported, with their names."""
     misplaced: list[str]
-    """… those that belong there."""
+    """Names of fields that belong in `parameters`."""
     input_ids: list[int] | None = None
     """The prompt, where it was given as token ids; `inputs` is empty then."""
 

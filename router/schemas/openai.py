@@ -35,7 +35,7 @@ class CommonFields:
 
     adapter: AdapterFields
     heads: AdapterFields
-    """Of `heads_id`; source and token are the adapter's."""
+    """Adapter fields of `heads_id`; source and token are the adapter's."""
     sampling: Sampling
     num_choices: int
     max_tokens: int | None
@@ -323,7 +323,7 @@ def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
 def _prompts(value: Any, prompt: PromptFields, config: RouterConfig) -> list[str | list[int]]:
     """A text, texts, token ids, or lists of token ids: always as a list of prompts. Lengths before elements.
 
-    Of token ids only those that are kept.
+    A list of token ids holds only those that are kept.
     """
     most = config.max_input_length
     if isinstance(value, str):

@@ -137,7 +137,7 @@ def read_dimensions(fields: Fields) -> int | None:
 
 
 def _common(fields: Fields, config: RouterConfig, model: str) -> PooledFields:
-    """Of a body with its fields at the top level; all of its own fields are read."""
+    """Common fields of a body that has them at the top level; all of its own fields are read."""
     adapter = read_adapter(fields, config, model)
     cut = read_cut(fields, config)
     priority = fields.integer("priority", "i32") or 0

@@ -26,9 +26,9 @@ class ReportFields:
     logprob_token_ids: tuple[int, ...]
     """Tokens whose log probabilities are listed at each position of the output, in place of the likeliest."""
     usage: bool
-    """Whether a stream ends with the usage, …"""
+    """Whether a stream ends with the usage."""
     continuous_usage: bool
-    """… and every event has it so far."""
+    """Whether every event of a stream has the usage so far."""
     metadata: dict[str, str] | None
     """The client's own, which the answer repeats."""
     service_tier: str | None

@@ -12,7 +12,7 @@ from lorikeet.proto import shard_pb2 as pb
 BLOCK = 32
 """Tokens per key."""
 MAX_BLOCKS = 128
-"""Of one prompt: longer common prefixes make no difference."""
+"""Maximum blocks of one prompt that get keys: longer common prefixes make no difference."""
 
 
 class AdapterResidency:

@@ -25,13 +25,13 @@ log = structlog.get_logger()
 MAX_COMMAND_BYTES = 3 << 20
 """A Command is closed at this size, so that messages stay below 4 MiB."""
 JOIN_READERS = 64
-"""With at least so many readers to wake, a busy process waits for one more message …"""
+"""With at least this many readers to wake, a busy process waits for one more message."""
 JOIN_LOAD = 0.5
-"""… while its CPU time is more than this fraction of the elapsed time …"""
+"""A process is busy while its CPU time is more than this fraction of the elapsed time."""
 JOIN_SECONDS = 0.002
-"""… for at most so long (gRPC takes up to a millisecond to deliver what has arrived) …"""
+"""Maximum seconds of one wait (gRPC takes up to a millisecond to deliver what has arrived)."""
 MAX_JOINED = 8
-"""… and at most so many times in a row."""
+"""Maximum number of waits in a row."""
 HEARTBEAT_SECONDS, MAX_MISSED = 0.25, 8
 """A shard sends a message at this interval; after so many missed ones its stream is closed."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
@@ -100,7 +100,7 @@ class ShardClient:
         """Commands that the stream has not taken yet, with an upper bound of their size in bytes."""
         self._wake = asyncio.Event()
         self._stub: shard_pb2_grpc.ShardStub | None = None
-        """Of the current connection."""
+        """Stub of the current connection."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -142,7 +142,7 @@ class ShardClient:
             self._put(command, command.ByteSize())
 
     async def digest(self) -> str:
-        """Of the files that the shard's model was loaded from. Raises grpc.aio.AioRpcError, or ConnectionError."""
+        """Digest of the files of the shard's model. Raises grpc.aio.AioRpcError, or ConnectionError."""
         if self._stub is None:
             raise ConnectionError("its shard is not connected")
         return str((await self._stub.Digest(pb.DigestRequest(), metadata=self._metadata)).sha256)

@@ -43,7 +43,7 @@ def check_size(request: GenerationRequest, vocab_size: int) -> None:
 
 
 def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
-    """Of an admitted request; `deadline_ms` from now, 0 for none."""
+    """Message that submits an admitted request; `deadline_ms` from now, 0 for none."""
     request, adapters = generation.request, generation.adapters
     sampling, speculation = request.sampling, request.speculation
     adapter, heads = adapters.adapter_pin, adapters.heads_pin

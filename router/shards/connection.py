@@ -76,9 +76,9 @@ class ShardLink:
         self.info: pb.ShardInfo | None = None
         """None before the first connection."""
         self.running: dict[int, Generation] = {}
-        """By the id on the wire."""
+        """Running requests by their id on the wire."""
         self.num_by_affinity: Counter[str] = Counter()
-        """Of these, by their affinity key."""
+        """Number of running requests by their affinity key."""
         self._events = events
         self.incompatibility = events.incompatibility
         self.on_serving_change = events.on_serving_change
@@ -97,7 +97,7 @@ class ShardLink:
         self.load: pb.Load | None = None
         """As last reported."""
         self.step_detail: pb.StepDetail | None = None
-        """Of a recent step, while `watch` asks for it."""
+        """Details of a recent step, while `watch` asks for them."""
         self._wire_ids = itertools.count(1)
         self._last_step = 0
         self._has_steps = True
@@ -144,7 +144,7 @@ class ShardLink:
             self.send_timing.on_idle(now)
 
     def digest(self) -> "asyncio.Future[str]":
-        """Of the files that its model was loaded from: requested once per stream, and kept after its end."""
+        """Digest of the files of the shard's model: requested once per stream, and kept after its end."""
         if self._digest is None:
             self._digest = asyncio.ensure_future(self.client.digest())
             self._digest.add_done_callback(lambda call: call.cancelled() or call.exception())

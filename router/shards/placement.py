@@ -13,9 +13,9 @@ from lorikeet.router.shards.affinity import keys_of
 from lorikeet.router.shards.connection import ShardLink
 
 OVERFLOW_LOAD = 0.5
-"""Another shard takes over requests if it runs less than this fraction of the preferred shard's requests …"""
+"""Another shard takes over requests if it runs less than this fraction of the preferred shard's requests."""
 OVERFLOW_REQUESTS = 4
-"""… once that one runs so many of the same adapter, or of the base model."""
+"""It takes over once each preferred shard runs this many requests of the same adapter, or of the base model."""
 
 
 class Reason(StrEnum):

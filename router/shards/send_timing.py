@@ -17,7 +17,7 @@ LONGEST_GATHER_SECONDS = 0.005
 
 
 class SendTiming:
-    """Of one shard. Times are in seconds of one monotonic clock."""
+    """Send times of one shard, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._step_began = -math.inf
@@ -27,7 +27,7 @@ class SendTiming:
         """Whether a message was sent during the running step, or started it."""
         self._idle_since = -math.inf
         self._first_arrival = -math.inf
-        """Of the queued requests."""
+        """Arrival of the first of the queued requests."""
         self._last_arrival = -math.inf
 
     def on_arrival(self, now: float, is_first: bool) -> None:

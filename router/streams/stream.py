@@ -80,11 +80,11 @@ class KeptStream:
         self.cancelled = asyncio.Event()
         self.readers: set[Reader] = set()
         self.on_unread: Callable[[], None] = lambda: None
-        """Called when the last reader leaves, …"""
+        """Called when the last reader leaves."""
         self.on_read: Callable[[], None] = lambda: None
-        """… when the first one comes, …"""
+        """Called when the first reader comes."""
         self.on_change: Callable[[], None] = lambda: None
-        """… and when a reader has taken something, or the answer is complete."""
+        """Called when a reader has taken something, or the answer is complete."""
         self._parts: deque[tuple[int, bytes]] = deque()
         """(number of the first event, content)."""
         self._num_dropped = 0

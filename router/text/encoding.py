@@ -10,7 +10,7 @@ from lorikeet.router.errors import ValidationError
 Input = str | tuple[str, str]
 """A text, or two texts that are compared."""
 MOST_CUT_CHARS = 1 << 18
-"""Of a text that is tokenized whole before it is cut."""
+"""Maximum characters of a text that is tokenized whole before it is cut."""
 _GROUP_TEXTS, _GROUP_CHARS = 64, 1 << 15
 """Texts, and characters, that are tokenized by one job of a thread."""
 
@@ -80,7 +80,7 @@ def _encoded(encoding: tokenizers.Encoding, cut: Cut) -> Encoded:
 
 
 def _shortened(backend: tokenizers.Tokenizer, text: Input, cut: Cut) -> tokenizers.Encoding:
-    """Of a pair, the longer text is cut first, as by transformers' `longest_first`. Raises ValidationError."""
+    """Encoding of a truncated text or pair; the longer text is cut first (`longest_first`). Raises ValidationError."""
     assert cut.most is not None
     parts = (text,) if isinstance(text, str) else text
     plain = [backend.encode(part, add_special_tokens=False) for part in parts]

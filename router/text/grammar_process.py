@@ -29,9 +29,9 @@ OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern"
 PROCESSOR_S = 1
 """Processor time of one check, rounded up to a whole second."""
 MEMORY = 512 << 20
-"""What a check may allocate, in bytes …"""
+"""Bytes that a check may allocate."""
 STACK = 4 << 20
-"""… and its stack, a part of what a shard's thread has: a deep grammar that passes here does not end a shard."""
+"""Bytes of a check's stack, a part of a shard thread's: a deep grammar that passes here does not end a shard."""
 MAX_ANSWER_BYTES = 4 << 20
 READY = "ready"
 """What the process says first; a reason where it cannot start."""
@@ -93,7 +93,7 @@ def _work(connection: socket.socket, tokenizer: LLTokenizer) -> None:
 def main() -> None:
     """Fork until the other end closes."""
     signal_at_parent_death()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends this process when it has drained
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the router ends this process when it has drained
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process has to be waited for
     control = socket.socket(fileno=int(sys.argv[1]))
     try:

@@ -20,9 +20,9 @@ from lorikeet.router.text.grammar_process import PROCESSOR_S
 from lorikeet.router.turns import Turns
 
 NUM_FAST = 2
-"""Checks that run at normal priority at once …"""
+"""Checks that run at normal priority at once."""
 FAST_S = 0.1
-"""… and how long they may."""
+"""Seconds that a check may run at normal priority."""
 SLOW_CALLER_S = 60.0
 """So long after a slow check the checks of its caller step back at once."""
 MAX_SLOW, MAX_SLOW_OF_CALLER = 6, 2
@@ -31,12 +31,12 @@ SLOW_S = 15.0
 """Time limit of a check that has stepped back; its processor time has a limit too."""
 QUEUE_S = 5.0
 MAX_KEPT_BYTES = 16 << 20
-"""Of serialized grammars and of refusals that are kept, least recently used first to go."""
+"""Maximum bytes of the serialized grammars and refusals that are kept, least recently used first to go."""
 _MAX_CALLERS = 4096
 
 
 class Grammars:
-    """Of one router. Keeps the newest results."""
+    """Grammar checks of one router. Keeps the newest results."""
 
     def __init__(self, tokenizer: Path) -> None:
         """`tokenizer` is the model's tokenizer.json."""

@@ -26,7 +26,7 @@ _SPACES = tuple(
 
 @dataclass(frozen=True)
 class TokenLength:
-    """Of one tokenizer: the most bytes of text per token."""
+    """Token length of one tokenizer: the maximum bytes of text per token."""
 
     max_bytes: int
     skips_spaces: bool = False
@@ -46,7 +46,7 @@ class TokenLength:
 
 
 def token_length(backend: tokenizers.Tokenizer) -> TokenLength:
-    """Of `backend`, from its parts."""
+    """Token length of `backend`, from its parts."""
     normalizer, pre_tokenizer = state(backend.normalizer), state(backend.pre_tokenizer)
     shrinks = _shrinks(normalizer)
     added = backend.get_added_tokens_decoder().values()

@@ -30,11 +30,11 @@ _MAX_TRIES = 1000
 
 
 class Cuts:
-    """Of one tokenizer."""
+    """Cuts for one tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._offset = _offset(backend)
-        """Of the rest from the space: 1 where the normalizer writes a space before every text; None without cuts."""
+        """Start of the rest after the space: 1 where the normalizer writes a space before texts; None without cuts."""
 
     def __bool__(self) -> bool:
         return self._offset is not None

@@ -35,7 +35,7 @@ from lorikeet.router.text.vocabulary import Vocabulary
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 """What determines the token ids of a prompt and the end-of-text ids, in addition to the model's configuration."""
 MAX_WHOLE_BYTES = 1 << 18
-"""Of a text whose end is wanted and whose tokens depend on all of it."""
+"""Maximum bytes of a text whose end is wanted and whose tokens depend on all of it."""
 _TAIL_CHARS = 8
 """Per token that is wanted, at the first attempt; then four times as many."""
 _MAX_TEMPLATES = 256
@@ -71,17 +71,17 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self.template_source = template_source
-        """The model's chat template, …"""
+        """The model's chat template."""
         self.tool_template_source = tool_template_source
-        """… the one that it has for requests with tools, …"""
+        """The model's chat template for requests with tools."""
         self.response_template = response_template
-        """… and how its output is parsed (`response_template`), if it says that."""
+        """How the model's output is parsed (`response_template`), if the tokenizer's configuration says that."""
         self.named_tokens = named_tokens or {}
         """Special tokens by their names in templates."""
         self._templates: dict[str, ChatTemplate] = {}
         """Compiled templates by source: the model's and those of the operator."""
         self.digest = digest
-        """Of the files that it was read from."""
+        """Digest of the files that the tokenizer was read from."""
         self.information = information or {}
         """The tokenizer's configuration, with the chat template in use."""
         self.pool = TextPool(num_workers)

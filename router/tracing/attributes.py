@@ -41,7 +41,7 @@ def of_request(wanted: list[GenerationRequest]) -> Attributes:
 
 
 def _of_output(request: GenerationRequest, num_choices: int) -> Attributes:
-    """Of a request for text."""
+    """Attributes of a request for text, from its settings."""
     sampling = request.sampling
     attributes: Attributes = {
         "gen_ai.request.seed": request.seed,
@@ -79,7 +79,7 @@ def of_response(generations: list[Generation], began_at: float) -> Attributes:
 
 
 def _of_texts(generations: list[Generation]) -> Attributes:
-    """Of a request for text."""
+    """Attributes of a request for text, from its outputs."""
     stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
     attributes: Attributes = {
         "gen_ai.usage.output_tokens": sum(each.num_generated for each in generations),
@@ -110,7 +110,7 @@ def _latencies(generation: Generation, began_at: float) -> Iterator[tuple[str, f
 
 
 def of_step(step: StepEvent) -> Attributes:
-    """Of the event of one step."""
+    """Attributes of the event of one step."""
     attributes: Attributes = {"lorikeet.step.number": step.number, "lorikeet.step.tokens": step.num_tokens}
     if step.sources:
         attributes["lorikeet.step.sources"] = [SOURCE_NAMES[source] for source in step.sources]

@@ -42,7 +42,7 @@ _NS = 1_000_000_000
 
 
 class Tracing:
-    """Of one router process."""
+    """Tracing of one router process."""
 
     def __init__(self, config: RouterConfig, exporter: SpanExporter) -> None:
         resource = Resource({"service.name": "lorikeet.router", "service.version": version()})
@@ -88,7 +88,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """Of one sampled request."""
+    """Trace of one sampled request."""
 
     def __init__(self, tracer: Tracer, span: Span, model: str) -> None:
         self._tracer = tracer
@@ -165,5 +165,5 @@ class RequestTrace:
             span.set_attribute("lorikeet.steps_left_out", period.num_left_out)
 
     def _at(self, moment: float) -> int:
-        """Of time.monotonic(), in nanoseconds since the epoch."""
+        """Nanoseconds since the epoch for a moment of time.monotonic()."""
         return int(moment * _NS) + self._offset_ns

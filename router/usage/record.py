@@ -25,7 +25,7 @@ class Record:
     """The keys of one line."""
 
     time: str
-    """Of the end, in UTC."""
+    """Time of the request's end, in UTC."""
     request_id: str
     route: str
     status: int
@@ -41,7 +41,7 @@ class Record:
     """Each prompt counts once, however many sequences it has."""
     cached_tokens: int
     generated_tokens: int
-    """Of all sequences, including those that `best_of` did not choose."""
+    """Output tokens of all sequences, including those that `best_of` did not choose."""
     drafted_tokens: int
     accepted_tokens: int
     queue_seconds: float | None
@@ -70,7 +70,7 @@ class Ending:
 
 
 def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str) -> Record:
-    """Of one request. `state` is the request's, to which routes add `wanted` and `generations`."""
+    """Usage record of one request. `state` is the request's, to which routes add `wanted` and `generations`."""
     wanted: list[GenerationRequest] = state.get("wanted", [])
     generations: list[Generation] = state.get("generations", [])
     adapter = wanted[0].adapter if wanted else None

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 MAX_RECORDS = 4096
 MAX_CHARACTERS = 64 * 1024 * 1024
-"""Of texts, in all queued records."""
+"""Maximum characters of texts in all queued records."""
 NUM_POSTERS = 4
 """Threads that post, each over its own connection: a single one would be limited by the round trip."""
 CLOSE_S = 5.0

@@ -117,7 +117,7 @@ class ClassificationRoutes:
         *,
         per_token: bool = False,
     ) -> tuple[EmbeddingsRequest, Computed]:
-        """Of a body with vLLM's fields."""
+        """Reads and computes a body with vLLM's fields."""
         service = self._service
         wanted = read_embeddings(service.openai_defaults(service.caller(request), body), service.config)
         check_fields(wanted, model)

@@ -74,7 +74,7 @@ def check_fields(wanted: EmbeddingsRequest, model: pb.PooledModel) -> None:
 
 
 def check_activation(use_activation: bool) -> None:
-    """Of an embedding model. Raises UnsupportedField."""
+    """Checks the activation that a request to an embedding model asks for. Raises UnsupportedField."""
     if not use_activation:
         raise UnsupportedField("use_activation", "is of models that classify: files say what follows pooling here")
 

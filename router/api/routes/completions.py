@@ -139,7 +139,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
     ) -> tuple[str, dict[str, float]]:
         """The token's label, and log probabilities by label, the likeliest first.
 
-        Of two tokens with the same text the less likely one is labelled by its bytes, and left out if these are equal.
+        If two tokens have the same text, the less likely one is labelled by its bytes, and left out if these are equal.
         """
         vocabulary = self._service.tokenizer.vocabulary
         label_of = _id_label if as_ids else vocabulary.label

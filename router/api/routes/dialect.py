@@ -28,7 +28,7 @@ from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
 from lorikeet.router.schemas.openai import ChatRequest, read_chat
 
 Logprobs = list[dict[str, Any]]
-"""Of the tokens of one chunk, as chat completions show them."""
+"""Log probabilities of the tokens of one chunk, as chat completions show them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class MessagesRoute(DialectRoute):
 
 
 class MessageWriter:
-    """Of one output. Each run of thinking or text, and each call, is a block."""
+    """Writer of one output. Each run of thinking or text, and each call, is a block."""
 
     def __init__(self, message: dict[str, Any], generation: Generation) -> None:
         """`message` is what is known of it before the output."""
@@ -61,7 +61,7 @@ class MessageWriter:
         self._generation = generation
         self._blocks: list[dict[str, Any]] = []
         self._arguments: list[str] = []
-        """Of the call that is open."""
+        """Pieces of the open call's arguments."""
         self._is_open = self._has_begun = False
         self._finish = Finish(FinishKind.STOP)
         self._more: dict[str, Any] = {}

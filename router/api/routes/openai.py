@@ -52,7 +52,7 @@ class Prompt:
     ids: list[int]
     text: str
     prepared: Prepared | None = None
-    """Of a conversation."""
+    """The prepared conversation; None for other prompts."""
 
 
 class OpenAIRoute(ABC, Generic[Wanted]):
@@ -60,9 +60,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
 
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
-    """`object` of an answer, and …"""
+    """`object` of an answer."""
     chunk_name: ClassVar[str]
-    """… of a chunk of a stream."""
+    """`object` of a chunk of a stream."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -53,7 +53,7 @@ class ResponsesRoute(DialectRoute):
 
 
 class ResponseWriter:
-    """Of one output. Each run of reasoning, text, and each call is an item."""
+    """Writer of one output. Each run of reasoning, text, and each call is an item."""
 
     def __init__(self, response: dict[str, Any]) -> None:
         """`response` is what is known of it before the output."""

@@ -56,7 +56,7 @@ class InvocationsRoute:
 
 
 def _path(task: str, body: Mapping[str, Any]) -> str:
-    """Of the route that a body without `inputs` is for, where the model is of this task."""
+    """Path of the route that a body without `inputs` is for, where the model is of this task."""
     if "query" in body:
         return "/rerank"
     if not body.keys().isdisjoint(("text_1", "text_2", "queries", "data_1", "data_2")):
@@ -65,7 +65,7 @@ def _path(task: str, body: Mapping[str, Any]) -> str:
 
 
 class SageMakerAdapterRoutes:
-    """Of administrators, as vLLM's two routes."""
+    """Adapter routes for administrators, as vLLM's two routes."""
 
     def __init__(self, service: Service, admin: AdminRoutes) -> None:
         self._service = service

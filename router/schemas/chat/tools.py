@@ -37,7 +37,7 @@ class ToolFields:
     is_required: bool = False
     """Whether the output must be a call."""
     allowed_names: frozenset[str] = frozenset()
-    """Of the functions that may be called."""
+    """Names of the functions that may be called."""
     parallel: bool = True
     """Whether the output may have several calls."""
     prompt: str | None = field(default=None, repr=False)

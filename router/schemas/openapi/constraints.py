@@ -4,7 +4,7 @@ from pydantic import BaseModel, Field
 
 
 class Constrained(BaseModel):
-    """Of every generating route: which tokens the output may have, and what ends it."""
+    """Fields of every generating route: which tokens the output may have, and what ends it."""
 
     ignore_eos: bool | None = Field(False, description="End-of-text tokens do not end the output")
     ignore_eos_token: bool | None = Field(False, description="The same as `ignore_eos`")

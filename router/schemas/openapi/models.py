@@ -34,7 +34,7 @@ _ASKED_RECEIPT = Field(False, description="Adds what is needed to reproduce the 
 
 
 class _Speculative(Structured):
-    """Of every generating route."""
+    """Speculation fields of every generating route."""
 
     speculative_tokens: int | None = Field(None, ge=0, description="Maximum draft tokens per step; 0 for none")
     speculative_method: Literal["auto", "lookup", "ngram", "medusa", "draft", "off"] | None = Field(

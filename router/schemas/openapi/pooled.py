@@ -33,11 +33,11 @@ class InputFields(PooledFields):
 
 
 class EmbeddingsRequest(InputFields):
-    """Of `/v1/embeddings`."""
+    """Body of `/v1/embeddings`."""
 
 
 class CohereEmbedRequest(BaseModel):
-    """Of `/v2/embed`."""
+    """Body of `/v2/embed`."""
 
     model: str = Field(description="The base model, an adapter or an alias")
     texts: list[str] | None = None
@@ -54,40 +54,40 @@ class CohereEmbedRequest(BaseModel):
 
 
 class PoolingRequest(InputFields):
-    """Of `/pooling`."""
+    """Body of `/pooling`."""
 
     task: str | None = Field(None, description="The model's; or token_embed, token_classify: a result for every token")
 
 
 class EmbedRequest(BaseModel):
-    """Of LoRAX's `/embed`."""
+    """Body of LoRAX's `/embed`."""
 
     inputs: str
     parameters: dict[str, object] | None = None
 
 
 class ClassifyRequest(BaseModel):
-    """LoRAX's with `inputs`, vLLM's with `input`."""
+    """Body of `/classify`: LoRAX's with `inputs`, vLLM's with `input`."""
 
     inputs: str | None = None
     input: Input | None = None
 
 
 class ClassifyBatchRequest(BaseModel):
-    """Of LoRAX's `/classify_batch`."""
+    """Body of LoRAX's `/classify_batch`."""
 
     inputs: list[str]
 
 
 class ScoreRequest(PooledFields):
-    """Of `/score`."""
+    """Body of `/score`."""
 
     text_1: str | list[str]
     text_2: str | list[str]
 
 
 class RerankRequest(PooledFields):
-    """Of `/rerank`."""
+    """Body of `/rerank`."""
 
     query: str
     documents: list[str]
@@ -116,7 +116,7 @@ class EmbeddingsResponse(BaseModel):
 
 
 class CohereEmbeddings(BaseModel):
-    """Of each type that was asked for."""
+    """Vectors in each type that was asked for."""
 
     float_: list[list[float]] | None = Field(None, alias="float")
     binary: list[list[int]] | None = None
@@ -139,7 +139,7 @@ class CohereMeta(BaseModel):
 
 
 class CohereEmbedResponse(BaseModel):
-    """Of `/v2/embed`."""
+    """Answer of `/v2/embed`."""
 
     id: str
     embeddings: CohereEmbeddings

@@ -27,13 +27,13 @@ class TemplateOptions:
     """How messages are rendered."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the template, in addition to the messages and special tokens."""
+    """Variables of the template, in addition to the messages and special tokens."""
     continue_final_message: bool = False
     """Whether the prompt ends within the final message, so that the output continues it."""
 
     @property
     def num_chars(self) -> int:
-        """Of the variables as JSON."""
+        """Characters of the variables as JSON."""
         return len(json.dumps(dict(self.variables))) if self.variables else 0
 
 

@@ -21,9 +21,9 @@ SECONDS = 2.0
 FAST_SECONDS = 0.25
 """Time limit in the process of fast templates; a template is fast that took less than half of it."""
 SLOW_SECONDS = 0.5
-"""Prompts that take longer are charged to a budget …"""
+"""Prompts that take longer than these seconds are charged to a budget."""
 BUDGET_SECONDS, BUDGET_PERIOD = 4.0, 60.0
-"""… of seconds per caller and source in a period."""
+"""Budget in seconds per caller and source, and its period in seconds."""
 _MAX_FAST = 4096
 _MAX_BUDGETS = 4096
 
@@ -120,7 +120,7 @@ class _Lane:
 
 
 class UntrustedTemplates:
-    """Of one router."""
+    """Renders the untrusted templates of one router."""
 
     def __init__(self) -> None:
         self._budgets = _Budgets()
