@@ -51,9 +51,9 @@ MOST_PAIRS = 8
 PROPOSED_ROWS = 256
 """Rows that heads propose for at a time."""
 UNDISTURBED = 0.9
-"""Other work needs the processor if the thread that trains ran for less than this share of a step's time …"""
+"""Other work needs the processor if the thread that trains ran for less than this share of a step's time."""
 BUSY_SHARE = 0.05
-"""… and all threads together take at most this share of one processor then."""
+"""Maximum share of one processor that all training threads together take then."""
 OWN_OUTPUT = "its adapter changes the output head: heads are not learned for it"
 
 
