@@ -18,9 +18,9 @@ class ShardConfig(ConfigFile):
     secret_path: str | None = None
     """File with the secret that routers present over TCP."""
     shard_tls_cert_path: str | None = None
-    """The server certificate, and …"""
+    """The server certificate."""
     shard_tls_key_path: str | None = None
-    """… its private key; connections over TCP use TLS then."""
+    """Its private key; connections over TCP use TLS then."""
     shard_tls_ca_path: str | None = None
     """CA certificates that verify routers; None accepts any router."""
     ready_file: str | None = None
@@ -30,9 +30,9 @@ class ShardConfig(ConfigFile):
     num_ranks: int = 1
     """Tensor-parallel size; on CUDA the ranks use consecutive devices, starting at `device`."""
     master_addr: str = "localhost"
-    """Rendezvous address …"""
+    """Rendezvous host."""
     master_port: int = 0
-    """… and port; 0 is any free one."""
+    """Rendezvous port; 0 is any free one."""
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the checkpoint's (float32 for float16 on CPU)."""
     quantize: str | None = None

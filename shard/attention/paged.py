@@ -132,7 +132,7 @@ class PagedAttention(AttentionBackend):
 
 
 def destination(kv: LayerKV, slots: torch.Tensor) -> Destination | None:
-    """Of K and V that are kept as they are, of one head size. slots: [T]."""
+    """Destination in KV memory that holds K and V as they are, of one head size. slots: [T]."""
     if not isinstance(kv, PagedKV) or kv.key_scales is not None or kv.keys.shape != kv.values.shape:
         return None
     return Destination(slots, kv.keys, kv.values)

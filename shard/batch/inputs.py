@@ -48,7 +48,7 @@ class HeadsRow(NamedTuple):
     row: int
     """Index into `logits_rows`."""
     slot: int
-    """Of the adapter with the heads."""
+    """Slot of the adapter with the heads."""
     num_drafts: int
     """Heads 1 … num_drafts propose one token each, head j the one j positions after the row's own."""
 
@@ -123,9 +123,9 @@ class StepInputs:
         self.heads: list[HeadsRow] = []
         """Rows of heads' draft tokens follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
-        """Of the T tokens."""
+        """Adapter rows of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
-        """Of the S rows whose logits are wanted and the E rows of draft tokens, which use the same output head."""
+        """Adapter rows of the S wanted rows and the E rows of draft tokens, which use the same output head."""
         self.num_wanted = self.num_drafts = 0
         """S and E."""
         self.bounds: Bounds | None = None

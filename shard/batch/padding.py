@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FEW = (1, 2, 4)
-"""Numbers of rows below the first multiple of …"""
+"""Numbers of rows below the first multiple of NARROW."""
 NARROW, NARROW_UP_TO, WIDE = 8, 64, 16
-"""… these: of NARROW up to NARROW_UP_TO rows, of WIDE above …"""
+"""Numbers of rows are multiples of NARROW up to NARROW_UP_TO rows, and of WIDE up to MOST_WANTED rows."""
 WIDEST = 64
-"""… up to MOST_WANTED rows, of this beyond: steps with a part of a prompt."""
+"""Numbers of rows beyond MOST_WANTED are multiples of this: steps with a part of a prompt."""
 MOST_WANTED = 256
 """Rows whose logits a padded step computes, at most: those of a prompt are not wanted."""
 DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128

@@ -134,7 +134,7 @@ class Engine:
             self._launch(scheduled)
         may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
         self._commit_all_but(self._config.commit_lag if may_lag else 0)
-        self._process_adapter_events()  # of adapters that left their slots in this step: the next may be far off
+        self._process_adapter_events()  # for adapters that left their slots in this step: the next may be far off
         self.learning.update()
         self._publish()
 

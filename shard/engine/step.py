@@ -106,9 +106,9 @@ class Layout:
 
     input_ids: list[int] = field(default_factory=list)
     device_indices: list[int] = field(default_factory=list)
-    """Indices into T whose token only the device knows …"""
+    """Indices into T whose token only the device knows."""
     device_rows: list[int] = field(default_factory=list)
-    """… and the rows of device state that hold it."""
+    """Rows of device state that hold these tokens."""
     sample_indices: list[int] = field(default_factory=list)
     """Indices into T after which a token is sampled."""
     score_indices: list[int] = field(default_factory=list)

@@ -11,12 +11,12 @@ import torch
 
 
 class Phase(Enum):
-    """Of a step with drafts."""
+    """Phase of a step with drafts."""
 
     FIRST_DRAFT = auto()
-    """The draft model's first pass, where there is one …"""
+    """The draft model's first pass, where there is one."""
     DRAFT = auto()
-    """… and the rest of the time until all drafts are known."""
+    """Time after that until all drafts are known."""
     VERIFY = auto()
     ACCEPT = auto()
 
@@ -46,7 +46,7 @@ class PhaseTimer:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> dict[Phase, float]:
-        """Of each phase so far, 0 where it was not measured. Waits for the device."""
+        """Seconds of each phase so far, 0 where it was not measured. Waits for the device."""
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events, self._events[1:], strict=False)

@@ -24,7 +24,7 @@ TOO_SLOW = Compiled(None, error=f"the grammar cannot be compiled: it takes longe
 
 
 class GrammarCompiler(NoGrammars):
-    """Of one shard. `make_tokenizer` is called once, in a thread, because reading a tokenizer takes about a second."""
+    """Grammar compiler of one shard. `make_tokenizer` runs once, in a thread: that takes about a second."""
 
     reject_reason = ""
 

@@ -80,7 +80,7 @@ class GrammarMatcher(Unconstrained):
 
     @property
     def matcher(self) -> LLMatcher:
-        """Of a request that is ready."""
+        """Matcher of a request that is ready."""
         assert self._matcher is not None
         return self._matcher
 

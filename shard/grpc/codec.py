@@ -60,9 +60,9 @@ class Bounds:
     has_adapters: bool = False
     has_draft_model: bool = False
     pooling: Pooling | None = None
-    """What requests end with, of a model that generates no text …"""
+    """Pooling of a model that generates no text; None for one that does."""
     task: str = ""
-    """… and what it does."""
+    """Task of a model that generates no text."""
     is_whole: bool = False
     """Whether a prompt is computed in one step, so that every token can have a result."""
 

@@ -109,7 +109,7 @@ class Status:
     gap_us: int = 0
     """Total time that the device has waited for the host between steps."""
     learning: pb.LearningTotals | None = None
-    """Of a shard that learns heads."""
+    """Totals of a shard that learns heads."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class StreamUpdate:
     """Ids of the stream's requests in the running step, if these have changed."""
 
     step_detail: StepDetail | None = None
-    """Of a step since the last update, where the router asks for it."""
+    """Details of a step since the last update, where the router asks for them."""
 
     @property
     def routing_state(self) -> tuple[int, ...]:

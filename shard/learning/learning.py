@@ -43,7 +43,7 @@ MOST_PAIRS = 1024
 
 
 class NoLearning:
-    """Of a shard that learns nothing. The base class of the one that does."""
+    """Learning of a shard that learns nothing: the base class of the one that does."""
 
     is_enabled = False
 
@@ -98,7 +98,7 @@ class Learning(NoLearning):
         self._scheduler, self._heads, self._records = scheduler, heads, records
         self._num_pairs = self._num_jobs = 0
         self._collected: dict[Pair, CollectedRows] = {}
-        """Of the step that is being committed."""
+        """Rows collected from the step that is being committed."""
         self._due: dict[int, LearnedPair] = {}
         """Pairs that have rows for a training."""
         for record in records.read():

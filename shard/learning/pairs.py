@@ -10,9 +10,9 @@ from lorikeet.shard.learning.rings import Pair
 MIN_ROWS = 2048
 """Rows of a pair that come between two of its trainings, at least."""
 ACCEPTANCE_STEPS = 256
-"""Steps over which acceptance is averaged …"""
+"""Steps over which acceptance is averaged."""
 KNOWN_STEPS = 64
-"""… and that it takes to be known."""
+"""Steps until acceptance is known."""
 MOST_DECISIONS = 20
 """Decisions that are kept of each pair."""
 
@@ -53,9 +53,9 @@ class LearnedPair:
     candidate: str = ""
     """Better heads that are being loaded."""
     replaced: str = ""
-    """What drafted before the adopted heads …"""
+    """Heads that drafted before the adopted ones."""
     replaced_acceptance: float = 0.0
-    """… and its acceptance then."""
+    """Acceptance of those heads."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_below: int = 0
     """Steps in a row with a lower acceptance than that."""

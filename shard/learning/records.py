@@ -45,7 +45,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Record:
-    """Of one pair."""
+    """Record of one pair."""
 
     pair: Pair
     given_digest: str
@@ -53,7 +53,7 @@ class Record:
     digest: str
     """The adopted heads, "" for none."""
     replaced: str
-    """What drafted before them. It may be the given heads."""
+    """Heads that drafted before them. They may be the given heads."""
     replaced_acceptance: float
     decisions: tuple[Decision, ...]
 

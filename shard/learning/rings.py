@@ -49,7 +49,7 @@ class Rings:
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks that have rows."""
+        """Bytes of the blocks that have rows."""
         return (self.layout.num_blocks - len(self._free)) * (self.layout.num_bytes // self.layout.num_blocks)
 
     def num_rows(self, pair: Pair) -> int:
@@ -108,7 +108,7 @@ class Rings:
         if self._free:
             block = self._free.pop()
         else:
-            # of several the least recently used; the newest pair, which may have none yet, is the one that needs it
+            # the least recently used of those with the most rows; the newest pair may have none, and needs the block
             pair, ring = max(self._rings.items(), key=lambda item: item[1].num_rows)
             block = ring.blocks.popleft()
             if not ring.blocks and pair != next(reversed(self._rings)):

@@ -22,11 +22,10 @@ log = structlog.get_logger()
 
 Launch = Callable[[], None]
 Agree = Callable[[str], str]
-"""Of several ranks: takes the reason why this one cannot capture, "" for none; returns that of the first that cannot.
-"""
+"""Takes the reason why this rank cannot capture, "" for none; returns that of the first rank that cannot."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
-"""Of the largest logit: libraries may choose another kernel while a graph is captured."""
+"""Tolerance as a share of the largest logit: libraries may choose another kernel while a graph is captured."""
 
 
 class CannotCapture(RuntimeError):

@@ -25,7 +25,7 @@ CPU_SHARE = 0.25
 """Part of the available memory that KV takes on CPU by default: other processes need some too."""
 
 STEPS_WITHOUT_KV = 3
-"""Of a model whose K and V are not kept: the steps of the longest prompts that requests may fill in advance."""
+"""Steps of the longest prompts that requests may fill in advance, for a model whose K and V are not kept."""
 
 
 def choose_num_pages(

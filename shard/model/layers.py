@@ -93,7 +93,7 @@ def _round_experts(network: nn.Module) -> None:
 
 
 def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
-    """Of the layers that replace quantised ones, and of fused ones."""
+    """Matrices of the layers that replace quantised ones, and of fused ones."""
     matrices: list[PackedMatrix] = []
     for module in network.modules():
         if isinstance(module, PackedLinear):

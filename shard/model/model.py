@@ -98,7 +98,7 @@ class Model:
         self.others: PeerRanks | None = None
         """The other ranks, once they are connected."""
         self._kernels: DeviceKernels | None = None
-        """Of adapters, on a device."""
+        """Kernels that compute adapters on a device."""
         self.graphs: Graphs | None = None
         """The captured steps, if any."""
         self.bindings = [module for module in network.modules() if isinstance(module, AttentionBinding)]
@@ -113,7 +113,7 @@ class Model:
         return sum(self.backend.page_bytes(spec, self.info.dtype) for spec in self._kv_specs())
 
     def _kv_specs(self) -> list[AttentionSpec]:
-        """Of the layers with K and V of their own: of each, or of the first of each kind."""
+        """KV specs of the layers with K and V of their own: of each, or of the first of each kind."""
         specs = [binding.spec for binding in self.bindings if binding.spec is not None]
         return list(dict.fromkeys(specs)) if self.shares_kv else specs
 

@@ -27,7 +27,7 @@ CHUNK = 13
 WINDOW = 7
 VOCAB = 64
 TOLERANCE = 1e-3
-"""Of the largest logit; both sides compute in float32."""
+"""Tolerance as a share of the largest logit; both sides compute in float32."""
 
 
 def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> None:
@@ -37,7 +37,7 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
     small = two_layers(checkpoint.get_text_config())
     device = torch.device(config.device)
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(0)  # of the device too
+        torch.manual_seed(0)  # seeds the device's generator too
         rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
             expected, given = _both_ways(config, small, rows, device, group)

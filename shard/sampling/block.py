@@ -42,7 +42,7 @@ class Block:
         yield from levels
 
     def recorded_drafts(self, depth: int) -> list[tuple[int, int, int]]:
-        """Of rows that read the history: device row, position and token of the draft at this depth."""
+        """Drafts of rows that read the history: device row, position and token of the draft at this depth."""
         return [
             (row.row, self.positions[first + depth], ids[depth])
             for row, ids, first in zip(self.rows, self.drafts, self.firsts, strict=True)

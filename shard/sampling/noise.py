@@ -24,11 +24,11 @@ class Purpose(IntEnum):
     DRAW = 1
     GREEN_LIST = 2
     DRAFT = 3
-    """Samples of a draft model under the rejection rule …"""
+    """Noise for the samples of a draft model under the rejection rule."""
     ACCEPT = 4
-    """… whether they are accepted …"""
+    """Noise that decides whether they are accepted."""
     RESIDUAL = 5
-    """… and the target's own samples there."""
+    """Noise for the target's own samples where they are not."""
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:

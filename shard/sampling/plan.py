@@ -161,9 +161,9 @@ class Plan:
     rows: torch.Tensor
     fused: Fused | None
     chunks: list[Chunk]
-    """Of the other rows."""
+    """Chunks of the rows that kernels do not sample."""
     any_plain: bool
-    """Whether one of them is the arg max of its logits."""
+    """Whether one of these rows is the arg max of its logits."""
     needs_positions: bool
     """Whether sampling depends on the positions of the tokens."""
     num_alternatives: list[int]
@@ -194,7 +194,7 @@ class Planner:
         return self._fuses and row.is_fused
 
     def plan_some(self, indexed: Sequence[tuple[int, Row]], may_fuse: bool = True) -> Plan:
-        """Of some rows of the batch, each with its index there. Without `may_fuse` all rows are in chunks."""
+        """Plan for some rows of the batch, each with its index there. Without `may_fuse` all rows are in chunks."""
         fused = [(index, row) for index, row in indexed if may_fuse and self.is_fused(row)]
         others = [(index, row) for index, row in indexed if not (may_fuse and self.is_fused(row))]
         sampled = [(index, row) for index, row in others if row.do_sample]
@@ -346,7 +346,7 @@ class Planner:
         )
 
     def _named(self, alternatives: list[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of rows, as in `Wanted`."""
+        """Alternatives that rows name, as in `Wanted`."""
         if not any(alternatives):
             return None
         width = max(map(len, alternatives))

@@ -42,7 +42,7 @@ class SlowRows:
         self.count = 0
 
     def add(self, num_rows: int) -> None:
-        """Of one step. Logs the count at each power of two."""
+        """Adds the rows of one step. Logs the count at each power of two."""
         before, self.count = self.count, self.count + num_rows
         if before.bit_length() < self.count.bit_length():
             log.info("sampling_slow_rows", count=self.count, effect="top_p or typical_p kept thousands of tokens")

@@ -59,7 +59,7 @@ class CachedAdapter:
 
 
 class EvictionScores:
-    """Of the adapters of one shard."""
+    """Eviction scores of the adapters of one shard."""
 
     def __init__(self) -> None:
         self._floor = 0.0

@@ -103,7 +103,7 @@ class DraftSources:
         return Offer(request, request.draft_source.source, len(draft_ids), draft_ids, is_long=is_long)
 
     def _from_texts(self, request: Request, num_tokens: int) -> Offer | None:
-        """Of prompt lookup; where it has no long match, of history if that has a longer one."""
+        """Offer of prompt lookup; where it has no long match, of history if that has a longer one."""
         found = self._from_lookup(request, num_tokens)
         if num_tokens <= 0 or not request.tenant or (found is not None and found.is_long):
             return found

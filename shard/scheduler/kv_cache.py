@@ -42,7 +42,7 @@ class KvCache:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
-        self._adapter_by_page: dict[int, str] = {}  # of pages with a hash
+        self._adapter_by_page: dict[int, str] = {}  # adapter digest of each page with a hash
         self._has_draft = bytearray(num_pages)  # 1 where all of a page's KV of the draft model is there too
         self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
 

@@ -54,9 +54,9 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that never occur in the output."""
     min_tokens: int = 0
-    """Until the output has so many tokens, …"""
+    """Output tokens until which `min_tokens_stop_ids` are excluded."""
     min_tokens_stop_ids: tuple[int, ...] = ()
-    """… these are excluded."""
+    """Tokens excluded until the output has `min_tokens` tokens."""
     seed: int = 0
 
     @property
@@ -71,9 +71,9 @@ class LogprobParams:
 
     wanted: bool = False
     alternatives: int = 0
-    """How many other tokens are listed at each position: the most likely ones, …"""
+    """Number of other tokens listed at each position: the most likely ones, unless `alternative_ids` names them."""
     alternative_ids: tuple[int, ...] = ()
-    """… or these, if there are any: then as many as `alternatives`."""
+    """Tokens listed at each position in their place; empty or as many as `alternatives`."""
     raw: bool = False
     prefill: bool = False
     prefill_alternatives: int = 0
@@ -85,7 +85,7 @@ class Rows(Enum):
 
     FIRST = "first"
     LAST = "last"
-    """Of the last token, or the mean of all: that is known at the last token."""
+    """Hidden state of the last token, or the mean of all: that is known at the last token."""
     ALL = "all"
 
 
@@ -156,9 +156,9 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the leading full pages, computed as needed."""
     heads_slot: int = -1
-    """The slot of the request's Medusa heads while it runs, -1 without …"""
+    """Slot of the request's Medusa heads while it runs, -1 without."""
     num_heads: int = 0
-    """… and their number."""
+    """Number of the request's Medusa heads."""
     head_ids: Sequence[int] = ()
     """The heads' draft tokens after the newest committed token."""
     num_computed: int = 0

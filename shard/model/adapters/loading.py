@@ -24,11 +24,11 @@ from lorikeet.shard.system.native import CompilerMissing
 
 MOST_PLANS = 64
 NICENESS = 9
-"""Of the thread that lays out factors, on Linux: steps come first. The same as the adapter loader's."""
+"""Niceness of the thread that lays out factors, on Linux: steps come first. The same as the adapter loader's."""
 
 
 RowParallelSum = Callable[[torch.Tensor], torch.Tensor]
-"""[n] in host memory, of each rank. Returns their sum."""
+"""Sums a tensor [n] in host memory over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Destination:
     dtype: torch.dtype
     memory: HostMemory
     kernels: Kernels | None = None
-    """Of the device; None for the CPU."""
+    """Kernels of the device; None for the CPU."""
 
     @property
     def form(self) -> Form:

@@ -39,9 +39,9 @@ class Pair:
     a: Place
     b: Place
     to_a: int
-    """Offset in bytes in the adapter's memory …"""
+    """Offset of A in the adapter's memory, in bytes."""
     to_b: int
-    """… as are all names with `to`."""
+    """Offset of B in the adapter's memory, in bytes."""
 
     @property
     def rank(self) -> int:
@@ -65,13 +65,13 @@ class Plan:
 
     form: Form
     targets: list[LoraTarget] = field(default_factory=list)
-    # of each target its padded rank and the offsets of a, b, scale and bias in memory
+    # padded rank of each target, and the offsets of a, b, scale and bias in memory
     entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     biases: list[Vector] = field(default_factory=list)
     magnitudes: list[Vector] = field(default_factory=list)
     num_bytes: int = 0
-    """Of the adapter's memory."""
+    """Bytes of the adapter's memory."""
     file_bytes: int = 0
     """Least size of a file's tensors."""
 
@@ -132,7 +132,7 @@ class Plan:
 
 
 def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B in memory."""
+    """Shapes of A and B in memory."""
     if form is Form.ROWS:
         return ((target.num_in, rank) if target.is_embedding else (rank, target.num_in)), (rank, target.num_out)
     num_ranks, step = -(-rank // RANK_BLOCK), 64 // dtype.itemsize

@@ -26,14 +26,14 @@ from lorikeet.shard.model.lora.targets import compiled
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 
 HeadNorms = tuple[Norm, Norm] | None
-"""Of each head of q and of k, alike but for their weights."""
+"""Norms of each head of q and of k, alike but for their weights."""
 
 
 class FusionKernels(Protocol):
     """The kernels of one device, and the modules that they compute."""
 
     forms: Sequence[NormForm] = FORMS
-    """Of the norms that they compute."""
+    """Forms of the norms that the kernels compute."""
     joins_gate_and_up: bool = True
     """Whether gate and up are one product."""
     keeps_outputs: bool = False

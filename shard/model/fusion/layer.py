@@ -16,9 +16,9 @@ from lorikeet.shard.model.fusion.kernels import CompiledLayer, CpuKernels, Fusio
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
-"""Names of the norms before attention, after it, before the MLP and after it: Llama's …"""
+"""Llama's names of the norms before attention, after it, before the MLP and after it."""
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-"""… and Gemma's, which normalises the input and the output of both parts."""
+"""Gemma's names of these norms; it normalises the input and the output of both parts."""
 TOLERANCE = 2**-6
 """Mean difference allowed, as a part of the largest that rounding may leave: both sides compute the same sums."""
 

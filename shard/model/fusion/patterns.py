@@ -41,7 +41,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class MlpParts:
-    """Of a possible gated MLP."""
+    """Parts of a possible gated MLP."""
 
     ups: tuple[Linear, ...]
     """Gate and up, or one module whose output is both, side by side."""
@@ -53,7 +53,7 @@ class MlpParts:
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Of a possible attention block with rotary positions."""
+    """Parts of a possible attention block with rotary positions."""
 
     qkv: tuple[Linear, ...]
     """q, k and v, or one module whose output is all of them, side by side."""
@@ -63,7 +63,7 @@ class AttentionParts:
     num_kv_heads: int
     head_dim: int
     norms: tuple[nn.Module, nn.Module] | None
-    """Of each head of q and of k."""
+    """Norms of each head of q and of k."""
 
 
 def norm_of(module: nn.Module) -> Norm | None:

@@ -9,7 +9,7 @@ from torch import nn
 NUM_ROWS = 8
 NUM_TOKENS = 5
 TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
-"""Of the largest value: the most that another order of roundings to the number format may change."""
+"""Tolerance as a share of the largest value: the most that another order of roundings to the format may change."""
 
 Fused = TypeVar("Fused", bound=nn.Module)
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]

@@ -19,7 +19,7 @@ from lorikeet.shard.system.native import CompilerMissing, library
 BLOCK = 64
 """Outputs per block of a packed matrix; BLOCK of cpu.c."""
 REGION_BYTES = 64 * 2**20
-"""Of memory that matrices share: one matrix alone would leave most of its last page unused."""
+"""Bytes of memory that matrices share: one matrix alone would leave most of its last page unused."""
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _ALIGNMENT = 64
@@ -28,7 +28,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 NUM_MODULES = 7
-"""Of a decoder layer: q, k, v, out, gate, up, down."""
+"""Modules of a decoder layer: q, k, v, out, gate, up, down."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DecoderLayer(ctypes.Structure):
         ("base_bias", _POINTER * NUM_MODULES),
     ]
     row_bytes = 0
-    """Of the most scratch that a product of integers needs per row."""
+    """Bytes per row of the most scratch that a product of integers needs."""
 
     @property
     def scratch_width(self) -> int:

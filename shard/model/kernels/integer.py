@@ -181,12 +181,12 @@ class PackedIntegers:
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and its scales."""
+        """Bytes of the weight and its scales."""
         return sum(each.nbytes for each in (self.packed, self.scales, self.minimums) if each is not None)
 
     @property
     def address(self) -> int:
-        """Of the matrix for compiled code, with its bias."""
+        """Address of the matrix for compiled code, with its bias."""
         return ctypes.addressof(self._matrix)
 
     def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:

@@ -272,5 +272,5 @@ def _launch_norm(
 
 
 def num_warps(count: int) -> int:
-    """Of a norm over `count` elements, a power of two."""
+    """Number of warps for a norm over `count` elements, a power of two."""
     return min(MOST_WARPS, max(1, triton.next_power_of_2(count) // WARP_WIDTH))

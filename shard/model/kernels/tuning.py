@@ -39,7 +39,7 @@ WITHOUT_TENSOR_CORES: dict[str, dict[str, int]] = BUILT_IN | {
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _BOUNDS = {"DEPTH": (16, 512), "WIDTH": (16, 512), "SPLITS": (1, 64), "num_warps": (1, 16)}
 _MOST_STAGES = {"shrink": 8, "head_block": 8, "head_logits": 8, "expand": 1}
-"""Of expand one: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper."""
+"""Maximum pipeline stages. With two of expand, some ptxas mistranslate a rounding in a pipelined loop on Hopper."""
 
 
 @dataclass(frozen=True)

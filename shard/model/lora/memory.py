@@ -23,7 +23,7 @@ ADDRESSES = 2
 """Reserved address space of an arena in huge pages, over its memory. With blocks of 1.6 to 30 MB, 1.5 is enough."""
 HUGE_PAGE = 2 << 20
 ARENA_BYTES = 256 * 2**20
-"""Of an arena of pinned memory; torch rounds pinned memory up to a power of two."""
+"""Bytes of an arena of pinned memory; torch rounds pinned memory up to a power of two."""
 
 
 class HostMemory(Protocol):

@@ -7,14 +7,14 @@ import torch
 
 @dataclass(frozen=True)
 class Partition:
-    """Of a linear module `y = x Wᵀ + b`, W: [out, in]."""
+    """Partition of a linear module `y = x Wᵀ + b`, W: [out, in]."""
 
     rank: int
     num_ranks: int
     num_out: int
-    """Of the whole module …"""
+    """Outputs of the whole module, over all ranks."""
     num_in: int
-    """… over all ranks."""
+    """Inputs of the whole module, over all ranks."""
     is_row_parallel: bool
     """Whether ranks hold columns of W, and the sum of their results is the module's; else they hold rows."""
     is_gathered: bool = False

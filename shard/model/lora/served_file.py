@@ -72,12 +72,12 @@ class ServedFile:
 
     @property
     def address(self) -> int:
-        """Of the first tensor."""
+        """Address of the first tensor in memory."""
         return int(np.frombuffer(self._mapped, np.uint8).ctypes.data) + self._begin
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return len(self._mapped) - self._begin
 
     def is_intact(self) -> bool:
@@ -87,7 +87,7 @@ class ServedFile:
         return checksum.matches(self._mapped[: self._begin], (content[at : at + checksum.CHUNK] for at in starts))
 
     def places(self) -> dict[str, Place]:
-        """Of every tensor, by name. Raises ValueError where one lies outside the file."""
+        """Places of every tensor, by name. Raises ValueError where one lies outside the file."""
         try:
             return {name: self._place(entry) for name, entry in self._header.items()}
         except (KeyError, TypeError, ValueError) as failure:

@@ -34,7 +34,7 @@ class SlotHeads:
     blocks: Sequence[Sequence[Product]]
     """Per block one product for each head; the first block may be one product, [H] → [heads * H]."""
     outputs: Sequence[Product] = ()
-    """Of version 1: per head [H] → [V]."""
+    """Output heads of version 1: per head [H] → [V]."""
     tensors: Sequence[torch.Tensor] = ()
     """On a device: per block [heads, H, H] and [heads, H], then version 1's [heads, V, H]."""
 
@@ -81,16 +81,16 @@ class HeadsPool:
 
     def __init__(self, inputs: StepInputs) -> None:
         self.vocab_size = self.hidden_size = 0
-        """Of the output head."""
+        """Vocabulary size and hidden size of the output head."""
         self.partition: Partition | None = None
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network's logits come from its output head, so that heads can use it."""
         self.keeps_rows = False
-        """Whether the hidden rows of the next step are kept in …"""
+        """Whether the hidden rows of the next step are kept in `rows`."""
         # [S, H]
         self.rows: torch.Tensor | None = None
-        """… this."""
+        """Hidden rows of the last step, if they are kept."""
         self.kernels: HeadKernels | None = None
         """Replace separate products on a device."""
         self._inputs = inputs
@@ -125,7 +125,7 @@ class HeadsPool:
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Append the draft rows to the output head's input, [1, rows, H]."""
         self.is_reached = True
-        self._own.clear()  # of a step that failed
+        self._own.clear()  # rows of a step that failed
         wanted = self._inputs.heads
         if not (self._inputs.num_draft_rows or self.keeps_rows):
             return None

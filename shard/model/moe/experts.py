@@ -19,7 +19,7 @@ from lorikeet.shard.model.lora.targets import ExpertTargets, Product, adapt
 
 NAME = "lorikeet"
 Pack = Callable[[torch.Tensor, torch.Tensor | None], PackedMatrix]
-"""Of a weight [out, in] and a bias [out]."""
+"""Packs a weight [out, in] and a bias [out]."""
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -69,7 +69,7 @@ class IntegerMatrix(QuantizedMatrix):
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and its scales."""
+        """Bytes of the weight and its scales."""
         if self._packed is not None:
             return self._packed.nbytes
         held = self.weight

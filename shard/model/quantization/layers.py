@@ -134,7 +134,7 @@ def _kind(module: nn.Module) -> type[QuantizedMatrix] | None:
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Of a network: a quantised weight counts as its unquantised elements."""
+    """Number of parameters of a network: a quantised weight counts as its unquantised elements."""
     modules: list[Any] = [module for module in network.modules() if is_quantized(module)]
     packed = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     total = sum(parameter.numel() for parameter in network.parameters() if id(parameter) not in packed)

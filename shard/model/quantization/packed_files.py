@@ -43,7 +43,7 @@ def load_packed(
         elif name in missing:
             _put(network, name, tensor.to(dtype))
             missing.discard(name)
-        elif not name.endswith("rotary_emb.inv_freq"):  # of old checkpoints
+        elif not name.endswith("rotary_emb.inv_freq"):  # old checkpoints have that tensor
             raise ValueError(f"its tensor {name} has no place in transformers' {type(network).__name__}")
     for stem, given in parts.items():
         try:
