@@ -13,7 +13,7 @@ def runnable() -> dict[str, str]:
     found = {}
     for path in sorted(HERE.rglob("*.py")):
         if any(part.startswith(".") for part in path.relative_to(HERE).parts):
-            continue  # of another server's environment
+            continue  # it belongs to another server's environment
         text = path.read_text()
         if '__name__ == "__main__"' in text and path != Path(__file__):
             name = ".".join(path.relative_to(HERE.parent).with_suffix("").parts).removesuffix(".__main__")

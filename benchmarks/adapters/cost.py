@@ -35,8 +35,7 @@ BARE, ROOMY, TIGHT = "bare", "roomy", "tight"
 ATTENTION = tuple(f"attention-{i}" for i in range(CLIENTS))
 PEER_FLAGS = ("--enable-lora", "--max-loras", str(CLIENTS), "--max-lora-rank", str(RANK))
 PEER_REQUESTS = {OURS: 3, VLLM: 1}
-"""Of each client. vLLM gets fewer: with adapters it takes several times as long per token, and rounds should be short.
-"""
+"""Requests of each client. vLLM gets fewer: with adapters it takes several times as long per token."""
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ COUNT = 1000
 RANKS = (8, 8, 8, 8, 16, 16, 16, 32, 32, 64)
 ZIPF_EXPONENT = 1.0
 VARIATION = 2.0
-"""Of the gaps between arrivals: standard deviation over mean."""
+"""Coefficient of variation of the gaps between arrivals: standard deviation over mean."""
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 256), (16, 64)
 RATES = tuple(round(1.5 * 1.03**step, 3) for step in range(63))
 """Requests per second that are tried, by bisection: six probes find the highest good one, to 3 %."""
 PROBE_S, WARM_UP_S = 50.0, 60.0
 FIRST_TOKEN_S, INTER_TOKEN_S = 2.0, 0.1
 LEAST_RATE = 2.0
-"""Of the server that holds all adapters: below it the run is void."""
+"""Lowest rate of the server that holds all adapters: below it the run is void."""
 HELD_SHARE, KV_BYTES = 0.2, 1 << 30
 ROOM = 1.1
 """Host memory of the server that holds all adapters, over the size of their files."""

@@ -140,7 +140,7 @@ async def _while_running(scene: Scene, seed: int, cold_first: bool) -> dict[str,
     for way in ("cold", "resident") if cold_first else ("resident", "cold"):
         if way == "cold" and not cold_first:
             await adapted.make_cold(scene.server.port, scene.names)
-        async with _texts(scene, seed) as answers:  # of the same lengths both times: longer ones take longer steps
+        async with _texts(scene, seed) as answers:  # equal lengths both times: longer texts take longer steps
             start = time.perf_counter()
             asked = await _arrivals(scene, seed + (way == "cold"))
             gaps = _gaps(answers, start, time.perf_counter())

@@ -24,7 +24,7 @@ ROUNDS = 8
 ADAPTERS, SLOTS, REPLICAS = 64, 8, 2
 CLIENTS = 16
 WARM_UP, REQUESTS = 200, 400
-"""Of each side and round; the first ones are not counted."""
+"""Requests of each side and round; the first ones are not counted."""
 TOKENS_IN, TOKENS_OUT = 24, 16
 SEED = 71_000
 NAMES = tuple(f"popular-{i}" for i in range(ADAPTERS))

@@ -98,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _setup() -> Setup:
-    """Of the card at hand; at full size where there is none, for a list."""
+    """Setup for the card at hand; at full size where there is none, for a list."""
     import torch
 
     if not torch.cuda.is_available():

@@ -18,9 +18,9 @@ from lorikeet.shard.batch.inputs import Segment, StepInputs
 
 BACKENDS = ("varlen", "triton")
 MOST_BYTES = 4 << 30
-"""Of all layers' K and V together …"""
+"""Maximum bytes of all layers' K and V together."""
 MOST_LAYERS = 8
-"""… of which there are at most so many, and one at least."""
+"""Maximum number of these layers; at least one."""
 
 
 def measure(setup: Setup) -> Cases:
@@ -46,7 +46,7 @@ def spec_of(shape: LlamaShape) -> AttentionSpec:
 
 @torch.inference_mode()
 def _seconds(setup: Setup, name: str, step: Step) -> float:
-    """Of one layer."""
+    """Seconds of one layer."""
     work = _work(setup, name, step)
     return seconds_of(work, torch.device(setup.device), setup.repeats)
 

@@ -106,7 +106,7 @@ def wanted(setup: Setup, shape: LlamaShape, count: int, **asked: Any) -> list[En
 
 
 def step_of(runs: list[Run]) -> dict[str, float]:
-    """Of requests that ran all at once: what a step took while all of them did, and how long the device waited for the
+    """Times of requests that ran all at once: of a step while all of them did, and how long the device waited for the
     host before one, as the shard tells it.
     """
     start, end = max(run.steps[0].at for run in runs), min(run.steps[-1].at for run in runs)
@@ -125,7 +125,7 @@ def step_of(runs: list[Run]) -> dict[str, float]:
 
 
 def total(runs: list[Run]) -> dict[str, float]:
-    """Of requests that followed each other: all tokens over the time from the first request to the last token."""
+    """Speed of requests that followed each other: all tokens over the time from the first request to the last token."""
     num_tokens = sum(len(run.token_ids) for run in runs)
     seconds = max(run.steps[-1].at for run in runs) - min(run.asked_at for run in runs)
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}

@@ -47,7 +47,7 @@ def way(setup: Setup, other: str) -> Cases:
     """One case per round: steps of the usual way and of another, alone and in a full batch, by turns."""
     settings = dict(WAYS[other])
     if other == FP8 and not setup.is_cuda:
-        settings["attention"] = "reference"  # of those on a CPU the only one that keeps KV so
+        settings["attention"] = "reference"  # the only backend on a CPU that keeps KV so
     ways = {USUAL: engines.usual(setup), other: engines.full(setup, **settings)}
     for number in range(-1, setup.long_rounds):
         raw: dict[str, dict[str, float]] = {}

@@ -19,7 +19,7 @@ from tests.shard.engine.harness import EngineHarness, EngineRequest
 BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION = "bare", "idle", "distinct", "mixed ranks", "resident", "rotation"
 WAYS = (BARE, IDLE, DISTINCT, MIXED, RESIDENT, ROTATION)
 SLOT_SHARE = 0.3
-"""Of the device's memory: a batch of mixed ranks takes about 17 GB, one of rank 16 five."""
+"""Share of the device's memory: a batch of mixed ranks takes about 17 GB, one of rank 16 five."""
 HOST_BYTES = 56 << 30
 """All of them stay in host memory: 28 GB of the rotation, 17 of the mixed ranks, five of rank 16, and room."""
 
@@ -62,7 +62,7 @@ class Served:
 
 
 def settings_of(setup: Setup, folder: Path, num_slots: int) -> dict[str, object]:
-    """Of a shard with so many slots."""
+    """Settings of a shard with so many slots."""
     host = HOST_BYTES if setup.is_cuda else 2**27
     return {
         "adapter_store": str(folder),

@@ -57,11 +57,11 @@ class Setup:
     draft: LlamaShape = LLAMA_100M
     seed: int = 20_261_123
     rounds: int = 5
-    """Of what takes seconds …"""
+    """Rounds of what takes seconds."""
     long_rounds: int = 3
-    """… and of what takes longer."""
+    """Rounds of what takes longer."""
     repeats: int = 10
-    """Of one timed call."""
+    """Repetitions of one timed call."""
     requests: int = 64
     """At once, in a full batch."""
     prompt: int = 128
@@ -71,9 +71,9 @@ class Setup:
     """Tokens that one request may have."""
     bytes_copied: int = 4 << 30
     adapters: int = 1024
-    """In rotation over as many slots as there are requests …"""
+    """Adapters in rotation over as many slots as there are requests."""
     laps: int = 4
-    """… the given number of requests after each other in each of them in a round."""
+    """Requests after each other in each slot in a round."""
     swaps: int = 16
     """In a round."""
     swap_batch: int = 8
@@ -97,12 +97,12 @@ class Setup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of adapters in a batch of mixed ranks."""
+        """Ranks of the adapters in a batch of mixed ranks."""
         return (1, 2, 4) if self.is_smoke else (8, 16, 32, 64, 128)
 
     @property
     def rank(self) -> int:
-        """Of all other adapters."""
+        """Rank of all other adapters."""
         return 2 if self.is_smoke else 16
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def module_shapes(setup: Setup) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of the card at hand."""
+    """Speeds of the card at hand."""
 
     copy: float
     """Bytes per second that a copy within its memory moves, read and written ones counted."""

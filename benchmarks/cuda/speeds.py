@@ -10,7 +10,7 @@ from benchmarks.cuda.timing import seconds_of
 from benchmarks.evidence.figure import Case, Cases, Raw
 
 ROWS = (64, 512, 2048, 8192)
-"""Of matrix products: a full batch that decodes, up to long prompts."""
+"""Rows of matrix products: a full batch that decodes, up to long prompts."""
 SMOKE_ROWS = (4,)
 
 

@@ -32,7 +32,7 @@ CAPTURED = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 FILE_BYTES = 4 << 30
 SPREAD = 0.02
-"""Of random weights, as transformers draws them."""
+"""Standard deviation of random weights, as transformers draws them."""
 
 
 def measure(setup: Setup) -> Cases:

@@ -22,9 +22,9 @@ from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 QUIET = 8
 """Steps between two requests, that nothing happens in."""
 SPARE = 2
-"""Slots next to those of the batch …"""
+"""Slots in addition to those of the batch."""
 CYCLE = 6
-"""… for so many adapters in turn, so that none of them is in a slot when it is asked for."""
+"""Adapters that are asked for in turn, so that none of them is in a slot when it is asked for."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from benchmarks.load.servers import Server, lorikeet, running
 SENTENCE_TRANSFORMERS, INFINITY = "sentence-transformers", "infinity"
 ROUNDS, NUM_TEXTS, WORDS = 5, 800, (4, 200)
 BATCH_SIZES = (8, 16, 32, 64, 128)
-"""Of sentence-transformers."""
+"""Batch sizes of sentence-transformers."""
 CLIENTS, TEXTS_PER_REQUEST = 8, 32
-"""Of the servers."""
+"""Clients of a server, and texts of each request."""
 SEED = 20261124
 SHAPE = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -72,7 +72,7 @@ def run_apart(groups: Mapping[str, Sequence[str]], environment: Mapping[str, str
 
 
 def exit_code(command: Sequence[str], environment: Mapping[str, str], limit_s: float | None) -> int | None:
-    """Of a process, None if it took too long. Everything that it started is killed."""
+    """Exit code of a process, None if it took too long. Everything that it started is killed."""
     with subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **environment}, process_group=0) as process:
         try:
             return process.wait(limit_s)
@@ -84,7 +84,7 @@ def exit_code(command: Sequence[str], environment: Mapping[str, str], limit_s: f
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Of several exit codes the one to end with."""
+    """Exit code to end with after several of these."""
     found = set(codes)
     return FAILED if FAILED in found else MISSED if MISSED in found else HOLDS
 

@@ -28,7 +28,7 @@ from benchmarks.models.prompts import prompts
 ROUNDS = 8
 CLIENTS = 8
 REQUESTS = 3
-"""Of each client and round, of eight constrained ones."""
+"""Requests of each client and round; eight clients send constrained requests."""
 TIMES = 24
 """First tokens per way and round."""
 FIRST_PROMPT = 300
@@ -176,7 +176,7 @@ def _pauses(answer: completions.Answer) -> list[float]:
 
 
 def over_plain(raw: Raw) -> float:
-    """Of the medians of a round."""
+    """Ratio of the medians of a round."""
     return float(_median(raw[CONSTRAINED]) / _median(raw[PLAIN]))
 
 

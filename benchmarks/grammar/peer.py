@@ -30,7 +30,7 @@ from benchmarks.models.prompts import prompts
 ROUNDS = 8
 CLIENTS = 8
 REQUESTS = {OURS: 3, VLLM: 3}
-"""Of each client and round."""
+"""Requests of each client and round."""
 PROMPT, MAX_TOKENS = 128, 192
 TEMPERATURE = 0.8
 SEED = 71_000
@@ -146,7 +146,7 @@ def over_vllm(raw: Raw) -> float:
 
 
 def valid_share(name: str, raw: Raw) -> float:
-    """Of the finished outputs of a server."""
+    """Share of valid outputs among the finished outputs of a server."""
     return float(raw[name]["valid"] / max(1, raw[name]["finished"]))
 
 

@@ -23,7 +23,7 @@ from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, 
 
 MIXES = ("distinct", "uniform", "zipf", "identical")
 TOLERANCE = 2**-6
-"""Of the largest output: the grouped products round h to bfloat16."""
+"""Tolerance as a share of the largest output: the grouped products round h to bfloat16."""
 
 SMOKE = {"in": 24, "out": 20, "rank": 3, "requests": 3, "tokens": 1, "repeats": 1}
 
@@ -37,7 +37,7 @@ class Size:
     rank: int
     num_requests: int
     num_tokens: int
-    """Of each request."""
+    """Tokens of each request."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ ROWS = (1, 8, 32)
 KINDS = ("bfloat16", "torch", "int8", "int4")
 """Our bfloat16 product comes first: times are multiples of its own."""
 READ_BYTES = 2**28
-"""Of bfloat16 weights that all copies of a matrix have together."""
+"""Bytes of bfloat16 weights that all copies of a matrix have together."""
 ROUNDS = 9
 TOLERANCE = {"bfloat16": 0.01, "torch": 0.01, "int8": 0.02, "int4": 0.15}
 """Root mean square of errors over that of results, of random weights."""

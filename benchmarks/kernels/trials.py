@@ -13,7 +13,7 @@ from lorikeet.shard.model.medusa.heads import SlotHeads
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
-"""Of the largest value."""
+"""Tolerance as a share of the largest value."""
 NUM_HEADS = 3
 MOST_REQUESTS = 32
 """Requests, and adapters, of a step; more tokens are more of each."""

@@ -41,14 +41,14 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
 """What is tried, by kernel."""
 RANKS, TOKENS = (8, 16, 64, 128), (1, 16, 64, 256)
 MOST_ROWS = {"head_block": 32, "head_logits": 4}
-"""Of a step with heads; half as many slots, and an output matrix is a gigabyte."""
+"""Rows of a step with heads; half as many slots, and an output matrix is a gigabyte."""
 FLUSHED_BYTES = 256 << 20
 """Written between two launches, more than a GPU's cache holds: in a step, the base's weights pass between them."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of one model."""
+    """Shapes of one model's products."""
 
     linears: tuple[tuple[int, int], ...]
     """Inputs and outputs of each."""
@@ -71,7 +71,7 @@ class Result:
 
 
 def llama_8b() -> LlamaConfig:
-    """Of Llama 3.1 8B, as far as it has to do with shapes; layers are alike."""
+    """Configuration of Llama 3.1 8B, as far as it has to do with shapes; layers are alike."""
     return LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128256,

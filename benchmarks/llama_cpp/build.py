@@ -15,7 +15,7 @@ from benchmarks.evidence import arguments
 from benchmarks.load.peers import VENVS
 
 VERSION = "0.3.36"
-"""Of llama-cpp-python, which has llama.cpp's whole source of that day."""
+"""Version of llama-cpp-python, which has llama.cpp's whole source of that day."""
 FOLDER = VENVS / "llama-cpp"
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
            "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF", "-DBUILD_SHARED_LIBS=OFF")  # fmt: skip

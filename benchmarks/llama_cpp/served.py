@@ -33,7 +33,7 @@ CLIENTS = 8
 """With adapters."""
 LLAMA_CPP = "llama.cpp"
 ADAPTED_REQUESTS = {OURS: 3, LLAMA_CPP: 1}
-"""Of each client. llama.cpp gets fewer: with adapters it takes several times as long per token."""
+"""Requests of each client. llama.cpp gets fewer: with adapters it takes several times as long per token."""
 SEED, ADAPTED_SEED = 41_000, 42_000
 PAIRS = {"int8": "Q8_0", "int4": "Q4_0"}
 """Our rounding, and llama.cpp's of about as many bits."""

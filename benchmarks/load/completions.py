@@ -42,9 +42,9 @@ class Answer:
 
     sent: float = field(default_factory=time.perf_counter)
     pieces: Pieces = field(default_factory=list)
-    """Of the body, as they arrive …"""
+    """Pieces of the body, as they arrive."""
     times: list[float] = field(default_factory=list)
-    """… and the events with text in them, once it is complete."""
+    """Arrival times of the events with text in them, once the answer is complete."""
     last: float = 0.0
     num_prompt: int = 0
     num_output: int = 0

@@ -48,7 +48,7 @@ def make(
 
 
 def token_ids(base: Path, text: str) -> list[int]:
-    """Of a text in the middle of a prompt."""
+    """Token ids of a text in the middle of a prompt."""
     return list(Tokenizer.from_file(str(base / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
 
 

@@ -23,7 +23,7 @@ from benchmarks.serving.closed_loop import in_round
 
 ROUNDS = 8
 REQUESTS = 4
-"""Of a round."""
+"""Requests of a round."""
 SEED = 31_000
 
 

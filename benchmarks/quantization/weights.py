@@ -60,12 +60,12 @@ def steps() -> Cases:
 
 
 def speedup(method: str, raw: Raw) -> float:
-    """Of a step over bfloat16."""
+    """Speedup of a step over bfloat16."""
     return float(raw[PLAIN] / raw[method])
 
 
 def nats(model: Model, token_ids: Sequence[int]) -> float:
-    """Of all tokens but the first, each given the ones before it."""
+    """Negative log likelihood of all tokens but the first, each given the ones before it, in nats."""
     ids = torch.tensor(token_ids)
     model.inputs.fill([Segment(0, len(ids) - 1, range(PAGES))], ids[:-1], torch.arange(len(ids) - 1))
     return float(cross_entropy(model.forward(), ids[1:], reduction="sum"))

@@ -73,7 +73,7 @@ def vllm(plan: Plan) -> Raw:
 
 
 def _vllm_values(plan: Plan, command: list[str], file: Path) -> Raw:
-    """Of a generator that writes vLLM's JSON; processor time with that of its start."""
+    """Values of a generator that writes vLLM's JSON; processor time with that of its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     if ended.returncode:
@@ -170,7 +170,7 @@ def report(cases: list[Case]) -> str:
 
 
 def distance(value: str, other: str, raw: Raw) -> float:
-    """Of our median over that of another generator, from 1. The values of pooled rounds are lists."""
+    """Distance from 1 of the ratio of our median to another generator's. The values of pooled rounds are lists."""
     return abs(median(raw[OURS][value]) / median(raw[other][value]) - 1)
 
 

@@ -22,7 +22,7 @@ ROUNDS = 8
 ROUND_S, WARM_UP_S = 3.0, 1.0
 SHARDS = 4
 STREAMS, STEP_MS = 64, 8.0
-"""Of each shard."""
+"""Streams, and milliseconds of a step, of each shard."""
 NEW_TOKENS = 256
 
 
@@ -62,7 +62,7 @@ async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, dict[str, float]], 
 
 
 def share(raw: Raw) -> float:
-    """Of four times one."""
+    """Tokens per second of four shards as a share of four times one."""
     return float(raw["four"]["tokens_per_s"] / (SHARDS * raw["one"]["tokens_per_s"]))
 
 

@@ -86,7 +86,7 @@ async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, float], None]:
 
 
 def share(field: str, raw: Raw) -> float:
-    """Of the router's processor time."""
+    """Share of the router's processor time."""
     return float(raw[field] / raw["router_cpu_s"])
 
 

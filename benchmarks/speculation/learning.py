@@ -31,7 +31,7 @@ from tests.oracles import family
 ON, OFF = "on", "off"
 FIRST_TASK, SECOND_TASK = "code", "citation"
 NUM_TOKENS = 64
-"""Of every text."""
+"""Output tokens of every text."""
 FIRST_REQUESTS, SECOND_REQUESTS = 960, 3125
 """200 000 tokens of the second task."""
 SEGMENT = 120
@@ -73,7 +73,7 @@ class Streamed:
     """When tokens arrived, and how many at once."""
 
     def token_seconds(self) -> list[float]:
-        """Of each token after the first ones: the time since the tokens before, in equal parts."""
+        """Seconds of each token after the first ones: the time since the tokens before, in equal parts."""
         pairs = zip(self.pieces, self.pieces[1:], strict=False)
         return [(end - start) / count for (start, _), (end, count) in pairs for _ in range(count)]
 

@@ -103,7 +103,7 @@ def _by_turns(pair: Pair, batch: int, ways: Mapping[str, Way], first: int, count
 
 
 def _summed(runs: Sequence[Raw]) -> dict[str, float]:
-    """Of several runs, all tokens over all seconds."""
+    """Sums of several runs: all tokens over all seconds."""
     total = {name: float(sum(run[name] for run in runs)) for name in runs[0]}
     return {**total, "tokens_per_second": total["tokens"] / total["seconds"]}
 

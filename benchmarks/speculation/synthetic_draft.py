@@ -19,7 +19,7 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.scheduler.request import Request
 
 SEED = 20_260_711
-"""Of the accepted positions; fixed before anything was measured."""
+"""Seed of the accepted positions; fixed before anything was measured."""
 FORCED = 1e9
 """A logit that no other reaches."""
 
