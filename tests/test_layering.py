@@ -15,7 +15,7 @@ INSTALLED = frozenset(PACKAGES) - {"benchmarks"}
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 MAX_MODULES = 16
 MAX_LINES, MOST_P95 = 60, 22
-"""Of functions."""
+"""Limits on the lines of functions."""
 
 FORBIDDEN = {
     "proto": INSTALLED - {"proto"},
@@ -28,7 +28,7 @@ FORBIDDEN = {
 }
 """What a package never imports: third-party modules and packages of ours."""
 EXCEPTIONS = {"router/output/parser_worker.py": {"transformers"}}
-"""Of processes of their own, which no other module imports."""
+"""Modules that run in processes of their own; no other module imports them."""
 
 WITHOUT_TORCH = (
     "shard/scheduler/request.py",

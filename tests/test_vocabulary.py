@@ -91,7 +91,7 @@ def findings(text: str) -> list[str]:
     """`line: word (field's term)` for each word in the list; underscores separate words."""
     found: list[str] = []
     spaced_text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text.replace("_", " "))
-    if ANY.search(spaced_text) is None:  # of most files; one pattern takes less time than all of them
+    if ANY.search(spaced_text) is None:  # true of most files; one pattern takes less time than all of them
         return found
     for number, spaced in enumerate(spaced_text.splitlines(), 1):
         found += [

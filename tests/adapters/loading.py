@@ -25,7 +25,7 @@ class Caller:
         self._number = 0
         self.answers: dict[int, dict[str, Any]] = {}
         self.order: list[int] = []
-        """Of the answers as they came."""
+        """Call numbers of the answers as they came."""
 
     def ask(self, **body: Any) -> int:
         """Send a call; its number."""

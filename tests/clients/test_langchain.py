@@ -28,7 +28,7 @@ SKIPPED = {
     "test_pdf_tool_message": NO_FILES,
     "test_stream_time": "a benchmark of recorded answers",
 }
-"""Of every route to a chat; by the test's name, with the reason."""
+"""Tests skipped on every route to a chat; by the test's name, with the reason."""
 SKIPPED_ALONE = {
     ("TestMessages", "test_json_mode"): "Anthropic's API has no JSON without a schema",
     ("TestChatCompletions", "test_anthropic_inputs"): "the blocks are Anthropic's",

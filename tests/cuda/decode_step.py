@@ -105,7 +105,7 @@ def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
 
 @torch.inference_mode()
 def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
-    """Of the captured part of a decode step."""
+    """Counts of the captured part of a decode step."""
     inputs = model.inputs
     inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
     segments = [Segment(CONTEXT - 1, 1, range(CONTEXT // PAGE), 0 if has_adapters else -1) for _ in range(batch)]
@@ -120,7 +120,7 @@ def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
 
 @torch.inference_mode()
 def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
-    """Of sampling one token for each request."""
+    """Counts of sampling one token for each request."""
     sampler = Sampler(vocab_size, len(params), META, tile=Tile())
     for row, each in enumerate(params):
         sampler.add(row, each, LogprobParams(), [1, 2], 2)

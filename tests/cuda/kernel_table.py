@@ -29,7 +29,7 @@ class Resources:
     kernel: str
     architecture: int
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilt: int
     """Bytes of local memory of a thread."""
     shared: int

@@ -53,7 +53,7 @@ class Recorded:
     kernels: dict[str, Any]
     """By name."""
     num_programs: list[int]
-    """Of each launch."""
+    """Number of programs of each launch."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.shard.engine.adapter_exactness import lay_out
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 TIE = 1e-3
-"""Of the oracle's two best logits: the device adds up in another order."""
+"""Difference of the oracle's two best logits that counts as a tie: the device adds up in another order."""
 METHODS = (Method.LOOKUP, Method.MEDUSA, Method.DRAFT)
 WIDTHS = (1, 3, 5, 10)
 NUM_HEADS = 3

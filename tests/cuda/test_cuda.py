@@ -16,7 +16,7 @@ SETUPS = [
     pytest.param(Setup(), marks=on_the_device, id="cuda"),
 ]
 LARGEST_DIFFERENCE = 2.0**-5
-"""Of a logit by any kernel, over the largest logit."""
+"""Largest difference of a logit by any kernel, as a share of the largest logit."""
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ SAMPLING = {"greedy": (GREEDY, 2), "temperature": (SAMPLED, 2), "top-p": (NUCLEU
 
 @pytest.fixture(scope="module")
 def models() -> Iterator[dict[bool, list[Model]]]:
-    """Of two and of three layers, by whether they have adapters."""
+    """Models of two and of three layers, by whether they have adapters."""
     with without_values():
         shapes = [replace(LLAMA_8B, layers=FEW + more) for more in (0, 1)]
         yield {has: [model_of(shape, has) for shape in shapes] for has in (False, True)}

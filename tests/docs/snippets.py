@@ -23,7 +23,7 @@ _FENCE = re.compile(
 )
 _BASE, _DRAFT = ROOT / "demo" / "base", ROOT / "demo" / "draft"
 _STANDINS = {"owner/name": _BASE, "owner/model": _BASE, "owner/small": _DRAFT}
-"""Of the demo family, for models of the hub."""
+"""Models of the demo family that stand in for models of the hub."""
 
 
 def pages() -> list[Path]:
@@ -58,7 +58,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Of one page, in order."""
+    """Code blocks of one page, in order."""
     found = []
     for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
         mark = match["mark"] or ""

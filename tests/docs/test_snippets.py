@@ -56,7 +56,7 @@ def launcher_lines(block: Block) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_flag_of_a_launcher_command_exists(page: Path) -> None:
-    """Of blocks that are not run too."""
+    """Checks blocks that are not run too."""
     for block in blocks(page):
         for words in launcher_lines(block) if block.language == "sh" else ():
             parser().parse_args(words)

@@ -28,7 +28,7 @@ class Replicas:
     usage: Path
     """The usage log."""
     collector: Collector
-    """Of traces, which requests with a sampled `traceparent` have."""
+    """Collector of traces, which requests with a sampled `traceparent` have."""
 
 
 @pytest.fixture(scope="session")

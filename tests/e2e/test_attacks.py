@@ -21,7 +21,7 @@ from tests.e2e.launched import ROOT, Launched
 SECONDS, QUICK_SECONDS = 60.0, 3.0
 MIN_CANARIES = 500
 MAX_SLOWDOWN = 3.0
-"""Of the canary's p99, against the same clients doing something harmless."""
+"""Maximum slowdown of the canary's p99, against the same clients doing something harmless."""
 PEAK_MB, LATER_MB = 400.0, 60.0
 """Memory of router and helpers above idle: at most, and a minute after the attack."""
 BODY = {"inputs": "def add(a, b):", "parameters": {"max_new_tokens": 4}}

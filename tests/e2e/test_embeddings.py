@@ -97,7 +97,7 @@ def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Pat
 
 @torch.inference_mode()
 def check_every_token(url: str, folder: Path) -> None:
-    """Of `/pooling`: the hidden states of transformers, normalised."""
+    """Compares every token's vector from `/pooling` with the hidden states of transformers, normalised."""
     status, body = post(f"{url}/pooling", {"input": TEXTS[:2], "task": "token_embed"})
     assert status == 200, body
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32)

@@ -19,7 +19,7 @@ from tests.e2e.conftest import KEYS, Replicas
 from tests.e2e.launched import Launched
 
 NUM_WORDS = 400
-"""Of a prompt: many pages, and a measurable time."""
+"""Words of a prompt: many pages, and a measurable time."""
 ALONE, OTHER, SHARING = KEYS
 """Keys: the first two are isolated."""
 
@@ -40,7 +40,7 @@ class Scene:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def counted(self, name: str) -> float:
-        """Of a metric, with its labels."""
+        """Value of a metric, with its labels."""
         lines = httpx.get(f"{self.launched.url}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 

@@ -186,7 +186,7 @@ def test_a_dns_name_of_several_shards_with_tls(tmp_path: Path, model: Path) -> N
         while len(httpx.get(f"{router.url}/info").json()["shards"]) < 2:
             assert time.monotonic() < end, router.output
             time.sleep(0.1)
-        # of another CA, and without a client certificate
+        # a certificate of another CA, and none
         wrong = {"CERTIFICATE_VERIFY_FAILED": other["router"], "Socket closed": flags["router"][-2:]}
         for reason, given in wrong.items():
             other_router = here.router_of(source, *given, under=under)

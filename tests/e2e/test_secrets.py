@@ -28,7 +28,7 @@ from tests.router.usage.receiver import Receiver
 pytestmark = pytest.mark.long
 
 CALLERS_TOKEN, OTHER_TOKEN, KEY = "hf_zqCALLERzq", "hf_zqOTHERzq", "zqKEYzq"
-"""Of a caller with access to the private adapter, of one without, and an API key of the server."""
+"""Tokens of a caller with access to the private adapter and of one without, and an API key of the server."""
 OPERATORS_TOKEN, ADMIN_KEY, PASSWORD = "hf_zqOPERATORzq", "zqADMINzq", "zqPASSWORDzq"
 STORES_SECRET = "zqSTOREzq"
 """For those children that ask stores for adapters; in their environments alone."""

@@ -19,7 +19,7 @@ NUM_TOKENS = 300
 
 
 def cpu_ticks(pid: int) -> int:
-    """Of the process so far."""
+    """CPU ticks of the process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 

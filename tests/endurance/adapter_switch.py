@@ -56,7 +56,7 @@ class Load:
         self._versions = {version.commit: version for version in versions}
         self._commits = [version.commit for version in versions]
         self._number = 0
-        """Of the revision that requests sent from now on must get."""
+        """Number of the revision that requests sent from now on must get."""
         self._is_switching = False
         self._seen = Observed()
         self._commit_of: dict[str, str] = {}

@@ -195,5 +195,5 @@ def proportional_mb(pid: int) -> float:
 
 
 def group_mb(server: servers.Server) -> float:
-    """Of all processes of a server."""
+    """Megabytes of all processes of a server."""
     return sum(proportional_mb(pid) for pid in servers.group(server.process.pid))

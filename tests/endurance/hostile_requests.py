@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_NEW_TOKENS = 40
 GOOD_SHARE = 0.4
-"""Of the requests that are not cancelled."""
+"""Share of good requests among those that are not cancelled."""
 THREE_MB = 3_000_000
 TOO_LARGE = 17 * 1024 * 1024
 """Above the default of --max-body-bytes."""

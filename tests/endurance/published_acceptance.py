@@ -17,7 +17,7 @@ from tests.oracles.replay import iid_tokens_per_step
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 SEED = 20_260_711
-"""Of prompts and of what is right; fixed before anything was measured."""
+"""Seed of prompts and of what is right; fixed before anything was measured."""
 TEXT, PROMPT = 1024, 8
 """Tokens of a text, and of the prompt before it."""
 AT_ONCE = 192
@@ -26,9 +26,9 @@ TINY = {
     "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 2048,
 }  # fmt: skip
 TOKENS = 1_000_000
-"""Of a row of LMFlow's table."""
+"""Tokens of a row of LMFlow's table."""
 DRAFTED = 500_000
-"""For Xinference's share."""
+"""Draft tokens for Xinference's share."""
 
 
 class Pair:

@@ -19,7 +19,7 @@ from tests.endurance.faults import Load, kinds
 
 CASES = 10
 RECEIPTS = 100
-"""Of a case."""
+"""Receipts of a case."""
 CLIENTS = 8
 """That ask and replay at once, in addition to those of the load."""
 NUM_TOKENS = (16, 96)

@@ -29,11 +29,11 @@ from tests.endurance.hostile_requests import Attempt, post
 
 REQUESTS = 100_000
 WARM_UP = 0.2
-"""Of the requests, after which the router should have reached its size."""
+"""Share of the requests after which the router should have reached its size."""
 CLIENTS = 16
 REQUESTS_PER_FAULT = 1_000
 LOADER_EVERY = 4
-"""Of so many faults one is the loader's; the others are shards'."""
+"""One fault in this many is the loader's; the others are shards'."""
 LEAVES, BAD = 0.1, 0.1
 """Shares of requests whose client goes away, and of those that are wrong."""
 LARGEST_BAD = 4_096
@@ -241,7 +241,7 @@ def soaked(count: int, note: Callable[[str], None] = lambda text: None) -> Case:
 
 
 def growth(raw: Raw) -> float:
-    """Of the router's memory, after the warm-up."""
+    """Growth of the router's memory after the warm-up."""
     return float(raw["after"]["router_kib"] / raw["before"]["router_kib"] - 1)
 
 

@@ -33,7 +33,7 @@ EXAMPLES = settings(
 
 @dataclass
 class Count:
-    """Of one machine: its invariants are checked once before the first rule of an example, and after each."""
+    """Counts of one machine: its invariants are checked once before the first rule of an example, and after each."""
 
     examples: int = 0
     checks: int = 0

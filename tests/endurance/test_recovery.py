@@ -15,7 +15,7 @@ from tests.launcher.cli.test_replay import receipt
 
 DETAILS = {"generated_tokens": 3, "speculation": {"sources": {"target": 1, "lookup": 2}, "accepted": 2, "drafted": 4}}
 ROUTER_GROWTH = 0.02
-"""Of its memory after the first fifth of the long run."""
+"""Maximum growth of the router's memory after the first fifth of the long run."""
 
 
 @pytest.mark.long

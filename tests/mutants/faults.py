@@ -28,7 +28,7 @@ FAULTS = [
 ]
 
 OF_RECOVERY = recovery.MUTANTS
-"""Of what outlives an end, which are measured apart."""
+"""Faults of what outlives an end; they are measured apart."""
 
 OF_DEVICES = [*devices.MUTANTS, *experts.MUTANTS]
-"""Of models on devices, the same way."""
+"""Faults of models on devices; they are measured apart too."""

@@ -39,7 +39,7 @@ def test_every_fault_can_be_planted() -> None:
 
 
 def test_the_test_of_every_fault_is_selected(request: pytest.FixtureRequest) -> None:
-    """Of the files that this run collects: none of those tests is `long` or gone."""
+    """Checks the files that this run collects: none of those tests is `long` or gone."""
     if request.config.option.keyword or any("::" in argument for argument in request.config.args):
         pytest.skip("this run selects some tests of a file")
     selected = {name for item in request.session.items for name in (item.nodeid, item.nodeid.partition("[")[0])}

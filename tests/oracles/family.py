@@ -16,7 +16,7 @@ FAMILY = servers.REPOSITORY / "demo"
 BASE, DRAFT = FAMILY / "base", FAMILY / "draft"
 LOOKUP, MEDUSA, DRAFTING = "lookup", "medusa", "draft"
 STORE = servers.LOGS.parents[1] / ".models" / "family-store"
-"""Of its adapters in the served layout."""
+"""Folder of the family's adapters in the served layout."""
 METHODS = (LOOKUP, MEDUSA, DRAFTING)
 OFF: Mapping[str, Any] = {"speculative_method": "off"}
 

@@ -26,7 +26,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one text or several; with acceptance probabilities instead of known drafts they are expectations."""
+    """Counts of one text or several; with acceptance probabilities instead of known drafts they are expectations."""
 
     tokens: float = 0
     forwards: float = 0
@@ -35,7 +35,7 @@ class Counts:
     accepted: float = 0
     texts: int = 0
     variance: float = 0.0
-    """Of `forwards`."""
+    """Variance of `forwards`."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -62,7 +62,7 @@ class Counts:
 
     @property
     def standard_error(self) -> float:
-        """Of `tokens_per_step`."""
+        """Standard error of `tokens_per_step`."""
         return self.tokens_per_step * sqrt(self.variance) / max(1e-9, self.forwards - self.texts)
 
 

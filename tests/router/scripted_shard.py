@@ -52,9 +52,9 @@ class ScriptedShard:
     device: str = "cuda:0"
     draft_model_id: str = ""
     pooled_model: shard_pb2.PooledModel | None = None
-    """Of a shard that computes vectors or scores: `pooled_values` says which."""
+    """The model of a shard that computes vectors or scores: `pooled_values` says which."""
     base_digest: str = "ba5e" * 16
-    """Of its files; "" where they have changed."""
+    """Digest of the shard's files; "" where they have changed."""
     num_digests: int = 0
     """Number of calls of Digest."""
     max_total_tokens: int = 2048
@@ -261,7 +261,7 @@ def pooled_values(ids: Sequence[int], size: int) -> list[float]:
 
 
 def _pooled(submit: shard_pb2.Submit, model: shard_pb2.PooledModel) -> shard_pb2.RequestOutput:
-    """Of a whole prompt, or of every token."""
+    """Output for a whole prompt, or for every token."""
     ids = list(submit.prompt_ids)
     parts = [[each] for each in ids] if submit.pooling.per_token else [ids]
     values = [value for part in parts for value in pooled_values(part, model.size)]

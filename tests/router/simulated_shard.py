@@ -209,7 +209,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
 
     @staticmethod
     def _detail(stream: _Stream) -> pb.StepDetail | None:
-        """Of a step that computes one token of each request."""
+        """Details of a step that computes one token of each request."""
         now = time.monotonic()
         if now > stream.watched_until or now < stream.described_at + DETAIL_S:
             return None

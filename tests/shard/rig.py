@@ -35,9 +35,9 @@ class Setup:
     draft_sources: DraftSources = NO_DRAFT_SOURCES
     draft: DraftModel | None = None
     network: Network | None = None
-    """Replaces the fake model …"""
+    """Replaces the fake model."""
     draft_network: Network | None = None
-    """… and its draft model; both have this vocabulary."""
+    """Replaces the fake model's draft model; both have this vocabulary."""
     vocab_size: int = VOCAB_SIZE
     grammars: NoGrammars | None = None
 

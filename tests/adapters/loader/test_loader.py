@@ -47,12 +47,12 @@ class World:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def pin(self, name: str) -> dict[str, str]:
-        """Of an adapter below the local root."""
+        """Pin of an adapter below the local root."""
         source = LocalSource([self.roots], 1 << 40)
         return asyncio.run(source.resolve(Ref(Source.LOCAL, name), None)).pin.as_dict()
 
     def at_hub(self, name: str, files: dict[str, bytes], **how: Any) -> dict[str, str]:
-        """Of a repository with these files."""
+        """Pin of a repository with these files."""
         self.hub.repositories[name] = Repository(files, **how)
         return {"source": "hub", "id": name, "revision": commit_of(files)}
 

@@ -25,7 +25,7 @@ def test_heads_draft_several_tokens_per_step(kind: str, least: float) -> None:
     target = Target(str(BASE_FOLDER), folder, Place(torch.device("cpu"), torch.float32))
     written = write(target, kind, NUM_SAMPLED)
     found = report.measure(target, load(HEADS_FOLDER / kind, target), written)
-    assert found.tokens_per_step >= least  # of a dozen texts; `lorikeet.demo.evaluation heads` takes a hundred
+    assert found.tokens_per_step >= least  # over a dozen texts; `lorikeet.demo.evaluation heads` takes a hundred
     heads = heads_format.read(HEADS_FOLDER / kind, print)
     assert (heads.shape.num_heads, heads.shape.hidden_size) == (3, target.hidden_size)
 

@@ -63,7 +63,7 @@ class Visit:
         return self.texts()[0]
 
     def texts(self) -> list[str]:
-        """Of the answers that are shown."""
+        """Texts of the answers that are shown."""
         return [text.removesuffix("end") for text in self.page.locator(".tokens").all_text_contents()]
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Tried:
     num_distinct: int = 0
     """Fewest distinct tokens in a text."""
     share_changed: float = 0.0
-    """Of the texts under an adapter, those that the bare base would not have written."""
+    """Share of the texts under an adapter that the bare base would not have written."""
     differences: list[str] = field(default_factory=list)
 
 

@@ -27,7 +27,7 @@ class Clock:
     """Time on host and device, in passes of the model."""
 
     now: float = 0.0
-    """Of the host."""
+    """Time of the host."""
     device: float = 0.0
     """When the device will have computed all that was launched."""
     num_passes: int = 0

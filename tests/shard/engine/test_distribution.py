@@ -36,7 +36,7 @@ PROMPTS = ([3, 3, 7, 1, 9, 2, 6], [5, 2, 8])
 """The last pages fill up while the text is drawn, so that pages run short."""
 LOGITS = np.random.default_rng(3).normal(size=(V, V, V)).astype(np.float32) * 2
 DRAFT_LOGITS = LOGITS + np.random.default_rng(4).normal(size=(V, V, V)).astype(np.float32) * 1.5
-"""Of the draft model: it often wants the same."""
+"""Logits of the draft model: it often wants the same."""
 
 
 class MarkovModel:

@@ -89,7 +89,7 @@ KEPT: list[torch.Tensor] = []
 
 
 def test_one_graph_holds_any_mix_of_heads() -> None:
-    """Of both versions and of one and two blocks, which came after it was captured."""
+    """Checks heads of both versions and of one and two blocks, which came after the graph was captured."""
     plain, graphed = model_with(num_layers=1), model_with(num_layers=1)
     recorder, padding = TapeRecorder(), Padding(4, MOST_TOKENS, NUM_PAGES, has_adapters=True)
     padding.row_counts = [4]

@@ -167,7 +167,7 @@ def test_a_seed_decides_the_text_and_only_a_seed() -> None:
 
 
 def test_bad_words_are_found_in_the_sampled_tokens() -> None:
-    """Of five tokens, against a loop over the whole output, for longer than the history that is kept."""
+    """Samples five tokens, against a loop over the whole output, for longer than the history that is kept."""
     rng = random.Random(2)
     logits = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     words = {(token, token) for token in range(5)}

@@ -92,7 +92,7 @@ def rows_with(name: str, count: int = 2) -> list[tuple[SamplingParams, LogprobPa
 @pytest.mark.parametrize("scale", [0.5, 4.0])
 @pytest.mark.parametrize("tile", [ROOMY, TIGHT], ids=["roomy", "tight"])
 def test_filters_keep_what_the_specification_keeps(name: str, scale: float, tile: Tile) -> None:
-    """Of flat distributions, whose tokens do not fit into a small buffer, and of peaked ones."""
+    """Covers flat distributions, whose tokens do not fit into a small buffer, and peaked ones."""
     both = Both(rows_with(name), 200, tile)
     plain, fused = both.sample(logits_of(1, both.count, 200, scale=scale), 0)
     check(plain, fused)

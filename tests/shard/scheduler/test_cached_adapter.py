@@ -25,7 +25,7 @@ def wanted(moves_at: int | None = None) -> list[int]:
 
 
 SIZES = (2 * MEBIBYTE * np.random.default_rng(1).choice([1, 2, 4, 8], NUM_ADAPTERS)).tolist()
-"""Of ranks from 8 to 64."""
+"""Bytes of adapters of ranks from 8 to 64."""
 ROOM = sum(SIZES) // 5
 
 

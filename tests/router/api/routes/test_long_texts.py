@@ -17,7 +17,7 @@ LONG = "a " * (7 << 20)
 
 
 async def latencies(server: Serving, until: asyncio.Task[Any]) -> list[float]:
-    """Of one small request after another, from a second client."""
+    """Latencies in seconds of one small request after another, from a second client."""
     found = []
     while not until.done():
         start = time.monotonic()

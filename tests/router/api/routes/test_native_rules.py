@@ -85,7 +85,7 @@ async def test_prompt_details_are_not_streamed(server: Serving) -> None:
 
 
 async def test_the_first_broken_rule_is_reported(server: Serving) -> None:
-    """Of two broken rules with different fields, the earlier one is reported."""
+    """If two rules with different fields are broken, the earlier rule is reported."""
     ordered = [(fields, text) for fields, text in RULES[:29] if "merged_adapters" not in fields]
     for (first, text), (second, _) in itertools.pairwise(ordered):
         if not first.keys() & second.keys() and "seed" not in second:

@@ -35,14 +35,14 @@ USER = [{"role": "user", "content": "Paris?"}]
 
 @pytest.fixture(scope="module")
 async def server(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
-    """Of a model with a tool format."""
+    """Server of a model with a tool format."""
     async with serving(tmp_path_factory.mktemp("tools"), chat_template=TEMPLATE) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 async def plain(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
-    """Of a model without one."""
+    """Server of a model without a tool format."""
     async with serving(tmp_path_factory.mktemp("plain")) as running:
         yield running
 

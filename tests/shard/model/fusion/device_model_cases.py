@@ -235,7 +235,7 @@ def segments_of(slots: list[int], counts: tuple[int, ...] = (3, 1, 2, 1, 1)) -> 
 
 
 def targets_of(model: Model) -> list[LoraTarget]:
-    """Of the layers' products."""
+    """Adapter targets of the layers' products."""
     model.allocate_adapters(NUM_SLOTS)
     return [target for name, target in model.lora_targets.items() if "_proj" in name and isinstance(target, LoraTarget)]
 

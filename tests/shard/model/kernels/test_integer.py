@@ -53,7 +53,7 @@ def drawn(kind: str, num_out: int, num_in: int, seed: int = 0) -> IntegerWeight:
 
 
 def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of many sizes; some are all largest values of one sign."""
+    """Rows of many sizes; some are all largest values of one sign."""
     x = torch.randn(count, width, generator=torch.Generator().manual_seed(count))
     x[::3] *= 1e4
     x[1::4], x[2::4] = 1.5, -1.5

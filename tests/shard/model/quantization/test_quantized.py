@@ -99,7 +99,7 @@ def test_equal_bits_however_a_request_is_run(method: str, dtype: str, tmp_path: 
 
 MOST_BYTES = {"bitsandbytes": 1.1, "bitsandbytes-nf4": 0.65, "hqq-4bit": 0.63, "hqq-3bit": 0.56, "hqq-2bit": 0.51,
               "fp8": 1.1}  # fmt: skip
-"""Of a weight in float32, scales included; scales of hqq and of bitsandbytes are half as large in 16 bits."""
+"""Bytes as a share of a weight in float32, scales included; scales of hqq and of bitsandbytes take half in 16 bits."""
 
 STORED: dict[str, Callable[[Any], Iterable[torch.Tensor]]] = {
     "FourBitMatrix": lambda kept: (

@@ -58,7 +58,7 @@ def assembled(config: ShardConfig, network: Any, group: Group | None = None) -> 
 
 
 def logits(model: Model) -> torch.Tensor:
-    """Of every token of three requests, then of one more token each."""
+    """Logits of every token of three requests, then of one more token each."""
     found = []
     model.allocate_kv(NUM_PAGES)
     starts, counts = [0] * len(COUNTS), list(COUNTS)
