@@ -45,7 +45,7 @@ class DraftLengthController:
         """Whether any request has had schedule `auto`."""
         self._draft_sources = draft_sources
         self.plain, self.with_heads, self.with_prompts = StepCosts(), StepCosts(), StepCosts()
-        """Of steps with newest tokens and drafts only, without and with heads, and of steps with prompts."""
+        """Costs of steps with newest tokens and drafts only, without and with heads, and of steps with prompts."""
         self.drafting = DraftCosts()
         self._groups: dict[DraftKind, Group] = {}
         self._retry_after: dict[DraftKind, int] = {}
@@ -99,7 +99,7 @@ class DraftLengthController:
         return False
 
     def _initial_state(self, kind: DraftKind) -> DraftState:
-        """Of a new request: disabled at first where the draft model would take in the prompt without any gain."""
+        """State of a new request: disabled at first where the draft model would take in the prompt without any gain."""
         group = self._groups.get(kind)
         load, num_disabled = self._too_expensive.get(kind, (0, 0))
         if load and self._load > LIGHTER * load:
@@ -265,7 +265,7 @@ class DraftLengthController:
         return best
 
     def _costs(self, load: Load, with_heads: bool) -> StepCosts | None:
-        """Of steps like this one, or else of the most similar ones."""
+        """Costs of steps like this one, or else of the most similar ones."""
         alike = (self.with_prompts,) if load.has_prompts else ()
         others = (self.with_heads, self.plain) if with_heads else (self.plain, self.with_heads)
         return next((each for each in (*alike, *others) if each.is_known), None)

@@ -15,11 +15,11 @@ PRIOR_WEIGHT = 6.0
 REQUEST_DECAY, GROUP_DECAY, VARIANCE_DECAY = 0.96, 0.995, 0.999
 """The weight of older drafts, per draft."""
 FIRST_WEIGHT = 12.0
-"""Drafts that the group's rate counts as for one request until the variance between requests is known …"""
+"""Drafts that the group's rate counts as for one request until the variance between requests is known."""
 WEIGHTS = (4.0, 64.0)
-"""… at least, and at most …"""
+"""Minimum and maximum of these drafts once the variance is known."""
 FIRST_PAIRS = 2000.0
-"""… and the pairs of drafts of one request after which the measured variance counts half."""
+"""Pairs of drafts of one request after which the measured variance counts half."""
 FIRST_RETRY = 16
 """Steps without drafts after which a single draft is tried again, at first."""
 LIGHTER = 0.75
@@ -51,10 +51,10 @@ class GroupRate:
     rate: Rate = field(default_factory=Rate)
     product: float = 0.0
     """Sum over steps of the accepted drafts beyond expectation, times the same of that request's earlier steps. Where
-    all requests have one rate it stays about zero, else it grows with the variance of their rates and …
+    all requests have one rate it stays about zero, else it grows with the variance of their rates and `num_pairs`.
     """
     num_pairs: float = 0.0
-    """… the sum of the products of both numbers of drafts."""
+    """Sum over steps of the step's verified drafts times that request's earlier ones."""
 
     def observe(self, own: Rate, num_accepted: int, num_rejected: int) -> None:
         """A step of a request whose rate was `own` before; updates that too."""
@@ -83,7 +83,7 @@ class GroupRate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Of one request: of the first draft of a step, and of each draft after an accepted one."""
+    """Acceptance of one request's drafts: the first of each step, and those after an accepted one."""
 
     first: Rate = field(default_factory=Rate)
     further: Rate = field(default_factory=Rate)
@@ -127,9 +127,9 @@ class DraftState:
     num_idle: int = 0
     """Steps without drafts since."""
     recheck_after: int = 0
-    """Idle steps after which the width is computed again …"""
+    """Idle steps after which the width is computed again."""
     retry_after: int = FIRST_RETRY
-    """… and after which one draft is tried although it is not expected to pay."""
+    """Idle steps after which one draft is tried although it is not expected to pay."""
     expensive_at: int = 0
     """Requests in a step in which these drafts, though likely accepted, did not pay; 0 where cost is not the reason."""
     from_prior: bool = False

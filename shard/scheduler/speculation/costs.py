@@ -13,9 +13,9 @@ NUM_SAMPLES = 7
 FEW = 3
 """With fewer samples the least counts: a single measurement may have been disturbed."""
 EXACT = 32
-"""Up to this number of tokens each number has its own samples …"""
+"""Up to this number of tokens each number has its own samples."""
 PER_DOUBLING = 32
-"""… above it there are this many buckets between one number and its double."""
+"""Buckets between one number of tokens and its double, above EXACT."""
 FORGOTTEN = 2000
 """Steps after which the samples of an unused number are dropped."""
 REPLACED = 32
@@ -29,7 +29,7 @@ LEAST_SECONDS = 1e-6
 LEAST_TOKENS = 1 / 32
 """The least part of a step that is not attention."""
 MEAN_OVER, MEMORY = 64, 0.998
-"""Of attention: steps that the means of a bucket cover; and the decay per step of the slope's sums."""
+"""For attention: steps that the means of a bucket cover, and the decay per step of the slope's sums."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class _Samples:
     measured: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     """Seconds, attended positions, and the machine's slowness."""
     newest: int = 0
-    """Number of the last step in the bucket …"""
+    """Number of the last step in the bucket."""
     sampled: int = 0
-    """… and of the last one that was sampled."""
+    """Number of the last step in the bucket that was sampled."""
 
     def typical(self, per_attended: float) -> float:
         """Seconds without attention, at slowness 1."""
@@ -52,7 +52,7 @@ class _Samples:
 
 @dataclass
 class _Means:
-    """Of the steps in one bucket."""
+    """Means over the steps in one bucket."""
 
     num_attended: float = 0.0
     seconds: float = 0.0
@@ -99,7 +99,7 @@ class StepCosts:
         self._samples: dict[int, _Samples] = {}
         self._num_observed = 0
         self._slowness = 1.0
-        """Of the machine now, without attention, whose slope adapts by itself."""
+        """Slowness of the machine now, without attention, whose slope adapts by itself."""
         self._beyond: deque[float] = deque(maxlen=NUM_SAMPLES)
         """Logarithms of measured over expected seconds of the newest steps."""
         self._attention = _Attention()

@@ -28,7 +28,7 @@ BLOCK = 1024
 MAX_DRAFTS = 64
 MIN_BYTES = 1 << 20
 ENTRIES_PER_TOKEN = 2 * len(LENGTHS)
-"""Of the hash table: half of it is empty when all blocks are full."""
+"""Entries of the hash table per token: half of it is empty when all blocks are full."""
 BYTES_PER_TOKEN = 4 * (1 + ENTRIES_PER_TOKEN)
 SOURCE = Path(__file__).with_name("history.c")
 
@@ -58,7 +58,7 @@ class _Text:
 
 
 class NoHistory:
-    """Of a shard without history drafts. The base class of the index."""
+    """History of a shard without history drafts: the base class of the index."""
 
     is_enabled = False
 
@@ -105,7 +105,7 @@ class History(NoHistory):
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays. The operating system provides memory for the parts that were written."""
+        """Bytes of all arrays. The operating system provides memory for the parts that were written."""
         return self._tokens.nbytes + self._table.nbytes + self._owners.nbytes
 
     def add(self, pair: Pair, token_ids: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ class Load:
     num_sampled: int
     """Requests that get a token."""
     num_tokens: int
-    """Without drafts."""
+    """Tokens of the step without drafts."""
     num_attended: int = field(default=0, compare=False)
     """Positions that these attend to, summed over them; changes with each step of the same requests."""
     num_fixed: int = 0
@@ -32,16 +32,16 @@ class Candidates:
     """The draft tokens of several offers, the most probable first: each array has an entry for each of n tokens."""
 
     values: npt.NDArray[np.float64]
-    """[n] expected tokens from each."""
+    """Expected tokens from each draft token, [n]."""
     owners: npt.NDArray[np.int64]
-    """[n] its offer."""
+    """Index of the offer of each draft token, [n]."""
     passes: npt.NDArray[np.int64]
-    """[n] passes of the draft model after which it is known."""
+    """Passes of the draft model after which each draft token is known, [n]; 0 for offers of other sources."""
     attended: npt.NDArray[np.int64]
-    """[n] positions that it attends to."""
+    """Positions that each draft token attends to, [n]."""
     num_offers: int
     num_drawn: int
-    """Offers of a draft model."""
+    """Number of offers of a draft model."""
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Candidates:
 
     @property
     def num_passes(self) -> int:
-        """Of the draft model, for all."""
+        """Passes of the draft model for all draft tokens."""
         return int(self.passes.max(initial=0))
 
     def best(self, load: Load, costs: StepCosts, drafting: DraftCosts) -> tuple[float, npt.NDArray[np.int64]]:
