@@ -54,9 +54,9 @@ class Offer:
     verification: str
     has_draft_model: bool
     has_history: bool = False
-    """Whether shards can propose earlier outputs …"""
+    """Whether shards can propose earlier outputs."""
     history: bool = False
-    """… and do so by default."""
+    """Whether shards propose earlier outputs by default."""
 
 
 def make_offer(config: RouterConfig, shards_draft_model: str = "", has_history: bool = True) -> Offer:
