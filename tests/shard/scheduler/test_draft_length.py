@@ -34,7 +34,7 @@ class World:
         self.slow: dict[int, int] = {}
         """By number of drafts in a step: how many more such steps take longer by half."""
         self.widths: list[int] = []
-        """Of all steps, those of all requests together."""
+        """Draft tokens in each step, summed over all requests."""
 
     def cost(self, num_drafts: int, depth: int) -> float:
         return 1 + self._slope * num_drafts + self._pass_cost * depth

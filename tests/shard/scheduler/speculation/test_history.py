@@ -32,7 +32,7 @@ def newest(outputs: Sequence[list[int]], suffix: list[int]) -> list[int] | None:
 
 
 def filled(outputs: Sequence[list[int]]) -> History:
-    history = History(64 << 20)  # of which little is written: a collision is improbable
+    history = History(64 << 20)  # little of it is written: a collision is improbable
     for output in outputs:
         history.add(PAIR, output)
     return history
