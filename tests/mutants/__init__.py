@@ -1,1 +1,1 @@
-"""Faults planted on purpose: each must turn a named test red, or that test proves less than it says."""
+"""Planted faults: each names a test, which must fail when the fault is planted."""

@@ -1,4 +1,4 @@
-"""Faults of the routes for conversations of other APIs."""
+"""Faults of OpenAI's `/v1/responses` and Anthropic's `/v1/messages`."""
 
 from tests.mutants.mutant import Mutant
 
@@ -7,35 +7,35 @@ MESSAGES = "tests/router/api/routes/test_messages.py"
 
 MUTANTS = [
     Mutant(
-        "a response that is stored elsewhere is taken as none",
+        "previous_response_id, conversation and prompt are ignored instead of rejected",
         "router/schemas/dialects/responses.py",
         "        if fields.take(name) is not None:\n            raise UnsupportedField(name, _NO_STORAGE)",
         "        fields.take(name)",
         f"{RESPONSES}::test_what_needs_storage_is_rejected_with_an_error",
     ),
     Mutant(
-        "the events of an item's end are left out where another one begins",
+        "the done events of an item are omitted when another item begins",
         "router/api/routes/responses.py",
         "            events += self._close()\n            part",
         "            self._is_open = False\n            part",
         f"{RESPONSES}::test_the_events_of_a_stream",
     ),
     Mutant(
-        "an error names the field of a chat",
+        "an error's param names the field of the chat route",
         "router/schemas/dialects/translated.py",
         "given, error.param = error.param, own",
         "given = error.param",
         f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields6-400-max_output_tokens]",
     ),
     Mutant(
-        "results of tools come after the text of their message",
+        "text before a tool result is moved behind it",
         "router/schemas/dialects/anthropic.py",
         "            _flush(messages, texts)\n",
         "",
         f"{MESSAGES}::test_a_text_before_a_result_stays_before_it",
     ),
     Mutant(
-        "a stop sequence counts as the model's own end",
+        "a stop sequence is reported as end_turn",
         "router/api/routes/messages.py",
         "if finish.kind is FinishKind.STOP and isinstance(finish.stop_reason, str):",
         "if finish.kind is FinishKind.LENGTH and isinstance(finish.stop_reason, str):",

@@ -1,4 +1,4 @@
-"""Faults of embedding and classification models, from the text to the vector."""
+"""Faults of embedding and classification models: truncation, pooling, adapters, encoding of results."""
 
 from tests.mutants.mutant import Mutant
 
@@ -9,21 +9,21 @@ ROUTES = "tests/router/api/routes/test_pooled.py"
 
 MUTANTS = [
     Mutant(
-        "the last token is pooled where the first one should be",
+        "CLS pooling takes the last token",
         "shard/startup/build.py",
         'Pooling(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)',
         "Pooling(Rows.LAST)",
         f"{ARCHITECTURES}::test_what_follows_the_pooling_is_that_of_sentence_transformers",
     ),
     Mutant(
-        "vectors of a step are normalised together",
+        "vectors are normalized across the step instead of one by one",
         "shard/model/pooling/steps.py",
         "nn.functional.normalize(x.float(), dim=-1)",
         "nn.functional.normalize(x.float(), dim=0)",
         f"{ARCHITECTURES}::test_what_follows_the_pooling_is_that_of_sentence_transformers",
     ),
     Mutant(
-        "means are differences of running sums, whose bits depend on the prompts before",
+        "mean pooling subtracts running sums, so a vector's bits depend on the prompts before it",
         "shard/model/pooling/network.py",
         'means = torch.segment_reduce(hidden_states[:num_tokens].float(), "mean", lengths=lengths, axis=0)',
         "sums = hidden_states[:num_tokens].float().cumsum(0)[lengths.cumsum(0) - 1]\n"
@@ -31,42 +31,42 @@ MUTANTS = [
         f"{ARCHITECTURES}::test_vectors_equal_transformers_alone_and_in_a_batch[bert]",
     ),
     Mutant(
-        "the tokens of a prompt with a result each are pooled too",
+        "the mean replaces the first vector of a prompt with one vector per token",
         "shard/model/pooling/network.py",
         "if not each.per_token]",
         "]",
         f"{ARCHITECTURES}::test_every_token_has_a_vector_next_to_pooled_ones[mean]",
     ),
     Mutant(
-        "a text is cut with its special tokens",
+        "truncation leaves no room for special tokens",
         "router/text/encoding.py",
         "left = cut.most - num_added",
         "left = cut.most",
         f"{ENCODING}::test_texts_and_pairs_are_cut_as_by_the_library",
     ),
     Mutant(
-        "a text is always cut at its end",
+        "a text is always truncated on the right",
         "router/text/encoding.py",
         "part.truncate(size, direction=cut.side)",
         'part.truncate(size, direction="right")',
         f"{ENCODING}::test_texts_and_pairs_are_cut_as_by_the_library",
     ),
     Mutant(
-        "an adapter's head is taken as one of its layers, with a row per token",
+        "an adapter's classification head gets one row per token instead of one per result",
         "shard/model/pooling/loading.py",
         "            target.is_head = True",
         "            target.is_head = False",
         f"{ADAPTERS}::test_requests_under_several_adapters_equal_peft[llama classify]",
     ),
     Mutant(
-        "dimensions are cut and keep their length",
+        "embeddings with fewer dimensions are not normalized again",
         "router/api/pooled/compute.py",
         "return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)",
         "return cut",
         f"{ROUTES}::test_fewer_dimensions_have_length_one",
     ),
     Mutant(
-        "a base64 value has the machine's doubles",
+        "base64 embeddings encode float64 values",
         "router/api/pooled/embeddings.py",
         'np.ascontiguousarray(values, "<f4")',
         'np.ascontiguousarray(values, "<f8")',

@@ -1,4 +1,4 @@
-"""Faults of outputs that follow a grammar."""
+"""Faults of structured output."""
 
 from tests.mutants.mutant import Mutant
 
@@ -8,42 +8,42 @@ BATCHES = f"{ENGINE}::test_no_draft_source_and_no_batch_changes_an_output"
 
 MUTANTS = [
     Mutant(
-        "masks of rows after drafts are those of the first row",
+        "rows after a draft token get no grammar mask",
         "shard/grammar/masks.py",
         "fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)",
         "fill_next_token_bitmask_par(self._executor, [(matcher, row) for matcher, row, _ in drafted], bitmask)",
         f"{BATCHES}[default]",
     ),
     Mutant(
-        "a step is planned before the grammar knows the newest token",
+        "a constrained request is scheduled before the grammar has its newest token",
         "shard/scheduler/scheduler.py",
         "return request.constraint.is_constrained or self.proposer.may_draft(",
         "return self.proposer.may_draft(",
         f"{BATCHES}[lag 1]",
     ),
     Mutant(
-        "the output of an earlier run is not taken into the grammar",
+        "the grammar of a resumed request does not consume its earlier output",
         "shard/grammar/matcher.py",
         "if self._output_ids and not matcher.consume_tokens(list(self._output_ids)):",
         "if self._output_ids and not self._output_ids:",
         f"{ENGINE}::test_an_output_is_continued_from_any_token",
     ),
     Mutant(
-        "an output goes on behind its grammar",
+        "an output continues after its grammar is complete",
         "shard/scheduler/scheduler.py",
         "if token_id in request.stop_ids or request.constraint.commit(token_id):",
         "if token_id in request.stop_ids or (request.constraint.commit(token_id) and False):",
         f"{ENGINE}::test_an_output_matches_its_grammar_and_ends_with_it[greedy-choice]",
     ),
     Mutant(
-        "requests of one grammar fail together when its lexer is full",
+        "a request that fails in a full shared lexer is retried in the same lexer",
         "shard/grammar/compiler.py",
         "compiling = self._compile_apart(grammar.text) if is_private else self._compile(grammar.text)",
         "compiling = self._compile(grammar.text)",
         f"{ENGINE}::test_requests_of_one_grammar_do_not_fill_the_lexer_of_others",
     ),
     Mutant(
-        "a compilation that took too long is never tried again",
+        "a grammar whose compilation timed out is never compiled again",
         "shard/grammar/compiler.py",
         "if done.result() is TOO_SLOW:",
         "if done.result() is None:",

@@ -1,4 +1,4 @@
-"""Faults of weights as integers: the compiled products, rounding at load, and reading `.gguf` files."""
+"""Faults of integer weights: compiled matrix products, quantization at load, `.gguf` files."""
 
 from tests.mutants.mutant import Mutant
 
@@ -8,63 +8,63 @@ GGUF = "tests/shard/model/gguf"
 
 MUTANTS = [
     Mutant(
-        "activations are cut, not rounded",
+        "activations are truncated instead of rounded",
         "shard/model/kernels/integer.h",
         "(int8_t)(int32_t)rintf(",
         "(int8_t)(int32_t)truncf(",
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
-        "every group takes off the first one's sum of activations",
+        "every group of weights uses the activation sum of the first group",
         "shard/model/kernels/integer.h",
         "->sums[g];",
         "->sums[0];",
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
-        "a row that is not finite becomes zeros",
+        "a row with NaN or infinity gives zeros instead of NaN",
         "shard/model/kernels/integer.h",
         "!is_finite ? NAN : is_zero ? 0",
         "!is_finite || is_zero ? 0",
         f"{PRODUCTS}::test_odd_rows",
     ),
     Mutant(
-        "groups of 4 bits have scales without the sign of their largest value",
+        "the scale of a 4-bit group ignores the sign of its largest value",
         "shard/model/quantization/integers.py",
         "scales = extreme / -float(MIDDLE)",
         "scales = extreme.abs() / float(MIDDLE)",
         f"{ROUNDING}::test_the_tokens_of_the_rounded_weights[llama-int4]",
     ),
     Mutant(
-        "the output head is rounded to 4 bits too",
+        "the output head is rounded to 4 bits instead of 8",
         "shard/model/quantization/integers.py",
         "8 if module is output else rounding.bits",
         "rounding.bits",
         f"{ROUNDING}::test_what_is_rounded[int4]",
     ),
     Mutant(
-        "scales of 6 bits lose their upper two",
+        "6-bit scales lose their upper two bits",
         "shard/model/gguf/blocks.py",
         "third & 15 | first >> 6 << 4",
         "third & 15",
         f"{GGUF}/test_blocks.py::test_values_are_those_of_the_package[Q4_K]",
     ),
     Mutant(
-        "rows of q and k stay in the file's order",
+        "rows of the q and k projections keep the order of the .gguf file",
         "shard/model/gguf/network.py",
         "_ordered(weight, order[:, 0].long())",
         "weight",
         f"{GGUF}/test_network.py::test_tokens_are_those_of_the_values_in_the_file[Q8_0]",
     ),
     Mutant(
-        "layers with and without a window change places",
+        "the first layer of each pattern has full attention instead of the last one",
         "shard/model/gguf/configuration.py",
         "bool((layer + 1) % pattern)",
         "bool(layer % pattern)",
         f"{GGUF}/test_configuration.py::test_the_texts_of_the_original_model[gemma 3]",
     ),
     Mutant(
-        "the end of a turn does not end an answer",
+        "the eot and eom tokens of a .gguf file do not end an output",
         "shard/model/gguf/tokenizer.py",
         'for name in ("eos", "eot", "eom")]',
         'for name in ("eos",)]',

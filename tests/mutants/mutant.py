@@ -1,4 +1,4 @@
-"""One planted fault, and how to plant it in a copy of the tree and see which test notices. Knows no faults itself."""
+"""A planted fault: plants it in a copy of the tree and runs the test that must fail. Contains no faults itself."""
 
 import shutil
 import subprocess
@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("shard", "router", "adapters", "launcher", "proto", "src", "tests", "pyproject.toml")
 WRONG = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
-"""How a test says that a value is not what it should be, or that nothing was refused."""
+"""Beginnings of the message of a test that fails because a value is wrong, or because nothing was raised."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     """`old`, which occurs once in `path`, becomes `new`; then `test` must fail because a value is wrong.
 
-    `more` are further changes, (path, old, new), where one rule stands in two places.
+    `more`: further changes, (path, old, new), if the fault needs several.
     """
 
     name: str
@@ -53,7 +53,7 @@ def copy_tree(destination: Path) -> Path:
 
 
 def results(tree: Path, tests: list[str]) -> list[str | None]:
-    """Why each test case failed in `tree`, None for those that passed. Raises where there is nothing to judge by."""
+    """Failure message of each test case in `tree`, or None. Raises RuntimeError if none ran or one had an error."""
     report = tree / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
@@ -65,7 +65,7 @@ def results(tree: Path, tests: list[str]) -> list[str | None]:
 
 
 def is_noticed(mutant: Mutant, tree: Path) -> str:
-    """Plant a fault in a copy of the tree. Returns why its test did not notice it by a value, "" where it did."""
+    """Plant a fault in a copy of the tree. Returns "" if its test fails because a value is wrong, else the reason."""
     mutant.plant(tree)
     reasons = [reason for reason in results(tree, [mutant.test]) if reason is not None]
     if not reasons:

@@ -1,4 +1,4 @@
-"""Faults of what outlives an end: resumption, suspects, placement, receipts, who may use a shard."""
+"""Faults of recovery and access: streams, resumed and isolated requests, queues, secrets, salts, receipts."""
 
 from tests.mutants.mutant import Mutant
 
@@ -7,98 +7,98 @@ LOST_TEST = "tests/router/dispatch/test_recovery.py"
 
 MUTANTS = [
     Mutant(
-        "a stream is read by any caller",
+        "any caller can read a stream by its id",
         "router/streams/streams.py",
         "stream = self._streams.get((owner, stream_id))",
         "stream = next((each for each in self._streams.values() if each.id == stream_id), None)",
         f"{STREAMS_TEST}::test_streams_belong_to_their_caller",
     ),
     Mutant(
-        "a stream that is not read drops its beginning",
+        "a stream without readers drops its buffered events",
         "router/streams/stream.py",
         "        if not self.readers:\n            return 0\n",
         "        if not self.readers:\n            self.readers = {Reader(self, self.num_events)}\n",
         f"{STREAMS_TEST}::test_a_stream_that_is_not_read_waits_at_the_bound_and_loses_nothing",
     ),
     Mutant(
-        "a resumable request ends with its connection",
+        "a resumable request ends when its client disconnects",
         "router/api/resumable.py",
         "        if not self._is_read:\n            message",
         "        if True:\n            message",
         "tests/router/api/routes/test_streams.py::test_a_stream_that_nobody_reads_is_cancelled_after_its_time",
     ),
     Mutant(
-        "output of an earlier run counts as prompt in the next shard",
+        "the earlier output of a resumed request counts as prompt on the next shard",
         "router/shards/codec.py",
         "num_emitted=len(generation.emitted_ids)",
         "num_emitted=0",
         f"{LOST_TEST}::test_requests_of_a_lost_shard_continue_elsewhere",
     ),
     Mutant(
-        "nobody who was computed when a shard ended is suspected",
+        "a shard crash is not counted for the requests of its step",
         "router/dispatch/recovery.py",
         "if routing.wire_id in link.step_requests:",
         "if routing.wire_id in ():",
         f"{LOST_TEST}::test_a_cleared_request_survives_any_number_of_crashes",
     ),
     Mutant(
-        "a second end is enough, in whatever company",
+        "a request fails after its second shard crash even if it was not isolated",
         "router/requests/routing.py",
         "return was_isolated and self.num_crashes > 1",
         "return self.num_crashes > 1",
         "tests/router/requests/test_routing.py::test_successful_steps_clear_a_suspect_and_the_next_isolation_is_longer",
     ),
     Mutant(
-        "a suspect's steps compute others too",
+        "an isolation step computes other requests too",
         "shard/scheduler/scheduler.py",
         "return request.isolation_steps == 0 if self._isolated is None else request is self._isolated",
         "return True",
         "tests/shard/engine/test_engine.py::test_isolated_requests_are_computed_alone_and_announced[0]",
     ),
     Mutant(
-        "a suspect's step announce_step before routers know of it",
+        "an isolation step starts before its announcement is sent to every router",
         "shard/grpc/outbox.py",
         "            if wait_s:\n",
         "            if wait_s < 0:\n",
         "tests/shard/grpc/test_outbox.py::test_a_step_waits_until_every_stream_has_sent_it",
     ),
     Mutant(
-        "a step may hang for ever",
+        "the watchdog does not end a shard whose step exceeds its timeout",
         "shard/engine/watchdog.py",
         "if number and 0 < self._step_timeout_s <",
         "if number and 0 > self._step_timeout_s <",
         "tests/shard/engine/test_watchdog.py::test_a_step_that_hangs_ends_the_process",
     ),
     Mutant(
-        "a request that comes back goes last",
+        "a requeued request goes to the end of the queue",
         "router/turns.py",
         "_Place(-math.inf, -next(self._numbers), item, charge)",
         "_Place(math.inf, next(self._numbers), item, charge)",
         "tests/router/dispatch/test_fair_queue.py::test_of_requeued_requests_the_last_one_goes_first",
     ),
     Mutant(
-        "every secret opens a shard",
+        "a shard accepts any secret",
         "shard/grpc/auth.py",
         "return hmac.compare_digest(str(shown).encode(), self._expected)",
         "return True",
         "tests/shard/grpc/test_auth.py::test_calls_need_the_secret_and_health_needs_none",
     ),
     Mutant(
-        "a prompt's beginning is known to whoever asks",
+        "keys of prefix affinity omit the cache salt",
         "router/shards/affinity.py",
         "key = hash((content, salt))",
         "key = hash((content, 0))",
         "tests/router/shards/test_affinity.py::test_contents_and_salts_separate_keys",
     ),
     Mutant(
-        "keys that are isolated share what others asked",
+        "an isolated API key shares the prefix cache with other keys",
         "router/requests/caller.py",
         'own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""',
         'own = ""',
         "tests/router/api/routes/test_catalogue.py::test_keys",
     ),
     Mutant(
-        "the rejection rule's texts get receipts",
+        "a request with rejection verification gets a receipt",
         "router/receipts/receipt.py",
         'if speculation.verify == "rejection":',
         'if speculation.verify == "never":',

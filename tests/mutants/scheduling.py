@@ -1,4 +1,4 @@
-"""Faults of pages, plans and steps."""
+"""Faults of KV pages, scheduling, slots and host memory of adapters, and rings of learning."""
 
 from tests.mutants.mutant import Mutant
 
@@ -12,49 +12,49 @@ CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard
 
 MUTANTS = [
     Mutant(
-        "the page of an activation is the base model's",
+        "page hashes include an activated adapter one page too early",
         "shard/scheduler/kv_cache.py",
         "if first <= start < first + self.page_size:",
         "if first < start - self.page_size < first + self.page_size:",
         "tests/shard/engine/test_activated_lora.py::test_the_base_model_s_pages_are_shared_up_to_the_activation",
     ),
     Mutant(
-        "an activated adapter applies to the whole chunk",
+        "an activated adapter applies to the whole chunk that contains its activation",
         "shard/batch/inputs.py",
         "if segment.slot < 0 or num_before == 0:",
         "if segment.slot < 0 or num_before < segment.num_tokens:",
         "tests/shard/engine/test_activated_lora.py::test_every_request_gets_what_peft_gives_it_alone[chunks of 7]",
     ),
     Mutant(
-        "requests with drafts split into halves that take turns",
+        "requests with draft tokens run in two groups on alternate steps",
         "shard/engine/engine.py",
         "if self.scheduler.awaits_commit:",
         "if self.scheduler.awaits_commit and self._config.commit_lag > 1:",
         "tests/shard/engine/test_commit_lag.py::test_requests_that_arrive_one_by_one_share_their_passes[lookup]",
     ),
     Mutant(
-        "a prompt that is cached whole leaves no token to compute",
+        "a prefix cache hit covers the whole prompt, including its last token",
         REQUEST,
         "return len(self.token_ids) - 1",
         "return len(self.token_ids)",
         f"{CACHE_TEST}::test_only_full_pages_before_the_last_token_are_shared",
     ),
     Mutant(
-        "a prefix hit cuts prompt log probabilities short",
+        "a prefix cache hit skips prompt tokens whose log probabilities are requested",
         REQUEST,
         "return self.num_scored",
         "return len(self.token_ids) - 1",
         f"{ENGINE_TEST}::test_log_probabilities_of_prompt_and_output_are_complete[default]",
     ),
     Mutant(
-        "a page is published before its step is committed",
+        "a page enters the prefix cache before its step is committed",
         CACHE,
         "num_full = request.num_committed // self.page_size",
         "num_full = request.num_computed // self.page_size",
         f"{ENGINE_TEST}::test_a_failing_step_fails_its_requests_and_no_other[1]",
     ),
     Mutant(
-        "page hashes forget the salt",
+        "page hashes omit the cache salt",
         CACHE,
         "names = (adapter_digest.encode(), salt.encode())",
         'names = (adapter_digest.encode(), b"")',
@@ -68,42 +68,42 @@ MUTANTS = [
         f"{ENGINE_TEST}::test_the_latest_is_preempted_and_comes_back_first",
     ),
     Mutant(
-        "the newest token is not taken from the device",
+        "a step reads token 0 instead of the last sampled token on the device",
         STEP,
         "sampler.last_tokens.index_select(0, rows)",
         "torch.zeros_like(rows)",
         f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
     ),
     Mutant(
-        "prompts of a flood are not counted against its part of a step",
+        "prefill tokens of a capped adapter are not deducted from its prefill cap",
         "shard/scheduler/budget.py",
         "self.adapter_prefill_caps[request.adapter_digest] -= num_tokens",
         "pass",
         "tests/shard/scheduler/test_budget.py::test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step",
     ),
     Mutant(
-        "a slot is taken from the least recently used adapter",
+        "the least recently used adapter is evicted instead of the one with the lowest score",
         "shard/scheduler/adapter_slots.py",
         'victim = min(idle, key=attrgetter("score"), default=None)',
         "victim = next(idle, None)",
         "tests/shard/scheduler/test_adapter_slots.py::test_the_adapter_with_the_lowest_score_gives_up_its_slot",
     ),
     Mutant(
-        "the ring with the most blocks gives up its oldest",
+        "a block is taken from the ring with the most blocks instead of the most rows",
         "shard/learning/rings.py",
         "key=lambda item: item[1].num_rows",
         "key=lambda item: len(item[1].blocks)",
         "tests/shard/learning/test_rings.py::test_every_pair_keeps_its_newest_rows_and_none_of_another",
     ),
     Mutant(
-        "host memory for adapters reserves no further address space",
+        "the adapter arena reserves no more address space than its memory size",
         "shard/model/lora/memory.py",
         "ADDRESSES = 2",
         "ADDRESSES = 1",
         "tests/shard/model/lora/test_memory.py::test_adapters_of_many_sizes_fill_the_memory_and_no_more",
     ),
     Mutant(
-        "huge pages without an adapter are kept",
+        "freed huge pages of the adapter arena are not returned to the system",
         "shard/model/lora/memory.py",
         "if low < high:",
         "if low < high < 0:",

@@ -8,21 +8,21 @@ GRAMMAR = "tests/router/output/test_tool_grammar.py"
 
 MUTANTS = [
     Mutant(
-        "a call of a function that the request does not have is a call",
+        "a call of an unknown function is returned as a tool call",
         "router/output/parser_worker.py",
         "if not isinstance(name, str) or name not in names or arguments is None:",
         "if not isinstance(name, str) or arguments is None:",
         f"{WORKER}::test_an_output_is_parsed_alike_in_any_parts",
     ),
     Mutant(
-        "outputs that are parsed again are delivered again",
+        "output that is parsed again is delivered twice",
         "router/output/parser_process.py",
         'answer["pieces"][parse.num_pieces :]',
         'answer["pieces"]',
         f"{PROCESS}::test_a_process_that_is_killed_loses_nothing",
     ),
     Mutant(
-        "a schema may weaken its own enforcement",
+        "the x-guidance options of a schema override the server's",
         "router/output/tool_grammar.py",
         '{**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}}',
         '{"x-guidance": {**OVERRIDES, "lenient": not is_strict}, **schema}',

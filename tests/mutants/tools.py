@@ -1,4 +1,4 @@
-"""Faults for traces and for the tools that show what a server does."""
+"""Faults of traces, of the reported tier of an adapter, and of the benchmark client."""
 
 from tests.mutants.mutant import Mutant
 
@@ -6,42 +6,42 @@ TRACING_TEST = "tests/router/tracing/test_tracing.py"
 
 MUTANTS = [
     Mutant(
-        "requests that are not traced keep timelines",
+        "a request that is not traced records a timeline",
         "router/api/service.py",
         'timeline = None if getattr(request.state, "trace", None) is None else Timeline()',
         "timeline = Timeline()",
         f"{TRACING_TEST}::test_a_request_that_is_not_sampled_costs_less_than_a_hundredth",
     ),
     Mutant(
-        "a trace does not continue its parent's",
+        "a trace ignores the parent in the traceparent header",
         "router/tracing/tracing.py",
         "parent = self._propagator.extract(carrier, parent)",
         "self._propagator.extract(carrier, parent)",
         f"{TRACING_TEST}::test_the_spans_of_a_request_are_one_tree_under_its_parent",
     ),
     Mutant(
-        "a first event with the role alone is a token",
+        "a first event that has only the role counts as a token",
         "launcher/bench/apis.py",
         "_counts_empty = False",
         "_counts_empty = True",
         "tests/launcher/bench/test_result.py::test_streams_of_each_api",
     ),
     Mutant(
-        "an accepted draft counts as a step",
+        "an accepted draft token counts as a step",
         "launcher/bench/apis.py",
         'seen.num_steps += not token["skipped"]',
         "seen.num_steps += 1",
         "tests/launcher/bench/test_main.py::test_every_api_counts_the_same",
     ),
     Mutant(
-        "an adapter in host memory is said to be on the disk",
+        "the tier of an adapter in host memory is reported as disk",
         "router/shards/affinity.py",
         'return "host" if digest in self.in_host_memory else elsewhere',
         "return elsewhere",
         "tests/router/api/routes/test_adapters.py::test_the_tier_says_where_the_adapter_was",
     ),
     Mutant(
-        "gaps of one request are drawn as if they were independent",
+        "gaps between tokens of one request are resampled as if independent",
         "launcher/bench/compare.py",
         "values = [list(values_of(*row)) for error, *row in rows if not error]",
         "values = [[each] for error, *row in rows if not error for each in values_of(*row)]",
