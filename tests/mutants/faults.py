@@ -1,4 +1,4 @@
-"""All faults that are planted on purpose."""
+"""All planted faults."""
 
 from tests.mutants import (
     devices,
@@ -28,7 +28,7 @@ FAULTS = [
 ]
 
 OF_RECOVERY = recovery.MUTANTS
-"""Faults of what outlives an end; they are measured apart."""
+"""Faults of recovery and access. `make test` samples them separately."""
 
 OF_DEVICES = [*devices.MUTANTS, *experts.MUTANTS]
-"""Faults of models on devices; they are measured apart too."""
+"""Faults of models on devices. `make test` samples them separately too."""

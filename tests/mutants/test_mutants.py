@@ -1,6 +1,6 @@
-"""Every planted fault turns its test red, by a value; and without a fault the same tests are green in the same copy.
+"""Every planted fault makes its test fail by a wrong value; without a fault the same tests pass in the same copy.
 
-A fixed sample; the long test plants all of them.
+`make test` plants a fixed sample; the long tests plant all.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_every_fault_can_be_planted() -> None:
 
 
 def test_the_test_of_every_fault_is_selected(request: pytest.FixtureRequest) -> None:
-    """Checks the files that this run collects: none of those tests is `long` or gone."""
+    """Checks the files that this run collects: every test that a fault names exists and is not `long`."""
     if request.config.option.keyword or any("::" in argument for argument in request.config.args):
         pytest.skip("this run selects some tests of a file")
     selected = {name for item in request.session.items for name in (item.nodeid, item.nodeid.partition("[")[0])}
