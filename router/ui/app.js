@@ -2,8 +2,8 @@
 
 import { ApiError, json, key } from "./api.js";
 import { el, field, notify } from "./dom.js";
-import { LiveView } from "./live.js";
-import { Playground } from "./playground.js";
+import { LiveView } from "./live/live.js";
+import { Playground } from "./playground/playground.js";
 
 const THEME = "lorikeet-theme";
 const VIEWS = ["playground", "live"];

@@ -88,7 +88,7 @@ def test_older_drafts_leave_the_minute(visit: Visit) -> None:
     page = visit.open("/#live")
     shown = page.evaluate(
         """async () => {
-        const { LiveView } = await import('./ui/assets/live.js');
+        const { LiveView } = await import('./ui/assets/live/live.js');
         const root = document.createElement('div');
         const view = new LiveView(root, { may_watch: true });
         const card = () => root.querySelector('section[aria-label^=Draft]').textContent;

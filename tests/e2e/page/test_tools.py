@@ -74,7 +74,7 @@ def test_messages_of_two_sides_with_different_calls(visit: Visit) -> None:
     page = visit.open()
     messages = page.evaluate(
         """async () => {
-        const { messagesOf, sidesWithCalls } = await import('./ui/assets/conversation.js');
+        const { messagesOf, sidesWithCalls } = await import('./ui/assets/playground/conversation.js');
         const answer = (side, text, calls = []) => ({ side, text, calls, settings: { system: '' } });
         const call = { id: 'x', name: 'f', arguments: '{}' };
         const called = { prompt: 'q', sides: 2, answers: [answer(0, '', [call]), answer(1, 'no')] };

@@ -67,9 +67,9 @@ async def test_it_loads_only_files_of_this_server_and_has_no_inline_script(serve
             assert not link.startswith(("/", "http"))
             found = await server.client.get(urljoin("/ui", link))
             assert found.status_code == 200 and found.headers["content-security-policy"] == policy
-    for script in FOLDER.glob("*.js"):
+    for script in FOLDER.rglob("*.js"):
         names = re.findall(r'^(?:import|export) .*from "([^"]+)"', script.read_text(), re.MULTILINE)
-        assert all((FOLDER / name).is_file() for name in names), script.name
+        assert all((script.parent / name).is_file() for name in names), script.name
 
 
 async def test_spellings_with_a_slash_redirect_within_the_path(server: Serving) -> None:

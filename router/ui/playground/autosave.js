@@ -1,7 +1,7 @@
 // Saves each conversation shortly after it changes, and keeps those in memory whose answers are running.
 
-import { notify } from "./dom.js";
-import * as store from "./store.js";
+import { notify } from "../dom.js";
+import * as store from "../store.js";
 
 const SAVE_MS = 400;
 

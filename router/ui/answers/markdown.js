@@ -1,7 +1,7 @@
 // Markdown to safe HTML: marked parses, DOMPurify removes everything but text and its structure.
 
-import { marked } from "./vendor/marked.esm.js";
-import createPurify from "./vendor/purify.es.js";
+import { marked } from "../vendor/marked.esm.js";
+import createPurify from "../vendor/purify.es.js";
 
 const purify = createPurify(window);
 const ALLOWED = {

@@ -1,6 +1,6 @@
 // Tool calls of answers: how they look, and the form for their results.
 
-import { el, field } from "./dom.js";
+import { el, field } from "../dom.js";
 import { EXAMPLE_RESULTS } from "./tools.js";
 
 // [name, value as JSON] of each argument; null where the text is not a JSON object.

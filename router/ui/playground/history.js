@@ -1,7 +1,7 @@
 // The list of kept conversations.
 
-import { el, notify } from "./dom.js";
-import * as store from "./store.js";
+import { el, notify } from "../dom.js";
+import * as store from "../store.js";
 
 export class HistoryPanel {
   constructor(onOpen, onNew, onRemove) {

@@ -1,18 +1,18 @@
 // The playground: conversations, one or two sides, and the settings of each side.
 
-import { json, newId } from "./api.js";
-import { chatBody, completionBody, detailed, newAnswer, resume, run, stop } from "./answer.js";
-import { AnswerView } from "./answer-view.js";
-import { resultForm, resultView } from "./calls.js";
+import { json, newId } from "../api.js";
+import { chatBody, completionBody, detailed, newAnswer, resume, run, stop } from "../answers/answer.js";
+import { AnswerView } from "../answers/answer-view.js";
+import { resultForm, resultView } from "../answers/calls.js";
 import { messagesOf, sidesWithCalls, upgrade } from "./conversation.js";
 import { showCode } from "./copy.js";
-import { el, notify } from "./dom.js";
+import { el, notify } from "../dom.js";
 import { apply, examplesOf, introduction } from "./examples.js";
 import { HistoryPanel } from "./history.js";
 import { Autosave } from "./autosave.js";
 import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
-import { firstDifference } from "./tokens.js";
+import { firstDifference } from "../answers/tokens.js";
 
 const CURRENT = "lorikeet-conversation";
 

@@ -1,6 +1,6 @@
 // Small drawings in SVG: lines over time, and bars of parts.
 
-import { el, number, svg } from "./dom.js";
+import { el, number, svg } from "../dom.js";
 
 const WIDTH = 600;
 const HEIGHT = 120;

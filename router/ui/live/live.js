@@ -1,9 +1,9 @@
 // What the server does now: one event stream of snapshots, drawn as numbers, lines and bars.
 
-import { ApiError, events, send } from "./api.js";
+import { ApiError, events, send } from "../api.js";
 import { Line, parts } from "./charts.js";
-import { el, number } from "./dom.js";
-import { SOURCES } from "./tokens.js";
+import { el, number } from "../dom.js";
+import { SOURCES } from "../answers/tokens.js";
 
 const RETRY_MS = 2000;
 const MAX_ROWS = 24;

@@ -1,6 +1,6 @@
 // Tokens of an answer as text, coloured by what proposed them. Arrow keys move a cursor over them.
 
-import { el, number } from "./dom.js";
+import { el, number } from "../dom.js";
 
 export const SOURCES = {
   target: ["Model", "computed by the model itself"],

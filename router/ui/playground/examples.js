@@ -1,6 +1,6 @@
 // What an empty page offers to try: with the built-in demo what its adapters were trained for, else what any model can do.
 
-import { exampleTools } from "./tools.js";
+import { exampleTools } from "../answers/tools.js";
 
 const DEMO = "lorikeet/base";
 const CALL = { title: "Call a function", prompt: "What is the weather in Oslo in fahrenheit?", hasTools: true };

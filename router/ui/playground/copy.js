@@ -1,8 +1,8 @@
 // The same request for a terminal or a program. A key is never part of it.
 
-import { ROOT, key } from "./api.js";
-import { chatBody, completionBody } from "./answer.js";
-import { el } from "./dom.js";
+import { ROOT, key } from "../api.js";
+import { chatBody, completionBody } from "../answers/answer.js";
+import { el } from "../dom.js";
 
 function curl(path, body) {
   const authorization = key.get() ? ' \\\n  -H "authorization: Bearer $LORIKEET_API_KEY"' : "";

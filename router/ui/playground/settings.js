@@ -1,8 +1,8 @@
 // The controls of one side: adapter, speculation, sampling, structured output, within the server's limits.
 
-import { takesHistory } from "./answer.js";
-import { el, field } from "./dom.js";
-import { exampleTools, toolNames, toolsFault } from "./tools.js";
+import { takesHistory } from "../answers/answer.js";
+import { el, field } from "../dom.js";
+import { exampleTools, toolNames, toolsFault } from "../answers/tools.js";
 
 const METHODS = [
   ["auto", "Automatic"], ["lookup", "Prompt lookup"], ["medusa", "Medusa heads"], ["draft", "Draft model"], ["off", "Off"],

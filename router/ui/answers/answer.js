@@ -1,6 +1,6 @@
 // One answer of the model: a resumable stream that goes on after a reload, and what was received of it so far.
 
-import { ApiError, events, newId, send } from "./api.js";
+import { ApiError, events, newId, send } from "../api.js";
 import { parseTools } from "./tools.js";
 
 const TTL = "60";

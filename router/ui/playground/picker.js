@@ -1,7 +1,7 @@
 // Chooses an adapter among thousands: a search field, and a list that only builds the rows in view.
 
-import { json } from "./api.js";
-import { el, number } from "./dom.js";
+import { json } from "../api.js";
+import { el, number } from "../dom.js";
 
 const ROW = 44;
 const TIERS = { device: "device", host: "host memory", disk: "disk" };

@@ -2,7 +2,7 @@
 
 import { statistics } from "./answer.js";
 import { callView } from "./calls.js";
-import { el, number } from "./dom.js";
+import { el, number } from "../dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { TokenView, legend } from "./tokens.js";
 
