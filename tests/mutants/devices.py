@@ -126,7 +126,7 @@ MUTANTS = [
         "graphs are kept after their KV pages are freed",
         "shard/model/model.py",
         "        self.drop_graphs()\n        for binding",
-        "        for site",
+        "        for binding",
         f"{GRAPHS_TEST}::test_new_pages_drop_the_graphs",
     ),
     Mutant(

@@ -7,6 +7,7 @@ from tests.mutants import (
     experts,
     grammars,
     integers,
+    page,
     recovery,
     sampling,
     scheduling,
@@ -32,3 +33,6 @@ OF_RECOVERY = recovery.MUTANTS
 
 OF_DEVICES = [*devices.MUTANTS, *experts.MUTANTS]
 """Faults of models on devices. `make test` samples them separately too."""
+
+OF_PAGE = page.MUTANTS
+"""Faults of the page. Their tests need a browser, so `make test-long` runs them."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.faults import FAULTS, OF_DEVICES, OF_RECOVERY
+from tests.e2e.page.browsing import CHROMIUM
+from tests.mutants.faults import FAULTS, OF_DEVICES, OF_PAGE, OF_RECOVERY
 from tests.mutants.mutant import ROOT, Mutant, copy_tree, is_noticed, results
 
 ALL = [*FAULTS, *OF_RECOVERY, *OF_DEVICES]
@@ -32,8 +33,17 @@ def test_every_fault_is_noticed_by_a_test_that_passes_without_it(mutant: Mutant,
     assert is_noticed(mutant, copy_tree(tmp_path / "planted")) == ""
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not CHROMIUM, reason="needs Debian's package chromium")
+@pytest.mark.parametrize("mutant", OF_PAGE, ids=lambda mutant: mutant.name)
+def test_every_fault_of_the_page_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    pytest.importorskip("playwright")
+    assert not any(results(copy_tree(tmp_path / "sound"), [mutant.test])), f"{mutant.test} fails without a fault"
+    assert is_noticed(mutant, copy_tree(tmp_path / "planted")) == ""
+
+
 def test_every_fault_can_be_planted() -> None:
-    for mutant in ALL:
+    for mutant in [*ALL, *OF_PAGE]:
         for path, old, _ in mutant.changes:
             assert (ROOT / path).read_text().count(old) == 1, f"{mutant.name}: {path}"
 

@@ -25,7 +25,7 @@ def test_a_step_without_memory_is_computed_again_in_smaller_ones(lag: int, most_
     rig.run()
     rig.model.most_tokens = None
     outputs = rig.run(make_request(7, [9] * 8, 400))
-    assert not rig.scheduler.oom_backoff.is_active, "what was forgone once is forgone for ever"
+    assert not rig.scheduler.oom_backoff.is_active, "step limits stay reduced after a step ran out of memory"
     prompts |= {6: [5] * 30, 7: [9] * 8}
     for i, prompt in prompts.items():
         assert outputs[i].token_ids == generate_alone(prompt, {6: 20, 7: 400}.get(i, 40))
