@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field, RootModel
 
 from lorikeet.router.schemas.fields import MAX_SALT
 from lorikeet.router.schemas.openapi.chat import ChatDelta, ChatMessage, Tool
-from lorikeet.router.schemas.openapi.constraints import Constrained
-from lorikeet.router.schemas.openapi.grammars import Structured
+from lorikeet.router.schemas.openapi.constraints import Constrained, Structured
 from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
 from lorikeet.router.schemas.openapi.report import ReportedAnswer, ReportedRequest
 
