@@ -13,7 +13,7 @@ from itertools import pairwise
 import orjson
 
 from lorikeet.launcher.bench.apis import Api, Seen
-from lorikeet.launcher.bench.connection import Connections, events
+from lorikeet.launcher.bench.connection import Connections, Pieces, events
 from lorikeet.launcher.bench.workload import Planned
 
 TIER_HEADER = "x-lorikeet-adapter-tier"
@@ -59,8 +59,21 @@ class Loaded:
     """Processor time of this process during the load."""
 
 
+@dataclass
+class _Answer:
+    """A complete response whose events are still to be read."""
+
+    sample: Sample
+    sent: float
+    pieces: Pieces = field(default_factory=list)
+
+
 class Load:
-    """One run against one server."""
+    """One run against one server.
+
+    The events of an answer are read after it is complete and the client has sent its next request: reading first would
+    delay and spread out the requests of clients whose answers end together, and so shorten their time to first token.
+    """
 
     def __init__(
         self, connections: Connections, api: Api, max_concurrency: int | None, *, shows_progress: bool = False
@@ -72,67 +85,89 @@ class Load:
 
     async def warm_up(self, planned: Sequence[Planned]) -> None:
         """Send these before the measurement. Raises ValueError where one fails: the command line is probably wrong."""
-        found = await asyncio.gather(*(self._one(each, time.perf_counter(), 0.0) for each in planned))
-        if errors := [sample.error for sample in found if sample.error]:
+        answers = await asyncio.gather(*(self._ask(each, time.perf_counter(), 0.0) for each in planned))
+        if errors := [sample.error for sample in map(self._read, answers) if sample.error]:
             raise ValueError(f"a request before the measurement failed: {errors[0]}")
 
     async def run(self, plan: Sequence[Planned]) -> Loaded:
         """Send the whole plan. Failed requests are in the result, not raised."""
         self._progress.begin(len(plan))
         before, began = _cpu_seconds(), time.perf_counter()
-        if self._max_concurrency is not None and all(each.at == 0 for each in plan):
-            samples = await self._closed(plan, began)
-        else:
-            samples = await self._open(plan, began)
-        duration = time.perf_counter() - began
+        is_closed = self._max_concurrency is not None and all(each.at == 0 for each in plan)
+        answers: asyncio.Queue[tuple[int, _Answer]] = asyncio.Queue()
+        reading = asyncio.create_task(self._read_all(answers, len(plan)))
+        try:
+            await (self._closed if is_closed else self._open)(plan, began, answers)
+            duration = time.perf_counter() - began
+            samples = await reading
+        finally:
+            reading.cancel()
         self._progress.end()
         return Loaded(samples, duration, _cpu_seconds() - before)
 
-    async def _closed(self, plan: Sequence[Planned], began: float) -> list[Sample]:
+    async def _closed(
+        self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _Answer]]"
+    ) -> None:
         """Each client sends the next request once its last answer is complete."""
         waiting: Iterator[tuple[int, Planned]] = iter(enumerate(plan))
-        samples: dict[int, Sample] = {}
 
         async def client() -> None:
             for index, planned in waiting:
-                samples[index] = await self._one(planned, began, time.perf_counter() - began)
-                self._progress.add(samples[index])
+                answers.put_nowait((index, await self._ask(planned, began, time.perf_counter() - began)))
 
         await asyncio.gather(*(client() for _ in range(min(self._max_concurrency or 1, len(plan)))))
-        return [samples[index] for index in range(len(plan))]
 
-    async def _open(self, plan: Sequence[Planned], began: float) -> list[Sample]:
+    async def _open(self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _Answer]]") -> None:
         """Requests are sent when they arrive, or once there is room below the limit."""
         room = asyncio.Semaphore(self._max_concurrency or len(plan))
 
-        async def send(planned: Planned) -> Sample:
+        async def send(index: int, planned: Planned) -> None:
             arrived = time.perf_counter()
             async with room:
-                sample = await self._one(planned, began, time.perf_counter() - arrived)
-            self._progress.add(sample)
-            return sample
+                answer = await self._ask(planned, began, time.perf_counter() - arrived)
+            answers.put_nowait((index, answer))
 
-        running: list[asyncio.Task[Sample]] = []
-        for planned in sorted(plan, key=lambda each: each.at):
+        running: list[asyncio.Task[None]] = []
+        for index, planned in enumerate(sorted(plan, key=lambda each: each.at)):
             if (wait := began + planned.at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            running.append(asyncio.create_task(send(planned)))
-        return list(await asyncio.gather(*running))
+            running.append(asyncio.create_task(send(index, planned)))
+        await asyncio.gather(*running)
 
-    async def _one(self, planned: Planned, began: float, queue_time: float) -> Sample:
+    async def _read_all(self, answers: "asyncio.Queue[tuple[int, _Answer]]", count: int) -> list[Sample]:
+        """Reads one answer in a pass of the event loop, which has noted what arrived and sent what is due before."""
+        samples: dict[int, Sample] = {}
+        for _ in range(count):
+            index, answer = await answers.get()
+            samples[index] = self._read(answer)
+            self._progress.add(samples[index])
+            await asyncio.sleep(0)
+        return [samples[index] for index in range(count)]
+
+    async def _ask(self, planned: Planned, began: float, queue_time: float) -> _Answer:
         content = orjson.dumps(self._api.body(planned))
         sent = time.perf_counter()
-        sample = Sample(planned, sent - began, queue_time)
+        answer = _Answer(Sample(planned, sent - began, queue_time), sent)
         try:
             response = await self._connections.post(self._api.path, content)
-            sample.tier = response.headers.get(TIER_HEADER, "")
+            answer.sample.tier = response.headers.get(TIER_HEADER, "")
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {response.body[:300].decode(errors='replace')}")
+            answer.pieces = response.pieces
+        except (OSError, ValueError, TimeoutError) as error:
+            answer.sample.error = str(error) or type(error).__name__
+        return answer
+
+    def _read(self, answer: _Answer) -> Sample:
+        sample = answer.sample
+        if sample.error:
+            return sample
+        try:
             seen = Seen()
-            for at, event in events(response.pieces):
+            for at, event in events(answer.pieces):
                 self._api.read(event, at, seen)
-            _fill(sample, seen, sent)
-        except (OSError, ValueError, KeyError, TypeError, TimeoutError) as error:
+            _fill(sample, seen, answer.sent)
+        except (ValueError, KeyError, TypeError) as error:
             sample.error = str(error) or type(error).__name__
         return sample
 
