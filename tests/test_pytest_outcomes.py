@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.pytest_outcomes import outcomes
 
 TESTS = """
@@ -20,6 +22,7 @@ def test_skipped():
 """
 
 
+@pytest.mark.long
 def test_failed_and_skipped_tests_have_reasons(tmp_path: Path) -> None:
     path = tmp_path / "test_some_client.py"
     path.write_text(TESTS)

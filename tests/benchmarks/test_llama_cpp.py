@@ -23,6 +23,7 @@ def tensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(path).tensors}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
 def test_a_model_file_can_be_served_and_adds_no_token_to_prompts(base: Path, tmp_path: Path, kind: str) -> None:
     """Otherwise prompts would have 257 tokens."""

@@ -152,11 +152,12 @@ def test_sighup_reloads_a_catalogue_over_two_shards(scene: Scene, tmp_path: Path
         assert launched.wait() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
         ("--adapter-id", "nowhere"),
-        pytest.param(("--preloaded-adapter-ids", "nowhere", "--strict-adapters"), marks=pytest.mark.long),
+        ("--preloaded-adapter-ids", "nowhere", "--strict-adapters"),
     ],
 )
 def test_a_missing_default_or_strict_adapter_ends_the_start(scene: Scene, flags: tuple[str, ...]) -> None:

@@ -61,7 +61,8 @@ def test_the_demo_model_finds_a_function_by_what_it_does() -> None:
         assert bare != answer["data"][0]["embedding"]
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bert", "llama"])
 def test_openai_client_gets_the_vectors_of_transformers(name: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name, "embed" if name == "bert" else "generate")
     arguments = ["--model-id", str(folder), *EXACT]

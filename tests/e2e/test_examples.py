@@ -103,6 +103,7 @@ def test_llm_speculative_sampling_s_four_texts(example: Any, capsys: Any) -> Non
         assert part.count("\x1b[31m") >= accepted  # in red, as there
 
 
+@pytest.mark.long
 def test_xinference_s_arguments(example: Any, capsys: Any) -> None:
     launching = example("launch_speculative")
     launching.main(SMALL)
@@ -116,6 +117,7 @@ def test_xinference_s_arguments(example: Any, capsys: Any) -> None:
     assert named == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B", "a/b"]
 
 
+@pytest.mark.long
 def test_the_command_line_client_colours_tokens_by_source(server: Client, capsys: Any) -> None:
     asked = ["def add(a, b):\n", "-M", "24", "--speculative-method", "draft", "-v", "--color", "always"]
     assert generate.main(["--url", server.url, *asked]) == 0
@@ -126,6 +128,7 @@ def test_the_command_line_client_colours_tokens_by_source(server: Client, capsys
     assert PAINT.sub("", printed.out) == server.generate(asked[0], max_new_tokens=24, speculative_tokens=0).text + "\n"
 
 
+@pytest.mark.long
 def test_autogluon_rag_s_first_fragment(server: Client) -> None:
     info = server.info()
     assert (info["model_id"], info["draft_model_id"], info["speculate"]) == ("demo/base", "demo/draft", 4)

@@ -24,6 +24,7 @@ PUBLIC, PRIVATE, WELL = "owner/fills", "owner/fills-privately", "owner/well"
 PROMPT = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
 BOUND_S = 3.0
 """Time limit for a silent hub: three times HF_HUB_DOWNLOAD_TIMEOUT."""
+SAMPLE = (Trouble.MUTE, Trouble.STALLED, Trouble.OTHER)
 
 
 @dataclass
@@ -188,7 +189,9 @@ def answers(scene: Scene) -> dict[Trouble, tuple[int, str, float]]:
     return found
 
 
-@pytest.mark.parametrize("trouble", Trouble)
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(each, marks=() if each in SAMPLE else pytest.mark.long) for each in Trouble]
+)
 def test_a_faulty_hub_fails_only_the_affected_request(
     scene: Scene, answers: dict[Trouble, tuple[int, str, float]], trouble: Trouble
 ) -> None:

@@ -120,6 +120,7 @@ def check(port: int, grammars: list[Hostile]) -> Canary:
     return seen
 
 
+@pytest.mark.long
 def test_hostile_grammars_fail_alone(replicas: Replicas) -> None:
     check(replicas.launched.port, hostile(6, SEED))
 

@@ -81,6 +81,7 @@ def folder_of(server: Launched) -> Path:
     return Path(words[3]).parent
 
 
+@pytest.mark.long
 def test_the_printed_command_works_and_files_are_private(server: Launched) -> None:
     folder = folder_of(server)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -261,6 +262,7 @@ def test_signals_before_readiness_end_the_server(model: Path, when: str) -> None
         assert server.wait() == Exit.OK
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_no_process(model: Path) -> None:
     with Launched("--model-id", str(model), *SMALL) as server:
         server.wait_until_ready()

@@ -50,7 +50,8 @@ def served(model: Path, method: str | None) -> list[list[int]]:
         return texts_of(server)
 
 
-@pytest.mark.parametrize("method", ["int8", pytest.param("int4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["int8", "int4"])
 def test_texts_of_a_server_that_rounds(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = served(DEMO / "base", method)
     assert given == reference(DEMO / "base", tmp_path / "store", method, monkeypatch)

@@ -105,7 +105,9 @@ def undisturbed(replicas: Replicas) -> list[tuple[Any, ...]]:
     return ask_all(Client(replicas.launched.url))
 
 
-@pytest.mark.parametrize(("index", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("index", "number"), [(0, signal.SIGKILL), pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_answers_are_the_same_when_a_shard_is_lost(
     server: Launched, undisturbed: list[tuple[Any, ...]], index: int, number: int
 ) -> None:

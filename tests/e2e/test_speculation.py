@@ -110,6 +110,7 @@ def test_texts_are_the_same_with_and_without_prompt_lookup(server: Client) -> No
     assert accepted > 100
 
 
+@pytest.mark.long
 def test_texts_are_the_same_as_without_heads(server: Client) -> None:
     heads = ["heads/base", "one", "five", "version-1"]
     kinds: list[dict[str, Any]] = [{"adapter_id": name, "speculative_method": "medusa"} for name in heads]
@@ -140,6 +141,7 @@ def test_texts_are_the_same_as_without_heads(server: Client) -> None:
     assert accepted > 100
 
 
+@pytest.mark.long
 def test_the_number_of_draft_tokens_is_limited_by_heads_and_request(server: Client) -> None:
     kinds = {name: {"adapter_id": name, "speculative_method": "medusa"} for name in ("one", "five")}
     found = {name: ask(server, PROMPTS[0], **kind).details["speculation"] for name, kind in kinds.items()}
@@ -156,6 +158,7 @@ def test_a_joint_repository_equals_its_two_parts(server: Client) -> None:
     assert counts(joined) == counts(halves)
 
 
+@pytest.mark.long
 def test_version_1_with_the_base_s_matrix_equals_version_2(server: Client) -> None:
     for prompt in PROMPTS:
         two, one = (ask(server, prompt, adapter_id=name) for name in ("heads/base", "version-1"))
@@ -170,6 +173,7 @@ def test_heads_of_another_base_are_an_error_that_names_them(server: Client) -> N
         assert refused.value.status == 422
 
 
+@pytest.mark.long
 def test_a_repeated_request_takes_drafts_from_its_tenant_s_history(server: Client) -> None:
     for asked in ASKED[:2]:
         plain = ask(server, PROMPTS[2], **asked)

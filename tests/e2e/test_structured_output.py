@@ -110,6 +110,7 @@ LIST = {
 }
 
 
+@pytest.mark.long
 def test_an_object_is_continued_when_its_shard_is_lost(replicas: Replicas) -> None:
     """The shard is killed in the middle of outputs of all kinds."""
     client = Client(replicas.launched.url)
@@ -162,6 +163,7 @@ GRAMMARS: list[dict[str, Any]] = [
 ADAPTERS: list[dict[str, Any]] = [{"adapter_id": name} for name in ("json", "sql", "cite")] + [{}]
 
 
+@pytest.mark.long
 def test_a_batch_of_sixteen_changes_no_text(replicas: Replicas) -> None:
     """With other grammars, adapters, draft sources and samplings in the same batch."""
     client = Client(replicas.launched.url)
@@ -198,7 +200,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["ignore_eos", "watermark", "penalties", "filters", "best_of"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in ("penalties", "best_of") else pytest.mark.long)
+        for options, name in zip(OPTIONS, ("ignore_eos", "watermark", "penalties", "filters", "best_of"), strict=True)
+    ],
+)
 def test_options_of_sampling_keep_the_grammar(replicas: Replicas, options: dict[str, Any]) -> None:
     client = Client(replicas.launched.url)
     answers = [client.generate(PROMPT, **POINT, **options, **METHODS[name]) for name in ("off", "lookup")]

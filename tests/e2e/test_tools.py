@@ -99,6 +99,7 @@ def test_lorax_form_of_a_model_without_a_tool_format(client: openai.OpenAI) -> N
     check(call.function.name, call.function.arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_call_does_not_depend_on_speculation(client: openai.OpenAI, sampling: str) -> None:
     with ThreadPoolExecutor(4) as pool:
@@ -107,6 +108,7 @@ def test_a_call_does_not_depend_on_speculation(client: openai.OpenAI, sampling: 
     check(*calls[0])
 
 
+@pytest.mark.long
 def test_a_call_goes_on_when_its_shard_or_a_parser_is_lost(replicas: Replicas, client: openai.OpenAI) -> None:
     """Streams and whole answers are in the middle of calls when the shard and the parsers are killed."""
     alone = {name: call_of(client, **sampling) for name, sampling in SAMPLING.items()}
@@ -162,6 +164,7 @@ def said(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
     return answer.choices[0].message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "function", "arguments"),
     [
@@ -181,6 +184,7 @@ def test_the_demo_adapter_calls_the_function_that_fits(
     assert [each.function for each in alone.tool_calls] == [call.function]
 
 
+@pytest.mark.long
 def test_the_demo_adapter_tells_the_result_and_calls_nothing_where_no_function_fits(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Will it rain in Oslo?"}]
     called = said(client, messages)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.e2e.collector import values
@@ -47,6 +48,7 @@ def is_complete(spans: list[Span]) -> bool:
     return any(span.kind == Span.SPAN_KIND_SERVER for span in spans)
 
 
+@pytest.mark.long
 def test_a_trace_covers_http_to_step_across_a_lost_replica(replicas: Replicas) -> None:
     launched = replicas.launched
     until_idle(launched)

@@ -143,6 +143,7 @@ async def test_the_first_signal_drains(tmp_path: Path) -> None:
         assert await started.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_requests_that_outlast_the_drain_get_an_error_event(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path, drain_timeout_s=0.3) as started:
         await started.until("/ready", 200)
@@ -168,7 +169,13 @@ async def test_the_second_signal_exits_at_once(tmp_path: Path) -> None:
             await running
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 2 * SAME_REQUEST_S], ids=["of one moment", "under a parent"])
+@pytest.mark.parametrize(
+    "pause_s",
+    [
+        pytest.param(0.0, id="of one moment"),
+        pytest.param(2 * SAME_REQUEST_S, id="under a parent", marks=pytest.mark.long),
+    ],
+)
 async def test_repeated_signals_that_do_not_exit_at_once(tmp_path: Path, pause_s: float) -> None:
     parent = {"parent_pid": os.getpid()} if pause_s else {}
     async with shard(tmp_path), router(tmp_path, **parent) as started:
@@ -243,6 +250,7 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
     assert "can't listen on 127.0.0.1" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 async def test_exhausted_files_are_logged_once_and_end(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path) as started:
         await started.until("/ready", 200)

@@ -210,7 +210,7 @@ def test_a_caller_that_disconnects_leaves_no_job(world: World, caller: Caller) -
     opened.set()
 
 
-@pytest.mark.parametrize("how", ["cancels", "disconnects"])
+@pytest.mark.parametrize("how", [pytest.param("cancels", marks=pytest.mark.long), "disconnects"])
 def test_who_asks_right_after_the_last_caller_left_is_served(world: World, caller: Caller, how: str) -> None:
     """The next caller joins the job or starts it anew, in whatever state it is."""
     failed = []
@@ -295,6 +295,7 @@ def test_an_endless_pattern_is_stopped_without_delaying_others(world: World, cal
     assert "digest" in caller.call(fetch=local_copy(world, "after-endless", changed(files, lora_alpha=61)))
 
 
+@pytest.mark.long
 def test_an_urgent_call_overtakes_calls_that_fill_every_slot(world: World, caller: Caller) -> None:
     files = content(world.roots / "a0")
     endless = [
@@ -470,6 +471,7 @@ def test_the_socket_is_private(world: World) -> None:
     assert stat.S_IMODE(world.running.store.stat().st_mode) == 0o700
 
 
+@pytest.mark.long
 def test_a_loader_and_its_workers_end_with_its_parent(world: World, tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from tests.adapters.loading import loader\n"
@@ -499,6 +501,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_an_unreadable_base_ends_the_loader_with_one_log_line(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")

@@ -82,6 +82,28 @@ def test_bad_arguments(
     assert sentence in captured.err
 
 
+OF_MODELS: list[tuple[tuple[str, ...], str]] = [
+    ((*TRAIN, "--model-id", "./nowhere"), "the model ./nowhere does not exist"),
+    ((*TRAIN, "--model-id", "other", "--adapter-id", "adapter"), "adapter does not fit the base other"),
+    ((*TRAIN, "--device", "abacus"), "the device abacus is not available"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), OF_MODELS)
+def test_models_that_cannot_be_used_are_one_sentence(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(models)
+    assert main(arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lorikeet-heads: ")]
+    assert sentence in line
+    assert not (models / "out").exists()
+
+
 LATE: list[tuple[tuple[str, ...], str]] = [
     ((*TRAIN, "--prompts", "empty.txt"), "the prompt file empty.txt is empty"),
     ((*TRAIN, "--model-id", "owner/nowhere"), "the model owner/nowhere is not a folder and cannot be downloaded"),
@@ -99,10 +121,7 @@ LATE: list[tuple[tuple[str, ...], str]] = [
     ("arguments", "sentence"),
     [
         (("train", "--model-id", "base"), "are required: --out"),
-        ((*TRAIN, "--model-id", "./nowhere"), "the model ./nowhere does not exist"),
-        ((*TRAIN, "--model-id", "other", "--adapter-id", "adapter"), "adapter does not fit the base other"),
-        ((*TRAIN, "--device", "abacus"), "the device abacus is not available"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [*OF_MODELS, *LATE]),
     ],
 )
 def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -150,8 +169,11 @@ def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> 
     assert joined["tokens_per_step"] > 2, "most of these texts were trained on"
 
 
-def test_heads_of_another_size_are_rejected_with_the_reason(models: Path) -> None:
+def test_heads_of_another_size_are_rejected_with_the_reason(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     files.write(models / "big", small.heads(HeadsShape(2, 1, 96)))
-    ended = run(models, "eval", "--model-id", "base", "--heads", "big", "--prompts", "prompts.txt")
-    assert ended.returncode == 2
-    assert "the heads big do not fit the base base: they are made for hidden size 96, the base has 64" in ended.stderr
+    monkeypatch.chdir(models)
+    assert main(["eval", "--model-id", "base", "--heads", "big", "--prompts", "prompts.txt", "--device", "cpu"]) == 2
+    reason = "the heads big do not fit the base base: they are made for hidden size 96, the base has 64"
+    assert reason in capsys.readouterr().err

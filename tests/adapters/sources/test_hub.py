@@ -209,7 +209,7 @@ async def test_offline_uses_the_cache_only(server: HubServer, tmp_path: Path, mo
     assert server.requests == []
 
 
-@pytest.mark.parametrize("id", ["a/public", "a/private"])
+@pytest.mark.parametrize("id", [pytest.param("a/public", marks=pytest.mark.long), "a/private"])
 async def test_a_download_resumes(server: HubServer, tmp_path: Path, id: str) -> None:
     weights = bytes(range(256)) * (24 << 12)  # the library keeps what came in pieces of 10 MiB
     server.repositories[id].files["adapter_model.safetensors"] = weights

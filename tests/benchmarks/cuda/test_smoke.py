@@ -19,7 +19,13 @@ def run(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     return results.latest(folder)
 
 
-@pytest.mark.parametrize("name", ["bandwidth", "decode-floor", "swap", "kernels-gaps"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("bandwidth", "decode-floor") else pytest.mark.device)
+        for name in ("bandwidth", "decode-floor", "swap", "kernels-gaps")
+    ],
+)
 def test_a_suite_is_measured_and_written(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, "--here", "--suite", name)
     assert found.keys() == {figure.name for suite in WHOLE if suite.name == name for figure in suite.figures}

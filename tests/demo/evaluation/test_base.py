@@ -44,6 +44,7 @@ def test_the_files_are_bf16_and_small() -> None:
     assert sum(path.stat().st_size for path in BASE_FOLDER.iterdir()) < MAX_COMMITTED_BYTES
 
 
+@pytest.mark.long
 def test_held_out_source_needs_fewer_bits_than_xz(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """A sample of the files against xz over all of them, where xz is at its best."""
     files = corpus.held_out_files()

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ def test_its_files_are_those_of_the_recipe_and_small() -> None:
     assert sum(path.stat().st_size for path in ADAPTER_FOLDER.iterdir()) <= MAX_BYTES
 
 
+@pytest.mark.long
 def test_it_finds_functions_by_their_description_and_the_bare_base_does_not() -> None:
     pairs = described(corpus.held_out_files())
     descriptions, codes = [pair.description for pair in pairs], [pair.code for pair in pairs]

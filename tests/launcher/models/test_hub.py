@@ -108,7 +108,11 @@ def test_an_incomplete_cache_is_an_error(launch: Launch, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--model-id", "owner/name@v1"], ["--model-id", "owner/name", "--revision", "v1"]]
+    "arguments",
+    [
+        ["--model-id", "owner/name@v1"],
+        pytest.param(["--model-id", "owner/name", "--revision", "v1"], marks=pytest.mark.long),
+    ],
 )
 def test_a_revision_selects_a_commit(launch: Launch, tmp_path: Path, arguments: list[str]) -> None:
     old = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": b"old"}
@@ -130,13 +134,14 @@ def test_bin_files_are_fetched_only_without_safetensors(launch: Launch, tmp_path
     assert {file.name for file in path.iterdir()} == {"config.json", "tokenizer.json", "pytorch_model.bin"}
 
 
+@pytest.mark.long
 def test_code_is_fetched_only_with_trust_remote_code(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/name": Repository(MODEL)}) as server:
         path = downloaded(launch, server, tmp_path, "--model-id", "owner/name", "--trust-remote-code")
     assert (path / "modeling_x.py").exists()
 
 
-@pytest.mark.parametrize("variable", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
+@pytest.mark.parametrize("variable", ["HF_TOKEN", pytest.param("HUGGING_FACE_HUB_TOKEN", marks=pytest.mark.long)])
 def test_private_models_need_a_token(launch: Launch, tmp_path: Path, variable: str) -> None:
     with hub({"owner/secret": Repository(MODEL, token="hf_right")}) as server:
         path = downloaded(launch, server, tmp_path, "--model-id", "owner/secret", **{variable: "hf_right"})
@@ -147,6 +152,7 @@ def test_private_models_need_a_token(launch: Launch, tmp_path: Path, variable: s
     assert "hf_right" not in result.stdout + result.stderr
 
 
+@pytest.mark.long
 def test_a_gated_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
     with hub({"owner/gated": Repository(MODEL, token="hf_right", gated=True)}) as server:
         result = launch(server, tmp_path, "--model-id", "owner/gated", HF_TOKEN="hf_wrong")
@@ -154,6 +160,7 @@ def test_a_gated_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
     assert "owner/gated is gated" in result.stderr
 
 
+@pytest.mark.long
 def test_a_repository_without_a_model_is_an_error(launch: Launch, tmp_path: Path) -> None:
     bare = {"config.json": CONFIG, "tokenizer.json": b"{}"}
     with hub({"a/data": Repository({"data.csv": b""}), "a/bare": Repository(bare)}) as server:
@@ -165,18 +172,43 @@ def test_a_repository_without_a_model_is_an_error(launch: Launch, tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "arguments", "said"),
     [
-        ({"config.json": b'{"model_type": "vit"}'}, [], "no causal language model of model_type 'vit'"),
-        ({"config.json": b'{"model_type": "t5", "is_encoder_decoder": true}'}, [], "it is an encoder-decoder"),
-        ({}, ["--max-total-tokens", "2049"], "--max-total-tokens 2049 is above the 2048 positions of owner/name"),
-        (
+        pytest.param(
+            {"config.json": b'{"model_type": "vit"}'},
+            [],
+            "no causal language model of model_type 'vit'",
+            id="architecture",
+        ),
+        pytest.param(
+            {"config.json": b'{"model_type": "t5", "is_encoder_decoder": true}'},
+            [],
+            "it is an encoder-decoder",
+            id="encoder",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {},
+            ["--max-total-tokens", "2049"],
+            "--max-total-tokens 2049 is above the 2048 positions of owner/name",
+            id="positions",
+        ),
+        pytest.param(
             {"config.json": b'{"model_type": "llama", "num_attention_heads": 9}'},
             ["--num-shard", "2"],
             "cannot be split by --num-shard 2: its num_attention_heads are 9",
+            id="heads",
+            marks=pytest.mark.long,
         ),
-        ({"tokenizer.json": None}, [], "owner/name has no tokenizer.json"),
-        ({"config.json": None, "adapter_config.json": b"{}"}, [], "owner/name is an adapter, not a model"),
+        pytest.param(
+            {"tokenizer.json": None}, [], "owner/name has no tokenizer.json", id="tokenizer", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"config.json": None, "adapter_config.json": b"{}"},
+            [],
+            "owner/name is an adapter, not a model",
+            id="adapter",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["architecture", "encoder", "positions", "heads", "tokenizer", "adapter"],
 )
 def test_a_model_that_cannot_be_served_is_not_downloaded(
     launch: Launch, tmp_path: Path, files: dict[str, bytes | None], arguments: list[str], said: str
@@ -233,6 +265,7 @@ def test_missing_files(tmp_path: Path) -> None:
     assert missing_files(["model.safetensors"], tmp_path, weights=True) == ["config.json"]
 
 
+@pytest.mark.long
 def test_a_draft_model_is_fetched_too(launch: Launch, tmp_path: Path) -> None:
     old = {**MODEL, "model-1-of-2.safetensors": b"old"}
     repositories = {"owner/name": Repository(MODEL), "owner/small": Repository(MODEL, branches={"v1": old})}

@@ -183,7 +183,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["shard", "router", "loader"])
+@pytest.mark.parametrize("name", ["shard", "router", pytest.param("loader", marks=pytest.mark.long)])
 def test_what_is_killed_while_serving_is_started_again(server: Server, name: str) -> None:
     def kill() -> None:
         os.kill(pids(server, name)[0], signal.SIGKILL)
@@ -217,6 +217,7 @@ def test_every_process_is_replaced_while_others_serve(server: Server) -> None:
     assert not server.replacement.exists()
 
 
+@pytest.mark.long
 def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.launcher.processes.supervisor._SHARD_END_S", 0.5)
 
@@ -231,6 +232,7 @@ def test_a_router_that_cannot_be_replaced_stays(server: Server, monkeypatch: pyt
     assert server.run({}, {"ready_file": str(server.folder / "elsewhere")}, drain=0.5) is Exit.OK
 
 
+@pytest.mark.long
 def test_a_router_that_ends_in_place_of_another_leaves_that_alone(server: Server) -> None:
     """For example one of a broken version."""
 
@@ -269,6 +271,7 @@ def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: p
     assert len(pids(server, "shard")) == 5
 
 
+@pytest.mark.long
 def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,12 +284,14 @@ def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
         assert error.exit is Exit.SHARD_FAILED
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_while_the_router_drains_is_reported(server: Server) -> None:
     with pytest.raises(LauncherError, match="shard ended with exit code 4 before the router had drained") as caught:
         server.run({"die_after_s": 1.5, "exit_code": 4}, {"drain_s": 2.5})
     assert caught.value.exit is Exit.SHARD_FAILED
 
 
+@pytest.mark.long
 def test_a_router_that_always_dies_ends_everything(server: Server) -> None:
     with pytest.raises(LauncherError, match="router ended with exit code 3 repeatedly") as caught:
         server.run({}, {"die_after_s": 0.3, "exit_code": 3}, at="never")
@@ -299,6 +304,7 @@ def test_a_loader_that_dies_at_start_is_reported(server: Server) -> None:
     assert caught.value.exit is Exit.LOADER_FAILED
 
 
+@pytest.mark.long
 def test_a_loader_that_always_dies_ends_everything(server: Server) -> None:
     with pytest.raises(LauncherError, match="repeatedly while serving") as caught:
         server.run({}, {}, {"die_after_s": 0.5, "exit_code": 1}, at="never")
@@ -320,6 +326,7 @@ def test_a_router_that_does_not_drain_is_killed(server: Server, monkeypatch: pyt
     assert caught.value.exit is Exit.WEBSERVER_FAILED
 
 
+@pytest.mark.long
 def test_a_signal_before_readiness_ends_quietly(server: Server) -> None:
     # No router listens here, so the server is never ready.
     stand_in_ready = {"port": free_port()}

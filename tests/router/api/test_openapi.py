@@ -28,7 +28,7 @@ GenerationMode = schemathesis.generation.GenerationMode
 ADMIN_KEY = "schema admin key"
 KNOWN = "known"
 """An adapter that exists."""
-SAMPLE = 5
+SAMPLE = 2
 """Cases per operation and mode in `make test`."""
 ALL_CASES = 20_000
 ENDLESS = ("/v1/live",)

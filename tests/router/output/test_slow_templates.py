@@ -61,6 +61,7 @@ async def read_slowly(outputs: Outputs, owner: str) -> None:
     await reader.read("<r>" + "a" * 40 + "!", None)
 
 
+@pytest.mark.long
 async def test_a_slow_template_is_parsed_apart_from_then_on(outputs: Outputs) -> None:
     await read_slowly(outputs, "eve|hub:eve")
     assert outputs.slow_parser.pid is None

@@ -55,7 +55,10 @@ class Listener:
         self.ended.set()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["keeps up", "falls behind"])
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0.0, id="keeps up"), pytest.param(0.02, id="falls behind", marks=pytest.mark.long)],
+)
 async def test_only_a_busy_process_waits_for_one_more_message(tmp_path: Path, seconds: float) -> None:
     """A process that keeps up may fall behind on a busy machine: one of three attempts is enough."""
     for attempt in range(3):

@@ -95,9 +95,12 @@ PIECES = st.sampled_from(
     + [" a b c d e f", "größe", "e\u0301", "日本", "🙂", "\u212a", "'s", "12", " 345", ".", "!?", *SPECIAL, "<|user|>"]
 )  # fmt: skip
 TEXT = st.lists(PIECES, max_size=120).map("".join)
+SAMPLE = ("split 0", "llama 2", "phi 3", "unigram")
 
 
-@pytest.mark.parametrize("name", [*CUTTABLE, *OTHERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in (*CUTTABLE, *OTHERS)]
+)
 @settings(max_examples=60, deadline=None)
 @given(text=TEXT, num_tokens=st.integers(1, 20), special=st.booleans())
 def test_the_end_has_the_same_tokens(name: str, text: str, num_tokens: int, special: bool) -> None:
@@ -108,7 +111,9 @@ def test_the_end_has_the_same_tokens(name: str, text: str, num_tokens: int, spec
     tokenizer.close()
 
 
-@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in CUTTABLE]
+)
 def test_only_the_end_is_tokenized(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(CUTTABLE[name]())
     text = "the lazy dog and the quick fox\n" * 20_000
@@ -155,7 +160,9 @@ def test_tokens_across_words_exclude_cuts() -> None:
     assert Cuts(tokenizer).before("the fox jumps", 9) is None
 
 
-@pytest.mark.parametrize("name", [*CUTTABLE, "unigram"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in (*CUTTABLE, "unigram")]
+)
 @settings(max_examples=80, deadline=None)
 @given(text=TEXT, repeated=PIECES, times=st.integers(0, 400))
 def test_no_text_has_fewer_tokens(name: str, text: str, repeated: str, times: int) -> None:

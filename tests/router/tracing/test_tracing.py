@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 
-from lorikeet.proto.shard_pb2 import PooledModel
+from lorikeet.proto.shard_pb2 import FINISH_ERROR, PooledModel, RequestOutput
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.tracing import tracing
 from tests.router.scripted_shard import Script
@@ -164,8 +164,17 @@ async def test_models_without_text_have_no_settings_of_text(
     assert not {"gen_ai.output.type", "gen_ai.usage.output_tokens", "lorikeet.spec.method"} & set(top.attributes)
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("streams", "route"),
+    [
+        (False, "/v1/chat/completions"),
+        (True, "/v1/messages"),
+        pytest.param(False, "/v1/responses", marks=pytest.mark.long),
+        pytest.param(False, "/v1/messages", marks=pytest.mark.long),
+        pytest.param(True, "/v1/chat/completions", marks=pytest.mark.long),
+        pytest.param(True, "/v1/responses", marks=pytest.mark.long),
+    ],
+)
 async def test_reasoning_is_counted(tmp_path: Path, exporter: InMemorySpanExporter, route: str, streams: bool) -> None:
     body: dict[str, Any] = {"model": "", "stream": streams, "max_tokens": 64, "messages": CHATS}
     if route == "/v1/responses":
@@ -238,6 +247,23 @@ async def test_an_adapter_s_load_and_its_tier_are_shown(tmp_path: Path, exporter
     assert first.attributes["lorikeet.tier"] == spans["dispatch"][0].attributes["lorikeet.tier"] != ""
     load = next(span for span in spans["adapter_load"] if span.parent.span_id == first.context.span_id)
     assert load.end_time <= spans["queue"][0].start_time
+
+
+async def test_a_request_that_is_sent_again_has_two_dispatches(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
+    refused = RequestOutput(finish_reason=FINISH_ERROR, error="no room", retryable=True)
+    async with traced(tmp_path) as server:
+        scripts = [Script((), outputs=[refused]), Script(server.ids("hello you"))]
+        server.shard.answer = lambda submit: scripts.pop(0)
+        body = {"inputs": "a", "parameters": {"max_new_tokens": 4}}
+        assert (await server.client.post("/generate", json=body)).status_code == 200
+    spans = by_name(exporter)
+    [top] = spans["text_completion test/model"]
+    assert (top.attributes["lorikeet.retries"], top.attributes["gen_ai.usage.output_tokens"]) == (1, 4)
+    assert len(spans["queue"]) == 2
+    first, second = sorted(spans["dispatch"], key=lambda span: span.start_time)
+    assert (first.attributes["lorikeet.outcome"], first.status.is_ok) == ("retried", False)
+    assert second.attributes["lorikeet.attempt"] == 2
+    assert sum(event.attributes["lorikeet.step.tokens"] for event in second.events) == 4
 
 
 async def test_a_failure_is_named(tmp_path: Path, exporter: InMemorySpanExporter) -> None:

@@ -20,7 +20,9 @@ from tests.shard.engine.adapter_exactness import FEW_SLOTS, check, configs_of
 from tests.shard.engine.exactness import MIN_DISTINCT
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("gpt2", marks=pytest.mark.long), pytest.param("mixtral", marks=pytest.mark.long)]
+)
 def test_every_request_gets_what_peft_gives_it_alone(name: str, tmp_path: Path) -> None:
     [tried] = check(name, tmp_path, num_slots=[FEW_SLOTS])
     assert tried.num_distinct >= MIN_DISTINCT, "a text that repeats itself proves nothing"

@@ -71,7 +71,7 @@ def run(config: ShardConfig, width: int, rule: Verification = Verification.SHARE
             return found
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_texts_do_not_depend_on_a_draft_model(config: ShardConfig, small: str, lag: int) -> None:
     config = replace(config, commit_lag=lag)
     plain = run(config, 0)

@@ -195,7 +195,7 @@ def test_nan_logits_fail_their_request_alone(lag: int) -> None:
     assert outputs[1].token_ids == (alone[: alone.index(60)] if 60 in alone else alone)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_failing_step_fails_its_requests_and_no_other(lag: int) -> None:
     prompt = list(range(40))
     for moment in range(6):  # within the prompt and within the output

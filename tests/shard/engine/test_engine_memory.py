@@ -9,8 +9,17 @@ from tests.shard.fake_model import generate_alone
 from tests.shard.rig import Rig, Setup, make_request
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("most_tokens", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("most_tokens", "lag"),
+    [
+        (3, 0),
+        (1, 1),
+        pytest.param(1, 0, marks=pytest.mark.long),
+        pytest.param(3, 1, marks=pytest.mark.long),
+        pytest.param(8, 0, marks=pytest.mark.long),
+        pytest.param(8, 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_step_without_memory_is_computed_again_in_smaller_ones(lag: int, most_tokens: int) -> None:
     rig = Rig(Setup(commit_lag=lag, draft_sources=DraftSources()))
     rig.watches_kv = True

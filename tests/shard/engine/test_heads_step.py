@@ -39,9 +39,18 @@ def with_heads(requests: list[Request], method: Method = Method.MEDUSA) -> list[
     return requests
 
 
-@pytest.mark.parametrize("method", [Method.MEDUSA, Method.AUTO])
 @pytest.mark.parametrize(
-    "name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes", "pages of one token"]
+    ("name", "method"),
+    [
+        ("default", Method.AUTO),
+        ("lag 1", Method.MEDUSA),
+        ("few pages, lag 1, chunks of 7, no prefixes", Method.MEDUSA),
+        pytest.param("default", Method.MEDUSA, marks=pytest.mark.long),
+        pytest.param("lag 1", Method.AUTO, marks=pytest.mark.long),
+        pytest.param("few pages, lag 1, chunks of 7, no prefixes", Method.AUTO, marks=pytest.mark.long),
+        pytest.param("pages of one token", Method.MEDUSA, marks=pytest.mark.long),
+        pytest.param("pages of one token", Method.AUTO, marks=pytest.mark.long),
+    ],
 )
 def test_every_text_is_what_it_is_without(name: str, method: Method) -> None:
     alone = texts_alone(mixed_distributions())

@@ -22,6 +22,12 @@ SETUPS = {
     "chunks of 7, lag 1": Setup(step_tokens=7, commit_lag=1),
     "with a draft model": Setup(draft=DraftModel(0.5)),
 }
+SAMPLE = (
+    (Schedule.CONSTANT, "default"),
+    (Schedule.CONSTANT, "few pages"),
+    (Schedule.AUTO, "lag 1"),
+    (Schedule.AUTO, "with a draft model"),
+)
 
 
 def rig(setup: Setup | None = None) -> Rig:
@@ -42,8 +48,16 @@ def again(request: Request, number: int, tenant: str) -> Request:
     return repeated
 
 
-@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-@pytest.mark.parametrize("schedule", [Schedule.CONSTANT, Schedule.AUTO])
+@pytest.mark.parametrize(
+    ("schedule", "setup"),
+    [
+        pytest.param(
+            schedule, setup, id=f"{schedule}-{name}", marks=() if (schedule, name) in SAMPLE else pytest.mark.long
+        )
+        for schedule in (Schedule.CONSTANT, Schedule.AUTO)
+        for name, setup in SETUPS.items()
+    ],
+)
 def test_texts_do_not_depend_on_history(setup: Setup, schedule: Schedule) -> None:
     method = Method.AUTO if setup.draft else Method.LOOKUP
     speculation = Speculation(method, 6, schedule=schedule)

@@ -26,6 +26,7 @@ from tests.shard.rig import Rig, Setup, make_request
 
 META = torch.device("meta")
 NUM_PAGES, MOST_TOKENS = 60, 1024
+SAMPLE = (("llama", 0), ("gpt2", 1), ("mixtral", 0))
 SCORED = LogprobParams(wanted=True, alternatives=2, raw=True, prefill=True, prefill_alternatives=3)
 DISTRIBUTIONS = (
     SamplingParams(),
@@ -77,8 +78,14 @@ def _no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cast("dict[str, int]", plan._CHUNK_ELEMENTS), "meta", plan._CHUNK_ELEMENTS["cuda"])
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "lag"),
+    [
+        pytest.param(name, lag, marks=() if (name, lag) in SAMPLE else pytest.mark.long)
+        for name in ("llama", "qwen2", "gpt2", "mixtral")
+        for lag in (0, 1)
+    ],
+)
 def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
     model = model_of(name)
     draft = model_of(name)

@@ -119,7 +119,14 @@ def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monke
     plain.end()
 
 
-@pytest.mark.parametrize("values", [{"learner": "two"}, {"learner": ""}, {"speculation": replace(HEADS, num_heads=0)}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"learner": "two"},
+        pytest.param({"learner": ""}, marks=pytest.mark.long),
+        pytest.param({"speculation": replace(HEADS, num_heads=0)}, marks=pytest.mark.long),
+    ],
+)
 def test_only_the_tenant_that_heads_were_learned_from_uses_them(learner: Learner, values: dict[str, Any]) -> None:
     assert num_from_heads(learner, **values) == 0
     assert num_from_heads(learner) > 20
@@ -204,6 +211,7 @@ class Scripted(DirectTrainer):
         self._answer(Trained(self.jobs[-1].pair, **values))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,12 +76,28 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
     assert (tmp_path / "was-run").exists()
 
 
-@pytest.mark.parametrize("save", [torch.save, pytest.param(dump, marks=pytest.mark.long)], ids=["zip", "bare"])
+def with_planted(model: Path, folder: Path, save: Callable[[dict[str, Any], Path], None]) -> Path:
+    """The model with a `.bin` file whose code makes the folder `was-run` beside it."""
+    planted = Planted(folder.parent / "was-run")
+    return with_bin(model, folder, lambda weights, path: save({**weights, "planted": planted}, path))
+
+
+@pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
+def test_code_in_a_pickle_is_not_run_while_loading(
+    model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
+) -> None:
+    folder = with_planted(model, tmp_path / "bin", save)
+    with pytest.raises(ValueError, match="Code in it was not run and never is"):
+        load_model(config(folder))
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", [torch.save, dump], ids=["zip", "bare"])
 def test_code_in_a_pickle_is_rejected_and_not_run(
     model: Path, tmp_path: Path, save: Callable[[dict[str, Any], Path], None]
 ) -> None:
-    planted = Planted(tmp_path / "was-run")
-    folder = with_bin(model, tmp_path / "bin", lambda weights, path: save({**weights, "planted": planted}, path))
+    folder = with_planted(model, tmp_path / "bin", save)
     path = tmp_path / "shard.json"
     settings = config(folder)
     path.write_text(json.dumps({**vars(settings), "json_output": True}))

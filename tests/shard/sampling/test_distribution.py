@@ -31,12 +31,15 @@ CASES = {
     ),
     "all": Case(0.8, 24, 0.95, 0.01, 0.95, 1.5, 0.5, 0.7, ((7, 1.5),)),
 }
+SAMPLE = ("plain", "temperature", "top_p", "repetition", "frequency", "temperature and filters", "all")
 SAFE = 1e-6 / (3 * len(CASES))
 """Every test here together fails by chance once in a million choices of seeds."""
 NUM_SEEDS, NUM_PLACES = 1000, 6
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[name], id=name, marks=() if name in SAMPLE else pytest.mark.long) for name in CASES]
+)
 def test_samples_follow_the_distribution(case: Case) -> None:
     distribution = oracle.distribution(LOGITS, case, KNOWN[:NUM_PROMPT], KNOWN[NUM_PROMPT:])
     tokens = draws(LOGITS, case, KNOWN, NUM_PROMPT, NUM_SEEDS, NUM_PLACES)

@@ -90,7 +90,10 @@ def emitted(p: np.ndarray, q: np.ndarray, case: Case, num_rows: int = N) -> tupl
     return tokens, 1 + stood.sum(1)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[name], id=name, marks=pytest.mark.long if name == "filters" else ()) for name in CASES],
+)
 def test_every_position_follows_the_target(case: tuple[np.ndarray, np.ndarray, Case]) -> None:
     p, q, transforms = case
     tokens, counts = emitted(p, q, transforms)

@@ -141,7 +141,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert isinstance(content, Weights) and content.digest == digest
 
 
-SlotsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SlotsMachine.TestCase.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
 TestSlots = SlotsMachine.TestCase
 
 

@@ -76,10 +76,16 @@ class World:
         return max(count * (1 + gain) / self.cost(count * width, width) for width, gain in enumerate(gains))
 
 
-@pytest.mark.parametrize("num_requests", [1, 8, 32])
-@pytest.mark.parametrize("pass_cost", [0.02, 0.3])
-@pytest.mark.parametrize("slope", [0.002, 0.05])
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("chance", "slope", "pass_cost", "num_requests"),
+    [
+        pytest.param(chance, slope, pass_cost, number, marks=() if (a + b + c + d) % 3 == 0 else pytest.mark.long)
+        for a, chance in enumerate((0.0, 0.5, 0.9))
+        for b, slope in enumerate((0.002, 0.05))
+        for c, pass_cost in enumerate((0.02, 0.3))
+        for d, number in enumerate((1, 8, 32))
+    ],
+)
 def test_auto_is_as_fast_as_the_best_fixed_width(
     chance: float, slope: float, pass_cost: float, num_requests: int
 ) -> None:
@@ -90,7 +96,9 @@ def test_auto_is_as_fast_as_the_best_fixed_width(
     assert tokens / seconds > {0.0: 0.99, 0.5: 0.98, 0.9: 0.98}[chance] * world.best_fixed()
 
 
-@pytest.mark.parametrize("chance", [0.5, 0.8, 0.94])
+@pytest.mark.parametrize(
+    "chance", [pytest.param(0.5, marks=pytest.mark.long), pytest.param(0.8, marks=pytest.mark.long), 0.94]
+)
 def test_auto_stays_as_fast_over_many_requests(chance: float) -> None:
     """One after the other, longer than costs are remembered: to try again what a step without drafts costs is no
     reason to stay without."""

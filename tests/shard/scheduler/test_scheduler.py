@@ -224,5 +224,5 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.finish_reason in (FinishReason.ABORTED, FinishReason.DEADLINE, FinishReason.ERROR)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=75, stateful_step_count=25, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

@@ -36,7 +36,13 @@ def drafting(requests: list[Request], method: Method = Method.DRAFT) -> list[Req
 CHANCES = (0.7, 1.0, 0.0)
 
 
-@pytest.mark.parametrize("case", range(len(SETUPS)), ids=SETUPS.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in ("default", "chunks of 7", "lag 1") else pytest.mark.long)
+        for case, name in enumerate(SETUPS)
+    ],
+)
 def test_every_text_is_what_it_is_without(case: int) -> None:
     setup, chance = list(SETUPS.values())[case], CHANCES[case % 3]
     requests = drafting(mixed_distributions())
@@ -55,7 +61,13 @@ def test_every_text_is_what_it_is_without(case: int) -> None:
         assert output.sources.count(Source.DRAFT) == output.num_accepted <= sum(output.num_drafted)
 
 
-@pytest.mark.parametrize("values", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(values, id=name, marks=() if name in ("greedy", "all penalties", "masks") else pytest.mark.long)
+        for name, values in DISTRIBUTIONS.items()
+    ],
+)
 def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
     """Drafts use every transform of the target at its position, and the same noise."""
     requests = drafting(make_mix(**values))
@@ -83,8 +95,17 @@ def test_first_passes_and_further_ones_are_timed_apart() -> None:
     assert all(first > 0 and further > 0 for first, further in observed)
 
 
-@pytest.mark.parametrize("schedule", [Schedule.HEURISTIC, Schedule.AUTO])
-@pytest.mark.parametrize("name", ["default", "lag 1", "few pages, lag 1, chunks of 7, no prefixes"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("default", Schedule.AUTO),
+        ("few pages, lag 1, chunks of 7, no prefixes", Schedule.HEURISTIC),
+        pytest.param("default", Schedule.HEURISTIC, marks=pytest.mark.long),
+        pytest.param("lag 1", Schedule.HEURISTIC, marks=pytest.mark.long),
+        pytest.param("lag 1", Schedule.AUTO, marks=pytest.mark.long),
+        pytest.param("few pages, lag 1, chunks of 7, no prefixes", Schedule.AUTO, marks=pytest.mark.long),
+    ],
+)
 def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
     requests = drafting(mixed_distributions(), Method.AUTO)
     for request in requests:

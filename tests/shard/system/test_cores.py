@@ -46,6 +46,7 @@ def test_as_many_threads_as_cores_are_pinned() -> None:
     assert found["earlier"] == everywhere, "a thread that existed before is not pinned"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NUM_CORES < 2, reason="needs two cores")
 def test_fewer_threads_than_cores_are_not_pinned() -> None:
     found = run(NUM_CORES - 1)

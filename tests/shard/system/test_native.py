@@ -39,7 +39,7 @@ def plant(built: Path, mode: int) -> None:
     built.chmod(mode)
 
 
-@pytest.mark.parametrize("mode", [0o722, 0o770])
+@pytest.mark.parametrize("mode", [0o722, pytest.param(0o770, marks=pytest.mark.long)])
 def test_a_library_that_others_may_write_is_compiled_again(source: Path, tmp_path: Path, mode: int) -> None:
     assert answer(source) == 1
     (built,) = (tmp_path / "cache" / "lorikeet").glob("*.so")
@@ -51,7 +51,7 @@ def test_a_library_that_others_may_write_is_compiled_again(source: Path, tmp_pat
     assert answer(source) == 2, "its own file is used"
 
 
-@pytest.mark.parametrize("folder", ["cache/lorikeet", "cache"])
+@pytest.mark.parametrize("folder", ["cache/lorikeet", pytest.param("cache", marks=pytest.mark.long)])
 def test_a_folder_that_others_may_write_is_not_used(source: Path, tmp_path: Path, folder: str) -> None:
     assert answer(source) == 1
     (built,) = (tmp_path / "cache" / "lorikeet").glob("*.so")

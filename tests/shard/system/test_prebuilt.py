@@ -126,6 +126,7 @@ def test_a_library_that_cannot_be_compiled_is_named(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.long
 @needs_gcc
 @pytest.mark.skipif(not OWN, reason="needs a processor of a level")
 def test_prebuilt_libraries_compute_the_same_bits(built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ child.wait()
 """
 
 
+@pytest.mark.long
 def test_it_does_not_outlive_its_parent(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model)
     parent = subprocess.Popen(
@@ -154,15 +155,12 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path, model: Path) -> None:
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"num_pages": 1}, "KV memory holds 32 tokens"),
-        pytest.param(
-            {"listen": "unix:/nonexistent/folder/shard.sock"},
-            "cannot listen at unix:/nonexistent",
-            marks=pytest.mark.long,
-        ),
+        ({"listen": "unix:/nonexistent/folder/shard.sock"}, "cannot listen at unix:/nonexistent"),
     ],
 )
 def test_a_failed_start_logs_one_event(tmp_path: Path, model: Path, values: dict[str, object], reason: str) -> None:

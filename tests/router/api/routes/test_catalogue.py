@@ -376,6 +376,7 @@ async def test_a_version_switched_under_load_never_mixes(tmp_path: Path) -> None
         assert by_digest == of_version
 
 
+@pytest.mark.long
 async def test_the_queue_shares_by_weight(tmp_path: Path) -> None:
     made(tmp_path, "v1", "v2")
     path = write(tmp_path, "heavy: {id: v1, weight: 3}\nlight: {id: v2}")

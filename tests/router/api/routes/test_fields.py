@@ -234,7 +234,9 @@ async def test_a_field_that_asks_for_something(
     assert ignored(response) == ([name] if behaviour == I else [])
 
 
-@pytest.mark.parametrize("route", list(PATHS))
+@pytest.mark.parametrize(
+    "route", [pytest.param(route, marks=() if route is Route.CHAT else pytest.mark.long) for route in PATHS]
+)
 async def test_fields_that_ask_for_nothing(server: Serving, route: Route) -> None:
     server.says("ab")
     for name, (_, *behaviours, neutral) in FIELDS.items():

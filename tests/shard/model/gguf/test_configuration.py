@@ -59,7 +59,7 @@ def factors(theta: float, dim: int, scaling: dict[str, float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in ("llama 3", "gemma 3") else pytest.mark.long) for case in MADE]
+    "case", [pytest.param(case, marks=() if case == "gemma 3" else pytest.mark.long) for case in MADE]
 )
 def test_the_texts_of_the_original_model(case: str, tmp_path: Path) -> None:
     name, architecture, differs, metadata = MADE[case]

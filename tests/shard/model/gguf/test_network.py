@@ -57,7 +57,7 @@ def meant(plain: Path, path: Path, folder: Path) -> Any:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind in ("Q8_0", "Q4_K") else pytest.mark.long)
+        pytest.param(kind, marks=() if kind == "Q8_0" else pytest.mark.long)
         for kind in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32")
     ],
 )
@@ -84,7 +84,8 @@ def test_the_folder_has_what_the_file_says(tmp_path: Path) -> None:
     assert not (tmp_path / "bare" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_matrices_stay_integers(is_tied: bool, tmp_path: Path) -> None:
     plain, folder = made(tmp_path, "Q4_0", is_tied)
     model, reference = ours(folder, None), load_model(ShardConfig("m", str(plain), "unix:/dev/null"))
@@ -97,6 +98,7 @@ def test_matrices_stay_integers(is_tied: bool, tmp_path: Path) -> None:
     test_invariance.check(model)
 
 
+@pytest.mark.long
 def test_what_is_rejected(tmp_path: Path) -> None:
     plain = tiny.make("llama", tmp_path / "plain", tokenizer=True, **WIDE)
     write_model(plain, tmp_path / "odd.gguf", blk_1_ffn_up_weight="Q5_0")

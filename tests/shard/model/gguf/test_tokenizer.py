@@ -37,8 +37,8 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
     ("split", "words"),
     [
         ("llama-bpe", ["123", "45", "!"]),
-        ("qwen2", ["1", "2", "3", "4", "5", "!"]),
-        ("smollm", ["1", "2", "3", "4", "5", "!"]),
+        pytest.param("qwen2", ["1", "2", "3", "4", "5", "!"], marks=pytest.mark.long),
+        pytest.param("smollm", ["1", "2", "3", "4", "5", "!"], marks=pytest.mark.long),
         ("gpt-2", ["12345", "!"]),
     ],
 )

@@ -36,7 +36,7 @@ def of_the_format(packed: Path, dense: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("is_symmetric", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.long)])
 def test_integers_are_read_without_packages(method: str, is_symmetric: bool, tmp_path: Path) -> None:
     packed, dense = tmp_path / "packed", tmp_path / "dense"
     packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_symmetric=is_symmetric)

@@ -32,6 +32,7 @@ SPLIT = (
     "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox",
     "starcoder2", "granite", "olmo2", "mixtral",
 )  # fmt: skip
+SAMPLE = ("llama", "gemma2", "phi", "gpt_neox", "mixtral")
 COUNTS = (9, 1, 23)
 NUM_PAGES = 12
 
@@ -74,7 +75,9 @@ def logits(model: Model) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.long) for name in SPLIT]
+)
 def test_split_over_two_it_computes_the_same(name: str, tmp_path: Path) -> None:
     config = config_of(tiny.make(name, tmp_path))
     whole, *parts = networks(config, 3)
