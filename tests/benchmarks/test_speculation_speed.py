@@ -29,6 +29,7 @@ def test_schedules_are_compared_under_a_load(size: Size) -> None:
     assert case.raw["fixed"]["accepted"] > 0
 
 
+@pytest.mark.long
 def test_the_cost_of_rejected_drafts_under_a_load(size: Size) -> None:
     (case,) = speed.rejected(2, size=size)
     assert all(value(case.raw) > 0 for value in speed.REJECTED_FIGURES.values())

@@ -86,6 +86,7 @@ def counts(answer: Answer) -> dict[str, int]:
     return {name: report[name] for name in ("steps", "drafted", "accepted", "resampled", "bonus")}
 
 
+@pytest.mark.long
 def test_texts_are_the_same_with_and_without_prompt_lookup(server: Client) -> None:
     cases = [(prompt, asked) for prompt in REPEATING[:2] for asked in LOOKUP_ASKED]
     widths = [{"speculative_tokens": width} for width in (0, 5, 10)]
@@ -151,6 +152,7 @@ def test_the_number_of_draft_tokens_is_limited_by_heads_and_request(server: Clie
     assert "speculation" not in ask(server, PROMPTS[0], **kinds["five"], speculative_tokens=0).details
 
 
+@pytest.mark.long
 def test_a_joint_repository_equals_its_two_parts(server: Client) -> None:
     joined = ask(server, PROMPTS[3], adapter_id="heads/citation-joined")
     halves = ask(server, PROMPTS[3], **CITATION, heads_id="heads/citation")
@@ -166,6 +168,7 @@ def test_version_1_with_the_base_s_matrix_equals_version_2(server: Client) -> No
         assert counts(two)["drafted"] > 0
 
 
+@pytest.mark.long
 def test_heads_of_another_base_are_an_error_that_names_them(server: Client) -> None:
     for parameters in ({"adapter_id": "narrow"}, {"heads_id": "narrow"}):
         with pytest.raises(ServerError, match="made for another base") as refused:

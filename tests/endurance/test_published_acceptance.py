@@ -43,7 +43,16 @@ def test_the_share_of_accepted_drafts_is_the_one_that_xinference_publishes(full_
     assert published_acceptance.accepted_error(counts) <= 0.003
 
 
-@pytest.mark.parametrize(("chance", "width"), [(1.0, 3), (0.0, 3), (0.7, 1), (0.7, 4), (0.9, 10)])
+@pytest.mark.parametrize(
+    ("chance", "width"),
+    [
+        (0.0, 3),
+        (0.7, 4),
+        pytest.param(1.0, 3, marks=pytest.mark.long),
+        pytest.param(0.7, 1, marks=pytest.mark.long),
+        pytest.param(0.9, 10, marks=pytest.mark.long),
+    ],
+)
 def test_counts_are_the_oracles(pair: Pair, chance: float, width: int) -> None:
     runs = pair.run(chance, width, 8, round=2)
     found = sum((Counts(len(r.token_ids), len(r.steps), *_drafts(r), 1) for r in runs), NOTHING)

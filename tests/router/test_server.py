@@ -155,6 +155,7 @@ async def test_requests_that_outlast_the_drain_get_an_error_event(tmp_path: Path
         assert await started.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_the_second_signal_exits_at_once(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path) as started:
         await started.until("/ready", 200)

@@ -111,14 +111,14 @@ THINKS = "[assistant]<think>\n"
     ("route", "body", "operation"),
     [
         ("/v1/chat/completions", {"messages": CHATS}, "chat"),
-        ("/v1/responses", {"input": "Hi"}, "chat"),
-        ("/v1/messages", {"messages": CHATS, "max_tokens": 2}, "chat"),
+        pytest.param("/v1/responses", {"input": "Hi"}, "chat", marks=pytest.mark.long),
+        pytest.param("/v1/messages", {"messages": CHATS, "max_tokens": 2}, "chat", marks=pytest.mark.long),
         ("/v1/completions", {"prompt": "Hi"}, "text_completion"),
         ("/generate", {"inputs": "Hi"}, "text_completion"),
-        ("/", {"inputs": "Hi"}, "text_completion"),
-        ("/invocations", {"messages": CHATS}, "chat"),
+        pytest.param("/", {"inputs": "Hi"}, "text_completion", marks=pytest.mark.long),
+        pytest.param("/invocations", {"messages": CHATS}, "chat", marks=pytest.mark.long),
         ("/invocations", {"prompt": "Hi"}, "text_completion"),
-        ("/invocations", {"inputs": "Hi"}, "text_completion"),
+        pytest.param("/invocations", {"inputs": "Hi"}, "text_completion", marks=pytest.mark.long),
     ],
 )
 async def test_the_operation_follows_the_route(
@@ -137,14 +137,16 @@ async def test_the_operation_follows_the_route(
     ("task", "route", "body", "operation"),
     [
         ("embed", "/v1/embeddings", {"input": "Hi"}, "embeddings"),
-        ("embed", "/v2/embed", {"texts": ["Hi"], "input_type": "search_query"}, "embeddings"),
-        ("embed", "/embed", {"inputs": "Hi"}, "embeddings"),
-        ("embed", "/pooling", {"input": "Hi"}, "embeddings"),
-        ("embed", "/invocations", {"input": "Hi"}, "embeddings"),
+        pytest.param(
+            "embed", "/v2/embed", {"texts": ["Hi"], "input_type": "search_query"}, "embeddings", marks=pytest.mark.long
+        ),
+        pytest.param("embed", "/embed", {"inputs": "Hi"}, "embeddings", marks=pytest.mark.long),
+        pytest.param("embed", "/pooling", {"input": "Hi"}, "embeddings", marks=pytest.mark.long),
+        pytest.param("embed", "/invocations", {"input": "Hi"}, "embeddings", marks=pytest.mark.long),
         ("embed", "/invocations", {"inputs": "Hi"}, "embeddings"),
         ("embed", "/score", {"text_1": "Hi", "text_2": "You"}, "score"),
-        ("embed", "/v1/rerank", {"query": "Hi", "documents": ["You"]}, "rerank"),
-        ("embed", "/invocations", {"query": "Hi", "documents": ["You"]}, "rerank"),
+        pytest.param("embed", "/v1/rerank", {"query": "Hi", "documents": ["You"]}, "rerank", marks=pytest.mark.long),
+        pytest.param("embed", "/invocations", {"query": "Hi", "documents": ["You"]}, "rerank", marks=pytest.mark.long),
         ("classify", "/classify", {"input": "Hi"}, "classify"),
     ],
 )

@@ -1,5 +1,6 @@
 """The paged kernels, whose cases are in paged_cases.py, and the tables of a step."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,17 @@ def rows_of(*segments: tuple[int, int]) -> Rows:
 
 
 NO_PAGES = np.empty(0, np.int32)
+SIZES = ((0, 50, 10**6), (1, 64, 1000), (1, 3, 71), (None, 1, 100, 700))
+"""Partial rows, programs, group and window."""
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 700])
-@pytest.mark.parametrize("group", [1, 3, 71])
-@pytest.mark.parametrize("num_programs", [1, 64, 1000])
-@pytest.mark.parametrize("num_partial_rows", [0, 50, 10**6])
+@pytest.mark.parametrize(
+    ("num_partial_rows", "num_programs", "group", "window"),
+    [
+        pytest.param(rows, programs, group, window, marks=() if (a + 2 * b + c) % 3 == 0 else pytest.mark.long)
+        for (a, rows), (b, programs), (_, group), (c, window) in itertools.product(*map(enumerate, SIZES))
+    ],
+)
 def test_every_row_sees_every_span_once(
     window: int | None, group: int, num_programs: int, num_partial_rows: int
 ) -> None:

@@ -213,7 +213,10 @@ def test_the_adapters_change_texts_only_where_they_are_activated(scene: Scene, e
         assert (text.token_ids != own.token_ids) == is_active
 
 
-@pytest.mark.parametrize(("source", "way", "num_emitted"), [("heads", "preempted", 0), ("draft model", "lag 1", 5)])
+@pytest.mark.parametrize(
+    ("source", "way", "num_emitted"),
+    [pytest.param("heads", "preempted", 0, marks=pytest.mark.long), ("draft model", "lag 1", 5)],
+)
 def test_draft_sources_and_ways_to_run(
     scene: Scene, expected: list[Text], source: str, way: str, num_emitted: int
 ) -> None:

@@ -30,6 +30,14 @@ SETUPS = {
 }
 
 
+SAMPLE = ("default", "lag 1, chunks of 7", "few pages, lag 1, chunks of 7, no prefixes")
+some_setups = pytest.mark.parametrize(
+    "setup",
+    [pytest.param(SETUPS[name], id=name, marks=() if name in SAMPLE else pytest.mark.long) for name in SETUPS],
+    indirect=True,
+)
+
+
 @pytest.fixture(params=SETUPS.values(), ids=SETUPS.keys())
 def setup(request: pytest.FixtureRequest) -> Setup:
     value = request.param
@@ -64,6 +72,7 @@ def test_every_text_is_what_it_is_alone(setup: Setup) -> None:
     assert rig.scheduler.num_preempted > 0 or setup.num_pages > 24
 
 
+@some_setups
 def test_a_seed_gives_one_text_everywhere(setup: Setup) -> None:
     requests = make_mix(sampling=SAMPLED)
     outputs = Rig(setup).run(*requests)
@@ -72,6 +81,7 @@ def test_a_seed_gives_one_text_everywhere(setup: Setup) -> None:
         assert outputs[request.key[1]].token_ids == alone.token_ids
 
 
+@some_setups
 def test_log_probabilities_of_prompt_and_output_are_complete(setup: Setup) -> None:
     requests = make_mix(logprobs=SCORED)
     rig = Rig(replace(setup, max_scored=5))

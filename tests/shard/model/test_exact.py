@@ -22,7 +22,10 @@ def test_greedy_text_equals_transformers(name: str, tmp_path: Path) -> None:
     assert tried.exact and tried.num_ties == 0, tried
 
 
-@pytest.mark.parametrize("limit", [40, 128], ids=["short factors", "long factors"])
+@pytest.mark.parametrize(
+    "limit",
+    [pytest.param(40, id="short factors", marks=pytest.mark.long), pytest.param(128, id="long factors")],
+)
 def test_longrope_uses_one_factor_set(limit: int, tmp_path: Path) -> None:
     lengths = tuple(length for length in LENGTHS if length + 24 <= limit)
     tried = check("phi3_longrope", tmp_path, max_total_tokens=limit, lengths=lengths)
