@@ -170,13 +170,8 @@ async def test_the_second_signal_exits_at_once(tmp_path: Path) -> None:
             await running
 
 
-@pytest.mark.parametrize(
-    "pause_s",
-    [
-        pytest.param(0.0, id="of one moment"),
-        pytest.param(2 * SAME_REQUEST_S, id="under a parent", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("pause_s", [0.0, 2 * SAME_REQUEST_S], ids=["of one moment", "under a parent"])
 async def test_repeated_signals_that_do_not_exit_at_once(tmp_path: Path, pause_s: float) -> None:
     parent = {"parent_pid": os.getpid()} if pause_s else {}
     async with shard(tmp_path), router(tmp_path, **parent) as started:

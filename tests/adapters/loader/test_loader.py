@@ -284,6 +284,7 @@ def test_a_rejection_names_the_adapter_and_is_cached(world: World, caller: Calle
     assert caller.call(stats=True)["stats"]["counts"]["AdapterInvalid"] == before
 
 
+@pytest.mark.long
 def test_an_endless_pattern_is_stopped_without_delaying_others(world: World, caller: Caller) -> None:
     files = content(world.roots / "a0")
     endless = local_copy(world, "endless", changed(files, target_modules=ENDLESS))

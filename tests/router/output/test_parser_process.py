@@ -95,6 +95,7 @@ async def test_a_process_that_is_killed_loses_nothing(process: ParserProcess) ->
     assert [seen(message) for message in messages] == [expected(number) for number in range(20)]
 
 
+@pytest.mark.long
 async def test_only_the_output_that_ends_the_process_is_given_up(
     process: ParserProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ DISTRIBUTIONS |= {
     "masks, penalties": {"sampling": replace(MASKED, repetition_penalty=1.3), "stop_ids": frozenset({7, 8})},
 }
 SOURCES = {Source.LOOKUP, Source.RESAMPLE, Source.BONUS}
-SAMPLE = (("default", 0.0), ("default", 0.7), ("few pages, lag 1, chunks of 7, no prefixes", 0.7))
+SAMPLE = (("default", 0.0), ("few pages, lag 1, chunks of 7, no prefixes", 0.7))
 
 
 def make_mix(**values: object) -> list[Request]:

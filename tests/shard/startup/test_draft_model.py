@@ -64,7 +64,7 @@ def test_every_text_is_what_it_is_without(case: int) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param(values, id=name, marks=() if name in ("greedy", "all penalties", "masks") else pytest.mark.long)
+        pytest.param(values, id=name, marks=() if name in ("greedy", "all penalties") else pytest.mark.long)
         for name, values in DISTRIBUTIONS.items()
     ],
 )
