@@ -21,7 +21,7 @@ NAMES = tuple(f"attention-{number:02}" for number in range(64))
 SLOTS = 16
 MODEL = "random Llama, 200 M, bfloat16"
 FOLDER = REPOSITORY / "docs" / "images" / "zipf"
-LOAD = ("--num-prompts", "1500", "--max-concurrency", "16", "--input-len", "uniform:32-128", "--output-len", "32")
+LOAD = ("--num-prompts", "300", "--max-concurrency", "16", "--input-len", "uniform:32-128", "--output-len", "32")
 QUICK = ("--num-prompts", "40", "--max-concurrency", "4", "--input-len", "16", "--output-len", "4")
 
 
