@@ -21,6 +21,8 @@ BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"
 OLD = " *(out of date)*"
 """After the date of a figure whose code has changed since."""
+MOST_REASON = 120
+"""Maximum characters of a reason, of its first line."""
 SHOWN = (
     "share of the machine's limit, 8 clients",
     "throughput over vLLM, 8 clients",
@@ -88,7 +90,9 @@ def page(known: Mapping[str, Result], old: frozenset[str]) -> str:
     text = INTRODUCTION + legend(letters) + "\n## Missed\n\n"
     rows = [cells(each, old, letters) for each in missed]
     text += table(HEAD, rows) if missed else "Every figure reaches its target.\n"
-    text += "".join(f"\n{each['figure']}: {each['reason']}\n" for each in missed if each["reason"])
+    text += "".join(
+        f"\n{each['figure']}: {each['reason'].splitlines()[0][:MOST_REASON]}\n" for each in missed if each["reason"]
+    )
     text += "\n## All others\n\n" + table(HEAD, [cells(each, old, letters) for each in found if each not in missed])
     if never := [name for name in declared if name not in known]:
         text += "\n## Never measured\n\n" + "".join(f"- {name}\n" for name in never)

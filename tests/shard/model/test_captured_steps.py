@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
@@ -89,6 +88,8 @@ def assert_on_device(name: str, is_fused: bool) -> None:
 
 
 def fused_model_of(name: str) -> Model:
+    from lorikeet.shard.attention.paged import PagedAttention  # needs Triton
+
     config, inputs = tiny.config_of(name), StepInputs(PAGE, META)
     with META:
         network = AutoModelForCausalLM.from_config(

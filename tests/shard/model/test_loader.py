@@ -56,7 +56,7 @@ class Planted:
 def dump(content: Any, path: Path) -> None:
     """A bare pickle, as torch wrote long ago."""
     with path.open("wb") as file:
-        pickle.dump(content, file)
+        pickle.dump(content, file, protocol=2)
 
 
 def test_a_bin_checkpoint_is_the_same_model(model: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
 
 
 def with_planted(model: Path, folder: Path, save: Callable[[dict[str, Any], Path], None]) -> Path:
-    """The model with a `.bin` file whose code makes the folder `was-run` beside it."""
+    """The model with a `.bin` file whose code makes the folder `was-run` next to it."""
     planted = Planted(folder.parent / "was-run")
     return with_bin(model, folder, lambda weights, path: save({**weights, "planted": planted}, path))
 
