@@ -21,7 +21,7 @@ BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"
 OLD = " *(out of date)*"
 """After the date of a figure whose code has changed since."""
-MOST_REASON = 120
+MOST_REASON = 400
 """Maximum characters of a reason, of its first line."""
 SHOWN = (
     "share of the machine's limit, 8 clients",
