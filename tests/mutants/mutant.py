@@ -26,6 +26,8 @@ class Mutant:
     new: str
     test: str
     more: tuple[tuple[str, str, str], ...] = ()
+    is_long: bool = False
+    """Whether the test is marked `long`."""
 
     @property
     def changes(self) -> tuple[tuple[str, str, str], ...]:
@@ -52,10 +54,14 @@ def copy_tree(destination: Path) -> Path:
     return destination
 
 
-def results(tree: Path, tests: list[str]) -> list[str | None]:
-    """Failure message of each test case in `tree`, or None. Raises RuntimeError if none ran or one had an error."""
+def results(tree: Path, tests: list[str], *, is_long: bool = False) -> list[str | None]:
+    """Failure message of each test case in `tree`, or None; with `is_long`, of those marked `long` too. Raises
+    RuntimeError if none ran or one had an error.
+    """
     report = tree / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    if is_long:
+        command += ["-m", "not device"]  # replaces the selection of pyproject.toml
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300, check=False)
     cases = ElementTree.parse(report).findall(".//testcase") if report.exists() else []
     if not cases or any(case.find("error") is not None for case in cases):
@@ -67,7 +73,7 @@ def results(tree: Path, tests: list[str]) -> list[str | None]:
 def is_noticed(mutant: Mutant, tree: Path) -> str:
     """Plant a fault in a copy of the tree. Returns "" if its test fails because a value is wrong, else the reason."""
     mutant.plant(tree)
-    reasons = [reason for reason in results(tree, [mutant.test]) if reason is not None]
+    reasons = [reason for reason in results(tree, [mutant.test], is_long=mutant.is_long) if reason is not None]
     if not reasons:
         return f"{mutant.test} passes although {mutant.name}"
     broken = [reason for reason in reasons if not reason.startswith(WRONG)]

@@ -6,11 +6,12 @@ UI, PAGE = "router/ui", "tests/e2e/page"
 
 MUTANTS = [
     Mutant(
-        "conversations get ids from a function that plain HTTP from another host lacks",
+        "paths ignore the path prefix",
         f"{UI}/api.js",
-        "return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte)",
-        'return crypto.randomUUID().replaceAll("-", "") || Array.from([], (byte)',
-        f"{PAGE}/test_access.py::test_it_works_over_plain_http_from_another_host",
+        'export const ROOT = new URL("./", document.baseURI);',
+        'export const ROOT = new URL("/", document.baseURI);',
+        f"{PAGE}/test_access.py::test_it_works_behind_a_path_prefix",
+        is_long=True,
     ),
     Mutant(
         "the API key is stored beyond the browser tab",
@@ -18,13 +19,7 @@ MUTANTS = [
         "set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),",
         "set: (value) => (localStorage.setItem(KEY, value), sessionStorage.setItem(KEY, value)),",
         f"{PAGE}/test_access.py::test_a_key_stays_in_the_tab",
-    ),
-    Mutant(
-        "paths ignore the path prefix",
-        f"{UI}/api.js",
-        'export const ROOT = new URL("./", document.baseURI);',
-        'export const ROOT = new URL("/", document.baseURI);',
-        f"{PAGE}/test_access.py::test_it_works_behind_a_path_prefix",
+        is_long=True,
     ),
     Mutant(
         "an excluded token has probability 1",
@@ -32,6 +27,7 @@ MUTANTS = [
         "const isExcluded = (logprob) => logprob === null || logprob === undefined;",
         "const isExcluded = (logprob) => logprob === undefined;",
         f"{PAGE}/test_answers.py::test_the_details_of_a_token",
+        is_long=True,
     ),
     Mutant(
         "accepted history drafts are shown as the model's own tokens",
@@ -39,6 +35,7 @@ MUTANTS = [
         'const OWN = { prefill: "target",',
         'const OWN = { history: "target", prefill: "target",',
         f"{PAGE}/test_answers.py::test_every_source_has_a_colour_and_a_number",
+        is_long=True,
     ),
     Mutant(
         "the first difference is marked one token late",
@@ -46,6 +43,7 @@ MUTANTS = [
         "if (tokens[index].id !== others[index].id) return index;",
         "if (tokens[index].id !== others[index].id) return index + 1;",
         f"{PAGE}/test_answers.py::test_the_first_difference_of_two_adapters_is_marked",
+        is_long=True,
     ),
     Mutant(
         "Stop leaves the request running in the shard",
@@ -53,13 +51,15 @@ MUTANTS = [
         'await send(`v1/streams/${answer.id}`, { method: "DELETE" }).catch(() => {});',
         "await Promise.resolve();",
         f"{PAGE}/test_streams.py::test_a_stopped_answer_is_cancelled_in_the_shard",
+        is_long=True,
     ),
     Mutant(
         "a resumed stream is appended to the part that was stored",
         f"{UI}/answers/answer.js",
         "if (isKept) Object.assign(answer, structuredClone(NOTHING));",
         "",
-        f"{PAGE}/test_streams.py::test_a_stream_survives_a_reload",
+        f"{PAGE}/test_streams.py::test_the_kept_part_is_shown_until_the_rest_comes",
+        is_long=True,
     ),
     Mutant(
         "an answer stops being saved when another conversation is opened",
@@ -67,6 +67,7 @@ MUTANTS = [
         "if (isRunning(conversation)) this.running.set(conversation.id, conversation);",
         "",
         f"{PAGE}/test_streams.py::test_a_running_conversation_is_found_as_it_is",
+        is_long=True,
     ),
     Mutant(
         "frequency and presence penalties change places",
@@ -74,5 +75,6 @@ MUTANTS = [
         "if (frequency) fields.frequency_penalty = frequency;\n  if (presence) fields.presence_penalty = presence;",
         "if (frequency) fields.presence_penalty = frequency;\n  if (presence) fields.frequency_penalty = presence;",
         f"{PAGE}/test_requests.py::test_settings_reach_the_request_and_the_shard",
+        is_long=True,
     ),
 ]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -113,8 +114,11 @@ def test_a_key_stays_in_the_tab(browser: Any, tmp_path: Path) -> None:
 def test_it_works_behind_a_path_prefix(browser: Any, tmp_path: Path) -> None:
     with Server(tmp_path, root_path="/team/llm") as server:
         visit = Visit(browser, server.url)
+        requested: list[str] = []  # the server itself answers without the prefix too
+        visit.page.on("request", lambda request: requested.append(urlsplit(request.url).path))
         for path in ("/team/llm/", "/team/llm/ui", "/team/llm/ui/"):
             visit.open(path)
         visit.complete()
         assert visit.finished() == TEXT
+        assert not [path for path in requested if not path.startswith("/team/llm/")]
         visit.close()
