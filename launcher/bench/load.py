@@ -61,7 +61,7 @@ class Loaded:
 
 @dataclass
 class _Answer:
-    """A complete response whose events are still to be read."""
+    """A complete response whose events are not parsed yet. `sent` is a time of time.perf_counter()."""
 
     sample: Sample
     sent: float
@@ -71,8 +71,8 @@ class _Answer:
 class Load:
     """One run against one server.
 
-    The events of an answer are read after it is complete and the client has sent its next request: reading first would
-    delay and spread out the requests of clients whose answers end together, and so shorten their time to first token.
+    The events of an answer are parsed after the client has sent its next request: parsing first would delay and spread
+    out the requests of clients whose answers end together.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Load:
         await asyncio.gather(*running)
 
     async def _read_all(self, answers: "asyncio.Queue[tuple[int, _Answer]]", count: int) -> list[Sample]:
-        """Reads one answer in a pass of the event loop, which has noted what arrived and sent what is due before."""
+        """Parses one answer in each pass of the event loop, so that arrivals are noted and requests sent first."""
         samples: dict[int, Sample] = {}
         for _ in range(count):
             index, answer = await answers.get()

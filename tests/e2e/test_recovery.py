@@ -17,7 +17,7 @@ from lorikeet.launcher.cli.client import Answer
 from tests.e2e.conftest import Replicas
 from tests.e2e.launched import Launched
 
-NUM_TOKENS = 80
+NUM_TOKENS = 120
 DISTRIBUTIONS: tuple[dict[str, Any], ...] = (
     {"speculative_tokens": 0},
     {"speculative_method": "lookup", "speculative_schedule": "constant"},

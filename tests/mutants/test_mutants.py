@@ -12,7 +12,7 @@ from tests.mutants.faults import FAULTS, OF_DEVICES, OF_PAGE, OF_RECOVERY
 from tests.mutants.mutant import ROOT, Mutant, copy_tree, is_noticed, results
 
 ALL = [*FAULTS, *OF_RECOVERY, *OF_DEVICES]
-SAMPLE = [FAULTS[3], OF_RECOVERY[2]]
+SAMPLE = [FAULTS[3], OF_RECOVERY[2], OF_DEVICES[6]]
 
 
 @pytest.mark.long

@@ -121,7 +121,7 @@ LATE: list[tuple[tuple[str, ...], str]] = [
     ("arguments", "sentence"),
     [
         (("train", "--model-id", "base"), "are required: --out"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [*OF_MODELS, *LATE]),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
     ],
 )
 def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple[str, ...], sentence: str) -> None:

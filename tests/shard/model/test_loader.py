@@ -70,7 +70,7 @@ def test_a_bin_checkpoint_is_the_same_model(model: Path, tmp_path: Path) -> None
 
 
 def test_the_planted_pickle_would_run(tmp_path: Path) -> None:
-    """What the tests below refuse is no empty threat."""
+    """Without protection, loading the pickle runs its code."""
     dump(Planted(tmp_path / "was-run"), tmp_path / "pickle")
     pickle.loads((tmp_path / "pickle").read_bytes())
     assert (tmp_path / "was-run").exists()
