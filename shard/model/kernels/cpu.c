@@ -99,59 +99,90 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
-#define PAIRS 256  // of one pass: their inputs, widened, fit the first-level cache
+#define PAIRS 64  // of one pass: their weights fit the first-level cache
+#define PANEL 60  // rows that read the weights of a pass: their sums fit the first-level cache
 
-// sums[r, 0..V * LANES) += x[r, :] . outputs of a block that begin at `block`, for R rows and V vectors
+// sums[r, 0..V * LANES) += x[r, :] . outputs of a block that begin at `block`, for R rows and V vectors. As many bytes
+// as it reads are prefetched from `ahead`. The first terms of a pair are added for all rows before the second ones, so
+// that sums and the weights of one term fill the registers. The compiler, which would mix them, keeps this order only
+// where it does not know that both addresses are neighbours.
+#define KEEP_SUMS __attribute__((optimize("ira-loop-pressure")))  // in registers
+#define ADD_TERMS(R, V, WEIGHT)                                                                  \
+    {                                                                                            \
+        lanes weights[V];                                                                        \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) {                                    \
+            bits both;                                                                           \
+            memcpy(&both, block + v * LANES * 2, sizeof both);                                   \
+            weights[v] = (lanes)(WEIGHT);                                                        \
+        }                                                                                        \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                    \
+            const float term = x[r * 2 * PAIRS];                                                 \
+            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) made[r][v] += weights[v] * term; \
+        }                                                                                        \
+    }
 #define DEFINE_ROWS(R, V)                                                                                \
-    static void rows##R(const float *x, const bf16 *block, int64_t pairs, float *sums) {                 \
+    KEEP_SUMS static void rows##R(const float *x, const bf16 *block, int64_t pairs, float *sums,         \
+                                  const bf16 *ahead) {                                                   \
+        const bits high = (bits){0} + 0xffff0000;                                                        \
         lanes made[R][V];                                                                                \
-        for (int r = 0; r < R; r++) memcpy(made[r], sums + r * BLOCK, sizeof made[r]);                   \
-        for (int64_t p = 0; p < pairs; p++) {                                                            \
-            lanes first[V], second[V];                                                                   \
-            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) {                                        \
-                bits both;                                                                               \
-                memcpy(&both, block + (p * BLOCK + v * LANES) * 2, sizeof both);                         \
-                first[v] = (lanes)(both << 16), second[v] = (lanes)(both & 0xffff0000);                  \
-            }                                                                                            \
-            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                        \
-                const float *terms = x + r * 2 * PAIRS + 2 * p;                                          \
-                _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) made[r][v] += first[v] * terms[0];   \
-                _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) made[r][v] += second[v] * terms[1];  \
-            }                                                                                            \
+        for (int r = 0; r < R; r++)                                                                      \
+            for (int v = 0; v < V; v++) made[r][v] = *(const lanes *)(sums + r * BLOCK + v * LANES);     \
+        for (int64_t p = 0; p < pairs; p++, ahead += 2 * V * LANES) {                                    \
+            for (int line = 0; line < 2 * V * LANES; line += 32) __builtin_prefetch(ahead + line, 0, 2); \
+            ADD_TERMS(R, V, both << 16)                                                                  \
+            x++;                                                                                         \
+            __asm__ volatile("" : "+r"(x), "+r"(block));                                                 \
+            ADD_TERMS(R, V, both & high)                                                                 \
+            x++, block += 2 * BLOCK;                                                                     \
         }                                                                                                \
-        for (int r = 0; r < R; r++) memcpy(sums + r * BLOCK, made[r], sizeof made[r]);                   \
+        for (int r = 0; r < R; r++)                                                                      \
+            for (int v = 0; v < V; v++) *(lanes *)(sums + r * BLOCK + v * LANES) = made[r][v];           \
     }
 #if LANES == 16
-#define OUTPUTS {64, 64, 64, 64, 64, 64}
+#define GROUP TILE
+#define OUTPUTS {64, 64, 64, 64, 32, 32}
 DEFINE_ROWS(1, 4) DEFINE_ROWS(2, 4) DEFINE_ROWS(3, 4) DEFINE_ROWS(4, 4) DEFINE_ROWS(5, 2) DEFINE_ROWS(6, 2)
 #else
+#define GROUP 5  // rows of a group where more follow: measured to be faster than 4 and 6
 #define OUTPUTS {64, 32, 16, 16, 16, 16}  // of one pass, by rows: sums and weights fill the 16 registers
 DEFINE_ROWS(1, 8) DEFINE_ROWS(2, 4) DEFINE_ROWS(3, 2) DEFINE_ROWS(4, 2) DEFINE_ROWS(5, 2) DEFINE_ROWS(6, 2)
 #endif
 
-typedef void (*some_rows)(const float *, const bf16 *, int64_t, float *);
+typedef void (*some_rows)(const float *, const bf16 *, int64_t, float *, const bf16 *);
 static const some_rows by_rows[TILE] = {rows1, rows2, rows3, rows4, rows5, rows6};
 static const int64_t outputs_of_pass[TILE] = OUTPUTS;
 
+// sums[0..rows, :] += x . `pairs` pairs of a block
+static void add_pairs(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t pairs, int64_t width,
+                      float (*sums)[BLOCK], const bf16 *ahead) {
+    _Alignas(64) float wide[TILE][2 * PAIRS];
+    for (int64_t r = 0; r < rows;) {
+        int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? GROUP : left;
+        const int64_t outputs = outputs_of_pass[count - 1];
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t c = 0; c < 2 * pairs; c++) wide[i][c] = to_float(x[(r + i) * x_stride + c]);
+        for (int64_t at = 0; at < width; at += outputs)
+            by_rows[count - 1](wide[0], block + at * 2, pairs, sums[r] + at, r ? block : ahead + at * 2 * pairs);
+        r += count;
+    }
+}
+
 static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *block, int64_t k, bf16 *y,
                            int64_t y_stride, int64_t width, const float *bias, const bf16 *next) {
-    for (int64_t r = 0; r < rows;) {
-        int64_t left = rows - r, count = left == 7 || left == 8 ? 4 : left > TILE ? TILE : left;
-        const int64_t outputs = outputs_of_pass[count - 1];
-        _Alignas(64) float sums[TILE][BLOCK] = {{0}}, wide[TILE][2 * PAIRS];
+    for (int64_t r = 0; r < rows; r += PANEL) {
+        const int64_t count = rows - r < PANEL ? rows - r : PANEL;
+        _Alignas(64) float sums[PANEL][BLOCK];
+        memset(sums, 0, count * sizeof *sums);
         for (int64_t p = 0; p < k / 2; p += PAIRS) {
             const int64_t pairs = k / 2 - p < PAIRS ? k / 2 - p : PAIRS;
-            for (int64_t i = 0; i < count; i++)
-                for (int64_t c = 0; c < 2 * pairs; c++) wide[i][c] = to_float(x[(r + i) * x_stride + 2 * p + c]);
-            for (int64_t at = 0; at < width; at += outputs)
-                by_rows[count - 1](wide[0], block + (p * BLOCK + at) * 2, pairs, sums[0] + at);
+            const bf16 *now = block + p * BLOCK * 2, *ahead = p + pairs < k / 2 ? now + pairs * BLOCK * 2 : next;
+            add_pairs(x + r * x_stride + 2 * p, count, x_stride, now, pairs, width, sums, ahead ? ahead : now);
         }
         for (int64_t i = 0; i < count; i++) {
             vec16 row[VECTORS];
             memcpy(row, sums[i], sizeof row);
             store(y + (r + i) * y_stride, width, row, bias);
         }
-        r += count;
     }
 }
 #endif

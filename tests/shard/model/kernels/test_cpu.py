@@ -58,7 +58,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("num_in", [2, 64, 130])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_product_is_the_float32_product_rounded_once(num_out: int, num_in: int, with_bias: bool) -> None:
-    x, weight = random(29, num_in), random(num_out, num_in, seed=1)
+    x, weight = random(70, num_in), random(num_out, num_in, seed=1)
     bias = random(num_out, seed=2) if with_bias else None
     wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     got = StreamedMatrix(weight, bias)(x[None])[0].double()
@@ -80,7 +80,7 @@ def test_a_product_by_a_plain_weight_is_rounded_once(num_out: int, num_in: int, 
 
 
 def test_bits_do_not_depend_on_other_rows() -> None:
-    matrix, x = StreamedMatrix(random(200, 96), None), random(100, 96, seed=1)
+    matrix, x = StreamedMatrix(random(200, 202), None), random(100, 202, seed=1)
     together = matrix(x)
     for first in (0, 7, 50):
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 26, 50):
