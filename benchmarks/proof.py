@@ -15,11 +15,6 @@ from benchmarks.evidence.figure import Suite
 from benchmarks.evidence.results import Result
 
 
-def group_of(suite: Suite) -> str:
-    """The word that the names of related suites begin with."""
-    return suite.name.partition("-")[0]
-
-
 def plan(suites: Sequence[Suite], known: dict[str, Result], is_all: bool) -> list[Suite]:
     """Print what is out of date, and return the suites to measure."""
     chosen = []
@@ -40,7 +35,7 @@ def plan(suites: Sequence[Suite], known: dict[str, Result], is_all: bool) -> lis
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    names = sorted({name for suite in SUITES for name in (suite.name, group_of(suite))})
+    names = sorted({name for suite in SUITES for name in (suite.name, suite.group)})
     parser = arguments.parser(__doc__)
     parser.add_argument(
         "--suite",
@@ -54,7 +49,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--here", action="store_true", help="measure in this process")
     options = parser.parse_args(given)
     runner.exit_on_sigterm()
-    asked = [each for each in SUITES if not options.suite or {each.name, group_of(each)} & set(options.suite)]
+    asked = [each for each in SUITES if each.is_among(options.suite)]
     if options.here:
         shared = results.facts()
         return runner.worst(runner.run(suite, shared) for suite in asked)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cuda.setup import SMOKE, Setup, fitted
-from benchmarks.cuda.suites import group_of, suites
+from benchmarks.cuda.suites import suites
 from benchmarks.evidence import arguments, results, runner
 from benchmarks.evidence.figure import Suite
 
@@ -75,10 +75,10 @@ def main(given: Sequence[str] | None = None) -> int:
     runner.exit_on_sigterm()
     setup = SMOKE if options.smoke else _setup()
     every = suites(setup)
-    names = {name for suite in every for name in (suite.name, group_of(suite))}
+    names = {name for suite in every for name in (suite.name, suite.group)}
     if unknown := set(options.suite or ()) - names:
         parser.error(f"no suite called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    asked = [each for each in every if not options.suite or {each.name, group_of(each)} & set(options.suite)]
+    asked = [each for each in every if each.is_among(options.suite)]
     if options.list:
         for suite in asked:
             print(suite.name, *(f"\n    {figure.name}: {suite.num_cases} cases" for figure in suite.figures))
@@ -92,7 +92,7 @@ def main(given: Sequence[str] | None = None) -> int:
     passed += ["--commit", options.commit] if options.commit else []
     groups: dict[str, list[str]] = {}
     for suite in asked:
-        command = groups.setdefault(group_of(suite), [sys.executable, "-m", "benchmarks.cuda", "--here", *passed])
+        command = groups.setdefault(suite.group, [sys.executable, "-m", "benchmarks.cuda", "--here", *passed])
         command += ["--suite", suite.name]
     return runner.run_apart(groups, {"TRITON_INTERPRET": "1"} if setup.is_smoke else {}, LIMIT_S)
 

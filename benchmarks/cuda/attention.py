@@ -71,10 +71,6 @@ def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
     return lambda: backend.attend(spec, next(layers), query, key, value)
 
 
-def microseconds(name: str, raw: Raw) -> float:
-    return 1e6 * float(raw[name])
-
-
 def triton_over_varlen(raw: Raw) -> float:
     """Time of the one over time of the other."""
     return float(raw["triton"] / raw["varlen"])

@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda import engines, speeds
 from benchmarks.cuda.setup import LlamaShape, Setup, Speeds, floors
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn
+from benchmarks.serving.transformers_peer import generated
 from lorikeet.shard.scheduler.request import SamplingParams
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.engine.harness import EngineHarness, EngineRequest
@@ -27,7 +27,7 @@ SMOKE_MEMORY = {"num_blocks": 8, "max_batch_tokens": 64}
 
 
 class Peer:
-    """Its own defaults, but for sharing prefixes, which no two prompts have."""
+    """A random model in transformers."""
 
     def __init__(self, setup: Setup, shape: LlamaShape) -> None:
         self._memory = {"max_memory_percent": MEMORY} if setup.is_cuda else SMOKE_MEMORY
@@ -39,18 +39,10 @@ class Peer:
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
         """All prompts at once. Raises RuntimeError if a text has another length."""
-        generation = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = ContinuousBatchingConfig(allow_block_sharing=False, **self._memory)
-        start = time.perf_counter()
-        outputs = self._model.generate_batch(
-            prompts, generation_config=generation, continuous_batching_config=batching, progress_bar=False
-        )
-        seconds = time.perf_counter() - start
-        counts = [len(output.generated_tokens) for output in outputs.values()]
+        counts, seconds = generated(self._model, prompts, num_tokens, **self._memory)
         if counts != [num_tokens] * len(prompts):
             raise RuntimeError(f"transformers generated {counts} tokens")
-        tokens = float(sum(counts))
-        return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        return engines.speed(sum(counts), seconds)
 
 
 def batches(setup: Setup) -> tuple[int, ...]:
@@ -99,10 +91,6 @@ def against_peer(setup: Setup) -> Cases:
         yield Case(f"round {number}", result)
 
 
-def over_peer(raw: Raw) -> float:
-    return float(raw["ours"]["tokens_per_second"] / raw["transformers"]["tokens_per_second"])
-
-
 def full_loads(setup: Setup) -> Cases:
     """One case per round: a step of each full load, and of the usual batch with top-p in place of the arg max."""
     most = max(*setup.full_loads, setup.requests)
@@ -136,10 +124,6 @@ def long_contexts(setup: Setup) -> Cases:
         yield Case(f"{load} at once", {"load": load, **result})
 
 
-def tokens_per_second(raw: Raw) -> float:
-    return float(raw["tokens_per_second"])
-
-
 def staggered(setup: Setup) -> Cases:
     """One case per round: requests with prompt lookup that arrive some steps apart, with commit lag 0 and 1."""
     made = {f"lag {lag}": engines.full(setup, commit_lag=lag) for lag in LAGS}
@@ -160,11 +144,4 @@ def _arrive(setup: Setup, harness: EngineHarness, number: int) -> dict[str, floa
         for _ in range(3):
             harness.turn()
     harness.finish()
-    seconds = time.perf_counter() - start
-    num_tokens = sum(len(run.token_ids) for run in runs)
-    return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
-
-
-def over_lag_0(raw: Raw) -> float:
-    """Throughput with lag 1 over that with lag 0."""
-    return float(raw["lag 1"]["tokens_per_second"] / raw["lag 0"]["tokens_per_second"])
+    return engines.speed(sum(len(run.token_ids) for run in runs), time.perf_counter() - start)

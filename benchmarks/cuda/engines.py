@@ -2,9 +2,11 @@
 shard loads it.
 """
 
+import contextlib
 import gc
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -116,10 +118,9 @@ def step_of(runs: list[Run]) -> dict[str, float]:
         raise RuntimeError("the requests did not run at once")
     gaps = [gave.gap_us for gave in inside[0]]
     return {
+        **speed(num_tokens, end - start),
         "seconds": (end - start) / num_steps,
         "steps": num_steps,
-        "tokens": num_tokens,
-        "tokens_per_second": num_tokens / (end - start),
         "gap": (gaps[-1] - gaps[0]) / 1e6 / max(1, num_steps - 1),
     }
 
@@ -127,16 +128,26 @@ def step_of(runs: list[Run]) -> dict[str, float]:
 def total(runs: list[Run]) -> dict[str, float]:
     """Speed of requests that followed each other: all tokens over the time from the first request to the last token."""
     num_tokens = sum(len(run.token_ids) for run in runs)
-    seconds = max(run.steps[-1].at for run in runs) - min(run.asked_at for run in runs)
+    return speed(num_tokens, max(run.steps[-1].at for run in runs) - min(run.asked_at for run in runs))
+
+
+def speed(num_tokens: int, seconds: float) -> dict[str, float]:
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
 
 
 def steadily(harness: EngineHarness, requests: list[EngineRequest]) -> dict[str, float]:
-    """What a step takes while all of these run. The collector does not go through what was loaded meanwhile."""
+    """What a step takes while all of these run."""
+    with uncollected():
+        return step_of(harness.run(requests))
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """The garbage collector does not go through what was loaded meanwhile."""
     gc.collect()
     gc.freeze()
     try:
-        return step_of(harness.run(requests))
+        yield
     finally:
         gc.unfreeze()
 

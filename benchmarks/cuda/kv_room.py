@@ -15,7 +15,6 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.kv_memory import default_slot_bytes, room
 
 GIB = 1 << 30
-HEAD_DIM = 128
 ITEM = 2
 """Bytes of a bfloat16 or float16 number."""
 CONTEXT = 500_000_000
@@ -66,22 +65,15 @@ class Room:
         return self.ours / self.vllm
 
 
-def linears(shape: LlamaShape) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of one decoder layer."""
-    query, key = shape.heads * HEAD_DIM, shape.kv_heads * HEAD_DIM
-    attention = [(shape.hidden, query), (shape.hidden, key), (shape.hidden, key), (query, shape.hidden)]
-    return [*attention, (shape.hidden, shape.mlp), (shape.hidden, shape.mlp), (shape.mlp, shape.hidden)]
-
-
 def weight_bytes(shape: LlamaShape) -> int:
     """Bytes of the weights, without norms."""
-    embeddings = (1 if shape.is_tied else 2) * shape.vocabulary * shape.hidden
-    return ITEM * (embeddings + shape.layers * sum(num_in * num_out for num_in, num_out in linears(shape)))
+    embedding = 0 if shape.is_tied else shape.vocabulary * shape.hidden
+    return ITEM * (shape.num_multiplied + embedding)
 
 
 def rank_bytes(shape: LlamaShape) -> int:
     """Bytes of one rank of an adapter of all linear layers."""
-    return ITEM * shape.layers * sum(num_in + num_out for num_in, num_out in linears(shape))
+    return ITEM * shape.layers * sum(map(sum, shape.linears))
 
 
 def step_bytes(shape: LlamaShape) -> int:
@@ -92,11 +84,6 @@ def step_bytes(shape: LlamaShape) -> int:
     return rows + 6 * SAMPLED * shape.vocabulary * 4
 
 
-def token_bytes(shape: LlamaShape) -> int:
-    """Bytes of K and V of one token."""
-    return 2 * ITEM * shape.layers * shape.kv_heads * HEAD_DIM
-
-
 def ours(card: Card, has_adapters: bool) -> int:
     """Tokens by the code of a shard with default flags."""
     config = ShardConfig(card.model, "", "")
@@ -105,7 +92,7 @@ def ours(card: Card, has_adapters: bool) -> int:
     if has_adapters:
         free_of_weights = card.total * config.cuda_memory_fraction - weights
         left -= default_slot_bytes(card.total, free_of_weights, rank_bytes(card.shape))
-    return left // token_bytes(card.shape)
+    return left // card.shape.kv_bytes_per_token
 
 
 def vllm(card: Card, has_adapters: bool) -> int:
@@ -116,7 +103,7 @@ def vllm(card: Card, has_adapters: bool) -> int:
     left = card.total * UTILIZATION - weight_bytes(card.shape) - CONTEXT - step_bytes(card.shape)
     if has_adapters:
         left -= SAME_RANKS * rank_bytes(card.shape)
-    return int(left) // token_bytes(card.shape)
+    return int(left) // card.shape.kv_bytes_per_token
 
 
 def rooms() -> list[Room]:

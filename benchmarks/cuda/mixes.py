@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.cuda import engines
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup, step_bytes
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.load.rounds import in_turn
+from benchmarks.evidence.figure import Cases, Raw, in_rounds
+from benchmarks.load.rounds import in_turn, speedup
 from benchmarks.models.adapter_files import ALL, ATTENTION
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
@@ -79,10 +79,9 @@ def measure(setup: Setup) -> Cases:
     with tempfile.TemporaryDirectory() as folder:
         served = Served(setup, Path(folder))
         served.bring_in(served.digests[ROTATION])
-        for number in range(-1, setup.long_rounds):
-            raw = {way: _run(setup, way, bare, served) for way in in_turn(WAYS, number)}
-            if number >= 0:  # the first one warms up
-                yield Case(f"round {number}", raw)
+        yield from in_rounds(
+            setup.long_rounds, lambda number: {way: _run(setup, way, bare, served) for way in in_turn(WAYS, number)}
+        )
 
 
 def _run(setup: Setup, way: str, bare: EngineHarness, served: Served) -> Raw:
@@ -100,17 +99,12 @@ def _run(setup: Setup, way: str, bare: EngineHarness, served: Served) -> Raw:
     return engines.steadily(served.engine, [replace(each, adapter_digest=digest) for each, digest in asked])
 
 
-def share(way: str, of: str, raw: Raw) -> float:
-    """Tokens per second of one way over those of another, in the same round."""
-    return float(raw[way]["tokens_per_second"] / raw[of]["tokens_per_second"])
-
-
 def share_by_bytes(setup: Setup, way: str, raw: Raw) -> float:
-    """The same over no adapters, times what a step reads with the adapters over what it reads without: 1 if both read
-    at the same speed.
+    """Tokens per second over those without adapters, times what a step reads with adapters over what it reads without:
+    1 if both read at the same speed.
     """
     shape, ranks = setup.large, setup.ranks if way == MIXED else (setup.rank,)
     num_ranks = sum(ranks[number % len(ranks)] for number in range(setup.requests))
     adapters = 2 * shape.layers * num_ranks * sum(num_out + num_in for num_out, num_in in shape.linears)
     base = step_bytes(shape, setup.requests * (setup.prompt + setup.text / 2))
-    return share(way, BARE, raw) * (base + adapters) / base
+    return speedup(way, BARE, raw) * (base + adapters) / base

@@ -5,7 +5,6 @@ Both run their real passes, then their logits are replaced (`benchmarks.speculat
 texts are forced, since rounding in bfloat16 would let wide steps write others.
 """
 
-import gc
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,10 +49,8 @@ class Pair:
         self._num_rounds += 1
         self._engine.learn_as(name)
         forced = self._target.forced = self._draft.forced = ForcedAcceptance(chance, self.recorded, self._num_rounds)
-        gc.collect()
-        gc.freeze()
-        runs = self._engine.run([self._wanted(ids, how) for ids in self.recorded[:batch]], forced.began)
-        gc.unfreeze()
+        with engines.uncollected():
+            runs = self._engine.run([self._wanted(ids, how) for ids in self.recorded[:batch]], forced.began)
         self._target.forced = self._draft.forced = None
         for run, ids in zip(runs, self.recorded, strict=False):
             if [*run.wanted.prompt_ids, *run.token_ids] != ids:

@@ -8,14 +8,10 @@ from typing import Any
 from benchmarks.cuda import setup as sizes
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Cases, Figure, Over, Raw, Suite, raw_value
+from benchmarks.load.rounds import speedup
 
 HEADS_BOUND, VERIFICATION_BOUND = 1.08, 1.10
 SOURCES = ("shard/**/*", "benchmarks/cuda/*.py", "benchmarks/models/*.py", "tests/shard/engine/harness.py")
-
-
-def group_of(suite: Suite) -> str:
-    """Suites whose names begin with the same word run in one process."""
-    return suite.name.partition("-")[0]
 
 
 def suites(setup: Setup) -> tuple[Suite, ...]:
@@ -67,7 +63,8 @@ def _decode(setup: Setup) -> list[Suite]:
         for batch, target in ((1, 0.85), (many, 0.75))
     ]
     steps = [Figure(f"a step of {batch} at once", _of("decode.milliseconds", batch), unit="ms") for batch in (1, many)]
-    peer = Figure(f"throughput over transformers continuous batching, {many} at once", _of("decode.over_peer"), 3.0)
+    over_peer = partial(speedup, "ours", "transformers")
+    peer = Figure(f"throughput over transformers continuous batching, {many} at once", over_peer, 3.0)
     return [
         _suite("decode-floor", setup, setup.rounds, "decode.measure", figures=[*floors, *steps]),
         _suite("decode-peer", setup, setup.long_rounds, "decode.against_peer", figures=[peer]),
@@ -84,18 +81,15 @@ def _loads(setup: Setup) -> list[Suite]:
                    at_least=False),
         ]),
         _suite("loads-long", setup, len(setup.long_loads), "decode.long_contexts", figures=[
-            Figure("throughput at the longest context", _of("decode.tokens_per_second"), unit="tokens/s"),
+            Figure("throughput at the longest context", partial(raw_value, "tokens_per_second"), unit="tokens/s"),
         ]),
         _suite("loads-staggered", setup, setup.long_rounds, "decode.staggered", figures=[
-            Figure("lookup, staggered arrivals: commit lag 1 over 0", _of("decode.over_lag_0"), 1.0),
+            Figure("lookup, staggered arrivals: commit lag 1 over 0", partial(speedup, "lag 1", "lag 0"), 1.0),
         ]),
     ]  # fmt: skip
 
 
 def _adapters(setup: Setup) -> list[Suite]:
-    def share(way: str, of: str = "bare") -> Callable[[Raw], float]:
-        return _of("mixes.share", way, of)
-
     def by_bytes(way: str) -> Callable[[Raw], float]:
         return _of("mixes.share_by_bytes", setup, way)
 
@@ -103,10 +97,11 @@ def _adapters(setup: Setup) -> list[Suite]:
     return [_suite("adapters", setup, setup.long_rounds, "mixes.measure", figures=[
         Figure(f"{many} requests with {many} adapters over none, by bytes", by_bytes("distinct"), 0.85),
         Figure(f"{many} requests with adapters of mixed ranks over none, by bytes", by_bytes("mixed ranks"), 0.85),
-        Figure(f"{many} requests with {many} adapters over none", share("distinct")),
-        Figure(f"{many} requests with adapters of mixed ranks over none", share("mixed ranks")),
-        Figure(f"{setup.adapters} adapters in rotation over {many} resident", share("rotation", "resident"), 0.90),
-        Figure("requests without an adapter, over an engine without adapters", share("idle"), 0.99),
+        Figure(f"{many} requests with {many} adapters over none", partial(speedup, "distinct", "bare")),
+        Figure(f"{many} requests with adapters of mixed ranks over none", partial(speedup, "mixed ranks", "bare")),
+        Figure(f"{setup.adapters} adapters in rotation over {many} resident", partial(speedup, "rotation", "resident"),
+               0.90),
+        Figure("requests without an adapter, over an engine without adapters", partial(speedup, "idle", "bare"), 0.99),
     ])]  # fmt: skip
 
 

@@ -3,7 +3,6 @@ into a slot during the steps of a batch. The same request comes in turn with a r
 not.
 """
 
-import gc
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.mixes import settings_of
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Cases, Raw, in_rounds
 from benchmarks.models.adapter_files import ALL
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
@@ -50,15 +49,11 @@ def measure(setup: Setup) -> Cases:
         batch = [EngineRequest(each, num_tokens, adapter_digest=digest) for each, digest in pairs]
         spare = digests[setup.swap_batch :]
         engine.run([EngineRequest([1, 2], 1, adapter_digest=digest) for digest in digests])
-        for number in range(-1, setup.rounds):
-            raw = _round(engine, batch, spare, setup.swaps)
-            if number >= 0:  # the first one warms up
-                yield Case(f"round {number}", raw)
+        with engines.uncollected():
+            yield from in_rounds(setup.rounds, lambda _: _round(engine, batch, spare, setup.swaps))
 
 
 def _round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequence[str], swaps: int) -> Raw:
-    gc.collect()
-    gc.freeze()
     running = engine.submit(batch)
     while not all(run.steps for run in running):
         engine.turn()
@@ -71,7 +66,6 @@ def _round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequenc
         raise RuntimeError("the batch ended before the last adapter had come")
     times = [gave.at for gave in running[0].steps]
     engine.finish()
-    gc.unfreeze()
     return summary(times, met)
 
 

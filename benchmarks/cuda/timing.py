@@ -41,12 +41,6 @@ def _host_seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def wait(device: torch.device) -> None:
-    """Wait for the device to finish."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def idle_of(engine: EngineHarness, wanted: Sequence[EngineRequest]) -> dict[str, float]:
     """Seconds without any kernel or copy per step, and their share, while all of these run."""
     runs = engine.submit(wanted)

@@ -30,6 +30,14 @@ Cases = Generator[Case, None, None]
 """Measured one by one; closing the generator stops what it started."""
 
 
+def in_rounds(count: int, measure: Callable[[int], Raw | Case]) -> Cases:
+    """One case per round, after one that warms up, whose number is -1. `measure` gives a round's case or raw values."""
+    for number in range(-1, count):
+        found = measure(number)
+        if number >= 0:
+            yield found if isinstance(found, Case) else Case(f"round {number}", found)
+
+
 class Over(Enum):
     """How the values of all cases become one figure."""
 
@@ -86,6 +94,15 @@ class Suite:
     """Why the run says nothing, or an empty text."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings other than the constants of the module that measures."""
+
+    @property
+    def group(self) -> str:
+        """The word that the names of related suites begin with."""
+        return self.name.partition("-")[0]
+
+    def is_among(self, names: Sequence[str] | None) -> bool:
+        """Whether these names of suites or groups have this one. No names stand for every suite."""
+        return not names or bool({self.name, self.group} & set(names))
 
     @property
     def settings(self) -> dict[str, Any]:

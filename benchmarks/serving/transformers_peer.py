@@ -84,24 +84,33 @@ def _ask(process: "subprocess.Popen[str]", texts: list[str]) -> dict[str, Any]:
 def work(folder: str) -> None:
     """The worker: `generate_batch` for every line of prompts."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     model.eval()
-    generation = GenerationConfig(max_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(allow_block_sharing=False)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         ids = [tokenizer(text)["input_ids"] for text in json.loads(line)]
-        start = time.monotonic()
-        outputs = model.generate_batch(
-            ids, generation_config=generation, continuous_batching_config=batching, progress_bar=False
-        )
-        seconds = time.monotonic() - start
-        counts = [len(output.generated_tokens) for output in outputs.values()]
+        counts, seconds = generated(model, ids, OUTPUT_TOKENS)
         print(json.dumps({"counts": counts, "seconds": seconds}), flush=True)
+
+
+def generated(model: Any, ids: list[list[int]], num_tokens: int, **memory: Any) -> tuple[list[int], float]:
+    """How many tokens transformers generates for each prompt, and the seconds of all. Its settings are the defaults,
+    but for sharing prefixes, which no two prompts have.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    generation = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(allow_block_sharing=False, **memory)
+    start = time.monotonic()
+    outputs = model.generate_batch(
+        ids, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+    )
+    seconds = time.monotonic() - start
+    return [len(output.generated_tokens) for output in outputs.values()], seconds
 
 
 def main() -> int:

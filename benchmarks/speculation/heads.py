@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Cases, Raw, in_rounds
 from benchmarks.load import peers
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.config import ShardConfig
@@ -52,10 +52,7 @@ def measure(size: Size | None = None) -> Cases:
     size = size or Size()
     model = loaded(size)
     with torch.inference_mode():
-        for number in range(-1, size.rounds):
-            raw = _round(model, size.turns)
-            if number >= 0:  # the first one warms up
-                yield Case(f"round {number}", raw)
+        yield from in_rounds(size.rounds, lambda _: _round(model, size.turns))
 
 
 def loaded(size: Size) -> Any:

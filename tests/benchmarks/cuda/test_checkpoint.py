@@ -24,4 +24,4 @@ def test_transformers_reads_what_is_written(tmp_path: Path, is_tied: bool) -> No
     assert index["weight_map"].keys() == found.keys()
     assert num_bytes == sum(parameter.nbytes for parameter in found.values())
     drawn = found["model.layers.1.mlp.up_proj.weight"].detach().float()
-    assert float(drawn.std()) == pytest.approx(checkpoint.SPREAD, rel=0.1)
+    assert float(drawn.std()) == pytest.approx(network.config.initializer_range, rel=0.1)

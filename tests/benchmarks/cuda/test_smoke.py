@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.cuda import __main__ as command
 from benchmarks.cuda.setup import SMOKE
-from benchmarks.cuda.suites import group_of, suites
+from benchmarks.cuda.suites import suites
 from benchmarks.evidence import results
 
 WHOLE = suites(SMOKE)
-GROUPS = list(dict.fromkeys(map(group_of, WHOLE)))
+GROUPS = list(dict.fromkeys(suite.group for suite in WHOLE))
 
 
 def run(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
@@ -47,5 +47,5 @@ def test_a_suite_that_is_up_to_date_is_skipped_unless_asked_for(tmp_path: Path) 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_suite_in_a_process_of_its_own(group: str, tmp_path: Path) -> None:
     found = run(tmp_path, "--suite", group)
-    assert {each["suite"] for each in found.values()} == {suite.name for suite in WHOLE if group_of(suite) == group}
+    assert {each["suite"] for each in found.values()} == {suite.name for suite in WHOLE if suite.group == group}
     assert [each["reason"] for each in found.values() if each["status"] == "failed"] == []

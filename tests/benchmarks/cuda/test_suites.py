@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cuda import setup as shapes
 from benchmarks.cuda.setup import SMOKE, Setup
-from benchmarks.cuda.suites import group_of, suites
+from benchmarks.cuda.suites import suites
 from tests.shard.apart import KernelsApart
 from tests.test_layering import ROOT, reached
 
@@ -21,7 +21,7 @@ def test_figures_have_different_names() -> None:
 
 
 def test_suites_run_in_eight_processes() -> None:
-    groups = list(dict.fromkeys(map(group_of, FULL)))
+    groups = list(dict.fromkeys(suite.group for suite in FULL))
     assert groups == ["bandwidth", "decode", "loads", "adapters", "swap", "speculation", "start", "kernels"]
 
 
