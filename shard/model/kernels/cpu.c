@@ -178,11 +178,7 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
             const bf16 *now = block + p * BLOCK * 2, *ahead = p + pairs < k / 2 ? now + pairs * BLOCK * 2 : next;
             add_pairs(x + r * x_stride + 2 * p, count, x_stride, now, pairs, width, sums, ahead ? ahead : now);
         }
-        for (int64_t i = 0; i < count; i++) {
-            vec16 row[VECTORS];
-            memcpy(row, sums[i], sizeof row);
-            store(y + (r + i) * y_stride, width, row, bias);
-        }
+        for (int64_t i = 0; i < count; i++) store(y + (r + i) * y_stride, width, (const vec16 *)sums[i], bias);
     }
 }
 #endif

@@ -122,6 +122,29 @@ def test_a_gated_mlp_is_replaced_by_its_equal() -> None:
 
 
 @torch.inference_mode()
+def test_values_beyond_all_numbers_stay_in_their_row() -> None:
+    mlp, norm = PlainMlp(64, 200, nn.SiLU()).bfloat16(), LlamaRMSNorm(64).bfloat16()
+    x = random(5, 64, seed=1)
+    changed = x.clone()
+    changed[1, 3], changed[3, 5] = float("nan"), float("inf")
+    for module in (fuse(mlp, set()), fuse(norm, set()), StreamedMatrix(random(70, 64), None)):
+        assert callable(module)
+        plain, found = module(x), module(changed)
+        assert torch.equal(found[[0, 2, 4]], plain[[0, 2, 4]])
+        assert found[1].isnan().all()
+        assert not found[3].isfinite().all()
+
+
+@torch.inference_mode()
+def test_gates_of_any_size_are_those_of_torch() -> None:
+    gate = torch.cat([torch.linspace(-200, 200, 4097), torch.tensor([3e38, -1e4, 0.0, -0.0, 1e-38])]).bfloat16()[None]
+    gate = torch.cat([gate, gate.new_ones(1, -gate.shape[1] % 16)], 1)
+    up = torch.ones_like(gate)
+    wanted, found = nn.functional.silu(gate.double()), kernels.silu_times(gate, up).double()
+    assert ((found - wanted).abs() <= 2**-7 * wanted.abs() + 1e-34).all()
+
+
+@torch.inference_mode()
 def test_what_computes_something_else_is_left_alone() -> None:
     class Shifted(LlamaRMSNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
