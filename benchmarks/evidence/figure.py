@@ -10,8 +10,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from benchmarks.evidence.sources import REPOSITORY
 from benchmarks.evidence.statistics import Estimate, bootstrap, median_of
 
 Raw = Mapping[str, Any]
@@ -86,7 +89,9 @@ class Suite:
     num_cases: int
     figures: tuple[Figure, ...]
     sources: tuple[str, ...]
-    """Globs of the files that the figures depend on, relative to the repository; `!` excludes."""
+    """Globs of the files that the figures depend on besides the module that measures, relative to the repository; `!`
+    excludes.
+    """
     model: str = ""
     dtype: str = ""
     peer: str = ""
@@ -107,10 +112,19 @@ class Suite:
     @property
     def settings(self) -> dict[str, Any]:
         """The constants of the module that measures: lengths, rounds, seeds, flags."""
-        measure = self.measure.func if isinstance(self.measure, partial) else self.measure
-        module = vars(sys.modules[measure.__module__])
-        plain = {name.lower(): value for name, value in module.items() if name.isupper() and _is_plain(value)}
+        constants = vars(self._module).items()
+        plain = {name.lower(): value for name, value in constants if name.isupper() and _is_plain(value)}
         return dict(json.loads(json.dumps({**plain, **self.options})))
+
+    @property
+    def all_sources(self) -> tuple[str, ...]:
+        """The globs, and the module that measures."""
+        return (*self.sources, str(Path(str(self._module.__file__)).relative_to(REPOSITORY)))
+
+    @property
+    def _module(self) -> ModuleType:
+        measure = self.measure.func if isinstance(self.measure, partial) else self.measure
+        return sys.modules[measure.__module__]
 
 
 def _is_plain(value: object) -> bool:

@@ -105,7 +105,7 @@ def result_of(figure: Figure, suite: Suite, cases: Sequence[Case], shared: Mappi
         "dtype": suite.dtype,
         "peer": suite.peer,
         "settings": suite.settings,
-        "hash": digest(suite.sources),
+        "hash": digest(suite.all_sources),
         **shared,
     }
 
@@ -168,4 +168,4 @@ def out_of_date(suite: Suite, known: Mapping[str, Result]) -> str:
         return "failed"
     if any(result["settings"] != suite.settings for result in stated):
         return "settings changed"
-    return "" if {result["hash"] for result in stated} == {digest(suite.sources)} else "code changed"
+    return "" if {result["hash"] for result in stated} == {digest(suite.all_sources)} else "code changed"

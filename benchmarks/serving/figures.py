@@ -8,66 +8,55 @@ from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
 from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, overload, start, transformers_peer
 
-LLAMA = "random Llama, 200 M"
 TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
 """Targets by clients."""
 HTTP = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD)
-OUR_VLLM = f"vLLM {VLLM_VERSION} (CPU)"
+CLOSED = (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/machine.py")
+
+served = partial(Suite, sources=HTTP, model="random Llama, 200 M", dtype="bfloat16")
+next_to_vllm = partial(served, peer=f"vLLM {VLLM_VERSION} (CPU)")
+most = partial(Figure, at_least=False)
 
 
 def _closed(clients: int) -> Suite:
     word = "client" if clients == 1 else "clients"
-    return Suite(
+    return next_to_vllm(
         f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS,
-        (
-            Figure(f"share of the machine's limit, {clients} {word}", closed_loop.share_of_limit,
-                   TARGET_SHARE[clients]),
-            Figure(f"throughput over vLLM, {clients} {word}", partial(speedup, OURS, VLLM), OVER_VLLM[clients],
-                   unit="×"),
-        ),
-        (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/machine.py"),
-        LLAMA, "bfloat16", OUR_VLLM, closed_loop.void,
+        (Figure(f"share of the machine's limit, {clients} {word}", closed_loop.share_of_limit, TARGET_SHARE[clients]),
+         Figure(f"throughput over vLLM, {clients} {word}", partial(speedup, OURS, VLLM), OVER_VLLM[clients], unit="×")),
+        sources=CLOSED, void=closed_loop.void,
     )  # fmt: skip
 
 
 def _next_to_a_neighbour(clients: int) -> Suite:
     word = "client" if clients == 1 else "clients"
-    return Suite(
+    return next_to_vllm(
         f"neighbour-{clients}", partial(neighbour.measure, clients), neighbour.ROUNDS,
         (Figure(f"throughput over vLLM next to a process that takes half a core, {clients} {word}",
-                partial(speedup, OURS, VLLM), 1.0, unit="×"),),
-        (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/neighbour.py",
-         "benchmarks/serving/machine.py"),
-        LLAMA, "bfloat16", OUR_VLLM,
+                partial(speedup, OURS, VLLM), 1.0, unit="×"),), sources=CLOSED,
     )  # fmt: skip
 
 
 SUITES: tuple[Suite, ...] = (
     *map(_closed, TARGET_SHARE),
     *map(_next_to_a_neighbour, TARGET_SHARE),
-    Suite("open", open_loop.measure, 1,
-          tuple(Figure(f"highest request rate with p99 time to first token within 2 s, {name}",
-                       partial(open_loop.highest_rate, name), unit="requests/s", over=Over.WORST)
-                for name in (OURS, VLLM)) +
-          (Figure("highest request rate with p99 time to first token within 2 s, over vLLM", open_loop.over_vllm, 1.25,
-                  unit="×", over=Over.WORST),),
-          (*HTTP, "benchmarks/serving/open_loop.py"), LLAMA, "bfloat16", OUR_VLLM),
-    Suite("transformers", transformers_peer.measure, transformers_peer.ROUNDS,
-          (Figure("throughput over transformers continuous batching", transformers_peer.over_transformers, 4.0,
-                  unit="×"),),
-          (*HTTP, "benchmarks/serving/transformers_peer.py"), LLAMA, "bfloat16", "transformers"),
+    next_to_vllm("open", open_loop.measure, 1,
+                 tuple(Figure(f"highest request rate with p99 time to first token within 2 s, {name}",
+                              partial(open_loop.highest_rate, name), unit="requests/s", over=Over.WORST)
+                       for name in (OURS, VLLM)) +
+                 (Figure("highest request rate with p99 time to first token within 2 s, over vLLM", open_loop.over_vllm,
+                         1.25, unit="×", over=Over.WORST),)),
+    served("transformers", transformers_peer.measure, transformers_peer.ROUNDS,
+           (Figure("throughput over transformers continuous batching", transformers_peer.over_transformers, 4.0,
+                   unit="×"),), peer="transformers"),
     Suite("start", start.measure, start.ROUNDS,
-          (Figure("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, at_least=False,
-                  unit="s"),),
-          (*SERVER, "benchmarks/serving/start.py", "benchmarks/load/servers.py"), "embedded model", "bfloat16"),
+          (most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),),
+          (*SERVER, "benchmarks/load/servers.py"), "embedded model", "bfloat16"),
     Suite("clone", fresh_clone.measure, 1,
-          (Figure("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, at_least=False, unit="s",
-                  over=Over.WORST),),
-          ("tests/**/*.py", "pyproject.toml", "Makefile", "benchmarks/serving/fresh_clone.py",
-           "benchmarks/load/servers.py")),
-    Suite("overload", overload.measure, overload.ROUNDS,
-          (Figure("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, at_least=False, unit="ms"),
-           Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9)),
-          (*HTTP, "benchmarks/serving/overload.py"), LLAMA, "bfloat16"),
+          (most("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, unit="s", over=Over.WORST),),
+          ("tests/**/*.py", "pyproject.toml", "Makefile", "benchmarks/load/servers.py")),
+    served("overload", overload.measure, overload.ROUNDS,
+           (most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
+            Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9))),
 )  # fmt: skip

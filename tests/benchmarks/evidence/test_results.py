@@ -55,7 +55,7 @@ def test_a_run_is_written_small_and_archived_with_its_cases(measured: Measured) 
     assert measured.run() == runner.HOLDS
     found = measured.latest()
     assert (found["status"], found["rounds"], found["median"], found["commit"]) == ("holds", 4, 2.15, "c0ffee")
-    assert "cases" not in found and found["hash"] == digest(measured.suite.sources)
+    assert "cases" not in found and found["hash"] == digest(measured.suite.all_sources)
     row, cases = results.archived(measured.folder)
     assert row == found
     assert [case["raw"]["x"] for case in cases["cases"]] == [2.0, 2.1, 2.2, 2.3]
@@ -115,7 +115,7 @@ def test_current_results_are_small_and_belong_to_figures() -> None:
 def test_figures_have_different_files_and_suites_have_sources() -> None:
     names = [figure.name for suite in catalogue.SUITES for figure in suite.figures]
     assert len({results.slug(name) for name in names}) == len(names)
-    assert all(digest(suite.sources) for suite in catalogue.SUITES)
+    assert all(digest(suite.all_sources) for suite in catalogue.SUITES)
 
 
 def test_the_archive_keeps_every_miss_and_void_run() -> None:

@@ -116,7 +116,7 @@ def has_code(path: Path) -> bool:
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
 def test_a_suite_declares_the_benchmark_modules_that_it_imports(suite: Suite) -> None:
     measure = getattr(suite.measure, "func", suite.measure)
-    declared = files_of(suite.sources)
+    declared = files_of(suite.all_sources)
     missing = {str(path.relative_to(REPOSITORY)) for path in reached(measure.__module__) - declared if has_code(path)}
     assert not missing, "add these to the suite's sources"
 
