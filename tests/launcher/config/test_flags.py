@@ -1,14 +1,19 @@
 """The flag table against LoRAX's flags in lorax_flags.json."""
 
 import json
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorikeet.launcher.config.flag import Flag, Kind
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD, Flag, Kind, Process
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import parser
+from lorikeet.proto.config_file import ConfigFile
+from lorikeet.router.config import RouterConfig
+from lorikeet.shard.config import ShardConfig
 
 LORAX: list[dict[str, Any]] = json.loads((Path(__file__).parent / "lorax_flags.json").read_text())
 COMPUTED = {
@@ -63,6 +68,19 @@ def test_a_row_is_complete(flag: Flag) -> None:
         assert flag.value(str(flag.default)) == flag.default
     if flag.refused and flag.default not in (None, ()):
         assert flag.default in flag.harmless
+
+
+@pytest.mark.parametrize(
+    ("process", "config"), [(SHARD, ShardConfig), (ROUTER, RouterConfig), (LOADER, LoaderConfig)], ids=str
+)
+def test_a_field_that_is_a_flag_has_its_default(process: Process, config: type[ConfigFile]) -> None:
+    """The processes do not import the table; without the launcher they behave as with a flag that is not given."""
+    defaults = {field.name: field.default for field in fields(config)}  # type: ignore[arg-type]
+    rows = [flag for flag in FLAGS.values() if process in flag.to and not flag.computed]
+    assert {flag.field for flag in rows} <= defaults.keys()
+    for flag in rows:
+        if f"--{flag.name}" not in COMPUTED:
+            assert defaults[flag.field] in (flag.default, MISSING), flag.name
 
 
 def test_the_parser_has_exactly_the_flags_of_the_table() -> None:
