@@ -62,7 +62,7 @@ serve: $(VENV)/.installed
 WORKERS = $$($(PY) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 
 test: $(VENV)/.installed-$(DEV)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # A focused run in one process: make t T=tests/shard/engine ARGS="-k memory"
 t: $(VENV)/.installed-$(DEV)

@@ -2,7 +2,8 @@
 
 import ast
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -93,19 +94,41 @@ def sources(package: str) -> list[Path]:
     ]
 
 
+@dataclass
+class Parsed:
+    """What the tests read of a file. The rest of its tree is not kept: it would make every collection slower."""
+
+    docstring: str | None
+    imports: list[ast.stmt]
+    functions: list[tuple[int, str, int]]
+    """Line, name and number of lines of each."""
+
+
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> Parsed:
+    tree = ast.parse(path.read_text())
+    found = Parsed(ast.get_docstring(tree), [], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.imports.append(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            found.functions.append((node.lineno, node.name, size))
+    return found
 
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
     """Full names of the modules that a file imports, wherever in it."""
-    return tuple(imports_of(tree(path), (PACKAGE, *path.relative_to(ROOT).parent.parts)))
+    return tuple(names_in(parsed(path).imports, (PACKAGE, *path.relative_to(ROOT).parent.parts)))
 
 
 def imports_of(code: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
-    for node in ast.walk(code):
+    return names_in(ast.walk(code), package)
+
+
+def names_in(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,7 +162,7 @@ def file_of(name: str) -> Path | None:
 def imported_files(path: Path) -> frozenset[Path]:
     """Our files that a file imports, other than itself; `from package import name` may name a module."""
     found = set[Path]()
-    for node in ast.walk(tree(path)):
+    for node in parsed(path).imports:
         if isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path.relative_to(ROOT)}: a relative import"
             for alias in node.names:
@@ -302,7 +325,7 @@ def test_no_module_is_named_after_nothing(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_file_has_a_short_docstring(package: str) -> None:
     for path in sources(package):
-        doc = ast.get_docstring(tree(path))
+        doc = parsed(path).docstring
         assert doc, f"{path.relative_to(ROOT)} has no docstring"
         prose = [line for line in doc.splitlines() if not line.startswith((" ", "│", "├", "└"))]
         assert len(prose) <= 10, f"the docstring of {path.relative_to(ROOT)} is too long"
@@ -323,11 +346,10 @@ def test_a_short_module_has_a_reason() -> None:
 def test_functions_fit_a_screen() -> None:
     """Lines of every function, its signature and docstring included; Triton's kernels are one function each."""
     sizes = {
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        f"{path.relative_to(ROOT)}:{line} {name}": size
         for path in all_sources()
         if "triton" not in path.name and path.relative_to(ROOT).parts[0] != "demo"
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line, name, size in parsed(path).functions
     }
     too_long = [name for name, size in sizes.items() if size > MAX_LINES]
     assert not too_long, "\n".join(too_long)

@@ -44,11 +44,12 @@ class Mutant:
 
 
 def copy_tree(destination: Path) -> Path:
+    """With compiled files: Python compiles a changed file again, because its time is another."""
     for name in COPIED:
         source, target = ROOT / name, destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
         else:
             shutil.copy(source, target)
     return destination

@@ -1,0 +1,49 @@
+"""Collects garbage less often, and gives every file of tests to one worker, the slowest files first."""
+
+import gc
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SLOWEST = ("tests/e2e/conftest.py",)
+"""Files above ten seconds, the slowest first. The others follow in their order."""
+REPLICAS = "tests/e2e/conftest.py"
+"""It has a server that several files of tests share. One worker runs them, so that the server starts once."""
+
+gc.disable()  # until every file is imported, because nothing of a module becomes garbage
+
+
+def pytest_collection_finish() -> None:
+    """Full collections skip everything that was imported: it would take a third of a second each time."""
+    gc.freeze()
+    gc.enable()
+
+
+@cache
+def unit(file: str) -> str:
+    """The unit of work that a file belongs to."""
+    shares = file.startswith("tests/e2e/") and "from tests.e2e.conftest import" in (ROOT / file).read_text()
+    return REPLICAS if shares else file
+
+
+def rank(file: str) -> int:
+    return SLOWEST.index(file) if file in SLOWEST else len(SLOWEST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class SlowestFirst(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(super()._split_scope(nodeid))
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(min(self.workqueue, key=rank), last=False)
+            super()._assign_work_unit(node)
+
+    return SlowestFirst(config, log) if config.getoption("dist") == "loadfile" else None
