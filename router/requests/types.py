@@ -25,7 +25,9 @@ PENALTY_RULE = f">= {1 / MAX_PENALTY:g} and <= {MAX_PENALTY:g}"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the fields of the wire's Sampling message."""
+    """How tokens are sampled; the fields of the wire's Sampling message. The shard's `SamplingParams` repeats them:
+    router and shard share the wire and no code.
+    """
 
     do_sample: bool = False
     temperature: float = 1.0

@@ -247,7 +247,8 @@ def decoder_layer(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm, attention, residual, norm, gated MLP and residual in one call.
+    """Norm, attention, residual, norm, gated MLP and residual in one call, as `cpu.decoder_layer`: one interface, with
+    another library and more scratch memory.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """
