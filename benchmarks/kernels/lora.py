@@ -1,8 +1,8 @@
 """The cost of one module's adapters on CUDA, computed in three ways: the specification row by row, grouped torch
 products, and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
 
-Prints a table, times as multiples of the kernels', and one line of JSON. With TRITON_INTERPRET=1 and `--smoke`, or
-other small sizes, it runs on CPU, where its times mean nothing.
+Prints a table, times as multiples of the kernels', and one line of JSON. With TRITON_INTERPRET=1 and `--smoke` it
+runs on CPU, where its times mean nothing.
 
     python -m benchmarks.kernels.lora [--smoke]
 """
@@ -25,8 +25,6 @@ MIXES = ("distinct", "uniform", "zipf", "identical")
 TOLERANCE = 2**-6
 """Tolerance as a share of the largest output: the grouped products round h to bfloat16."""
 
-SMOKE = {"in": 24, "out": 20, "rank": 3, "requests": 3, "tokens": 1, "repeats": 1}
-
 
 @dataclass(frozen=True)
 class Size:
@@ -38,6 +36,9 @@ class Size:
     num_requests: int
     num_tokens: int
     """Tokens of each request."""
+
+
+FULL, SMOKE = Size(4096, 4096, 16, 32, 1), Size(24, 20, 3, 3, 1)
 
 
 @dataclass(frozen=True)
@@ -170,18 +171,13 @@ def compare(size: Size, mix: str, device: torch.device, repeats: int) -> Result:
 
 def main(given_arguments: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
-    for name, default in {"in": 4096, "out": 4096, "rank": 16, "requests": 32, "tokens": 1, "repeats": 20}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    given = vars(parser.parse_args(given_arguments))
-    if given["smoke"]:
-        given |= SMOKE
+    size, repeats = (SMOKE, 1) if parser.parse_args(given_arguments).smoke else (FULL, 20)
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (is_interpreted or torch.cuda.is_available()):
         parser.error("needs a CUDA device")
     device = torch.device("cpu" if is_interpreted else "cuda")
-    size = Size(given["in"], given["out"], given["rank"], given["requests"], given["tokens"])
-    results = [compare(size, mix, device, given["repeats"]) for mix in MIXES]
+    results = [compare(size, mix, device, repeats) for mix in MIXES]
     print(f"{size}\n{'mix':<10} {'kernels':>10} {'grouped':>10} {'by row':>10}")
     for result in results:
         print(f"{result.mix:<10} {result.kernels_us:>8.1f}us {result.grouped:>9.2f}x {result.by_row:>9.1f}x")

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.cuda.setup import LLAMA_8B
 from benchmarks.evidence import arguments
 from benchmarks.kernels import trials
 from benchmarks.kernels.trials import Trial
@@ -72,10 +73,7 @@ class Result:
 
 def llama_8b() -> LlamaConfig:
     """Configuration of Llama 3.1 8B, as far as it has to do with shapes; layers are alike."""
-    return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256,
-    )  # fmt: skip
+    return LlamaConfig(**replace(LLAMA_8B, layers=1).config())
 
 
 def shapes_of(config: object) -> Shapes:

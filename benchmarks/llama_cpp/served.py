@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 import uvloop
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases
+from benchmarks.evidence.figure import Cases, in_rounds
 from benchmarks.llama_cpp.build import VERSION, program
 from benchmarks.load import adapted, completions, servers
 from benchmarks.load.rounds import EXTRA, LENGTH, OURS, speedup
 from benchmarks.models.prompts import prompts
 from benchmarks.models.random_llama import llama_200m
-from benchmarks.serving.closed_loop import in_round
+from benchmarks.serving.closed_loop import in_round, run
 
 ROUNDS = 8
 REQUESTS_PER_CLIENT = {1: 4, 8: 3, 32: 2}
@@ -62,8 +62,10 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
             running[ours] = stack.enter_context(servers.running(f"{OURS}-{ours}", command))
             command = llama_cpp(_file(model, theirs), clients)
             running[theirs] = stack.enter_context(servers.running(f"{LLAMA_CPP}-{theirs}", command))
-        asked = partial(_ask, running, str(model), clients)
-        yield from _rounds(running, asked, rounds)
+        extras = {name: EXTRA[OURS] if name in PAIRS else IGNORE_EOS for name in running}
+        targets = {name: completions.Target(each.port, str(model), extras[name]) for name, each in running.items()}
+        ask = partial(run, targets, clients, REQUESTS_PER_CLIENT[clients])
+        yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, SEED + number)))
 
 
 def adapters(rounds: int = ROUNDS) -> Cases:
@@ -79,8 +81,8 @@ def adapters(rounds: int = ROUNDS) -> Cases:
             running[ours] = stack.enter_context(adapted.serving(f"{OURS}-{ours}", base, *flags))
             command = _with_adapters(base.model, theirs, folders)
             running[theirs] = stack.enter_context(servers.running(f"{LLAMA_CPP}-{theirs}", command))
-        asked = partial(_ask_adapters, running, str(base.model), [folder.name for folder in folders])
-        yield from _rounds(running, asked, rounds)
+        ask = partial(_ask_adapters, running, str(base.model), [folder.name for folder in folders])
+        yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, number)))
 
 
 def _file(model: Path, kind: str) -> Path:
@@ -94,22 +96,6 @@ def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.C
 
     files = [flag for folder in folders for flag in ("--lora", str(adapter_file(folder, model)))]
     return llama_cpp(_file(model, kind), len(folders), *files, "--lora-init-without-apply")
-
-
-def _rounds(running: Mapping[str, servers.Server], ask: Callable[..., Any], rounds: int) -> Iterator[Case]:
-    for number in range(-1, rounds):
-        case = in_round(number, running, partial(ask, number))
-        if number >= 0:
-            yield case
-
-
-def _ask(
-    running: Mapping[str, servers.Server], model: str, clients: int, number: int, name: str
-) -> list[completions.Answer]:
-    extra = EXTRA[OURS] if name in PAIRS else IGNORE_EOS
-    texts = prompts(clients * REQUESTS_PER_CLIENT[clients], LENGTH.num_prompt, SEED + number)
-    target = completions.Target(running[name].port, model, extra)
-    return uvloop.run(completions.closed_loop(target, texts, clients, LENGTH))
 
 
 def _ask_adapters(
@@ -132,15 +118,11 @@ def _ask_adapters(
     return uvloop.run(clients())
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = arguments.parser(__doc__, rounds=ROUNDS)
     parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=1)
     parser.add_argument("--adapters", action="store_true", help="eight clients with an adapter each")
-    options = parser.parse_args()
-    pairs = ADAPTED if options.adapters else PAIRS
-    cases = adapters(options.rounds) if options.adapters else measure(options.clients, options.rounds)
-    return arguments.print_cases(cases, {f"{a} over {b}": partial(speedup, a, b) for a, b in pairs.items()})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    chosen = parser.parse_args()
+    pairs = ADAPTED if chosen.adapters else PAIRS
+    cases = adapters(chosen.rounds) if chosen.adapters else measure(chosen.clients, chosen.rounds)
+    sys.exit(arguments.print_cases(cases, {f"{a} over {b}": partial(speedup, a, b) for a, b in pairs.items()}))

@@ -6,20 +6,16 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Cases
+from benchmarks.evidence.figure import Cases, in_rounds
 from benchmarks.load import completions, servers
-from benchmarks.load.rounds import EXTRA, LENGTH, OURS, speedup
-from benchmarks.models.prompts import prompts
+from benchmarks.load.rounds import EXTRA, OURS, speedup
 from benchmarks.models.random_llama import llama_200m
 from benchmarks.quantization.weights import METHODS, PLAIN
-from benchmarks.serving.closed_loop import in_round
+from benchmarks.serving.closed_loop import in_round, run
 
 ROUNDS = 8
 REQUESTS = 4
@@ -32,10 +28,9 @@ def measure(rounds: int = ROUNDS) -> Cases:
     model = llama_200m()
     with contextlib.ExitStack() as stack:
         running = {name: stack.enter_context(_serving(name, model)) for name in (PLAIN, *METHODS)}
-        for number in range(-1, rounds):
-            case = in_round(number, running, partial(_run, running, model, SEED + number))
-            if number >= 0:
-                yield case
+        targets = {name: completions.Target(each.port, str(model), EXTRA[OURS]) for name, each in running.items()}
+        ask = partial(run, targets, 1, REQUESTS)
+        yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, SEED + number)))
 
 
 def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[servers.Server]:
@@ -43,18 +38,6 @@ def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[server
     return servers.running(f"{OURS}-{name}", servers.lorikeet(model, "--dtype", "bfloat16", *flags))
 
 
-def _run(running: Mapping[str, servers.Server], model: Path, seed: int, name: str) -> list[completions.Answer]:
-    target = completions.Target(running[name].port, str(model), EXTRA[OURS])
-    texts = prompts(REQUESTS, LENGTH.num_prompt, seed)
-    return uvloop.run(completions.closed_loop(target, texts, 1, LENGTH))
-
-
-def main() -> int:
-    options = arguments.parser(__doc__, rounds=ROUNDS).parse_args()
-    return arguments.print_cases(
-        measure(options.rounds), {method: partial(speedup, method, PLAIN) for method in METHODS}
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = measure(arguments.parser(__doc__, rounds=ROUNDS).parse_args().rounds)
+    sys.exit(arguments.print_cases(cases, {method: partial(speedup, method, PLAIN) for method in METHODS}))

@@ -28,7 +28,8 @@ SUITES: tuple[Suite, ...] = (
               (most("processor time of ten viewers of the live view", observed.cost_of_viewers, 0.01,
                     unit="of the router's"),
                most("processor time of traces that are not sampled", observed.cost_of_traces, 0.01,
-                    unit="of the router's")), sources=(*SOURCES, "benchmarks/router/accounted.py")),
+                    unit="of the router's")), sources=(*SOURCES, "benchmarks/router/accounted.py",
+                                             "benchmarks/router/four_shards.py")),
     simulated("router-clients", clients.measure, clients.ROUNDS,
               tuple(most(f"{label} that lorikeet-bench measures, over {name}, from 1",
                          partial(clients.distance, value, generator), 0.03, over=Over.POOLED)

@@ -3,13 +3,13 @@
 Simulated shards of 64 requests and 8 ms a step give 8 000 tokens/s each. They and the clients share a core, the router
 has the other.
 
-    python -m benchmarks.router.four_shards [--rounds N] [--profile FILE]
+    python -m benchmarks.router.four_shards [--rounds N]
 """
 
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import uvloop
 
@@ -30,28 +30,38 @@ async def loaded(servers: throughput.Servers, num_shards: int) -> dict[str, floa
     """Tokens per second of as many streams as the shards take at once, and the router's time for each."""
     async with throughput.clients(servers.port, [NEW_TOKENS] * STREAMS * num_shards) as running:
         await asyncio.sleep(WARM_UP_S)
-        before, start = sum(client.num_events for client in running), time.perf_counter()
-        cpu_before = cpu_seconds(servers.router_pid)
-        await asyncio.sleep(ROUND_S)
-        seconds = time.perf_counter() - start
-        num_tokens = sum(client.num_events for client in running) - before
-        cpu = cpu_seconds(servers.router_pid) - cpu_before
-    return {"tokens_per_s": round(num_tokens / seconds, 1), "router_us_per_token": round(1e6 * cpu / num_tokens, 2)}
+        num_tokens, seconds, cpu_s = await counted(servers, running, ROUND_S)
+    return {"tokens_per_s": round(num_tokens / seconds, 1), "router_us_per_token": round(1e6 * cpu_s / num_tokens, 2)}
 
 
 def measure(rounds: int = ROUNDS) -> Cases:
     """One case per round: one shard, then four."""
+    return in_one_loop(rounds_of(rounds), rounds)
+
+
+def in_one_loop(values: AsyncGenerator[Raw, None], rounds: int) -> Cases:
+    """One case per round, from its raw values."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        each = rounds_of(rounds)
         try:
             for number in range(rounds):
-                raw = runner.run(anext(each))
-                yield Case(f"round {number}", raw)
+                yield Case(f"round {number}", runner.run(anext(values)))
         finally:
-            runner.run(each.aclose())
+            runner.run(values.aclose())
 
 
-async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, dict[str, float]], None]:
+async def counted(
+    servers: throughput.Servers, running: Sequence[throughput.Client], round_s: float
+) -> tuple[int, float, float]:
+    """Tokens that clients get in a round, its seconds, and the router's processor time."""
+    before, start = sum(client.num_events for client in running), time.perf_counter()
+    cpu_before = cpu_seconds(servers.router_pid)
+    await asyncio.sleep(round_s)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(client.num_events for client in running) - before
+    return num_tokens, seconds, cpu_seconds(servers.router_pid) - cpu_before
+
+
+async def rounds_of(rounds: int) -> AsyncGenerator[Raw, None]:
     """The raw values of each round."""
     async with (
         throughput.servers(STEP_MS, max_running=STREAMS) as one,
@@ -66,20 +76,6 @@ def share(raw: Raw) -> float:
     return float(raw["four"]["tokens_per_s"] / (SHARDS * raw["one"]["tokens_per_s"]))
 
 
-async def profiled(path: str) -> None:
-    async with throughput.servers(STEP_MS, path, SHARDS, STREAMS) as four:
-        print(await loaded(four, SHARDS))
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--profile", metavar="FILE", help="write a cProfile of a router over four shards here")
-    options = parser.parse_args()
-    if options.profile:
-        uvloop.run(profiled(options.profile))
-        return 0
-    return arguments.print_cases(measure(options.rounds), {f"of {SHARDS} times one": share})
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = measure(arguments.parser(__doc__, rounds=ROUNDS).parse_args().rounds)
+    sys.exit(arguments.print_cases(cases, {f"of {SHARDS} times one": share}))

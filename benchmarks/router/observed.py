@@ -11,18 +11,15 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.load.servers import cpu_seconds
+from benchmarks.evidence.figure import Cases, Raw
 from benchmarks.router import throughput
 from benchmarks.router.accounted import Account
+from benchmarks.router.four_shards import counted, in_one_loop
 
 ROUNDS = 8
 ROUND_S, WARM_UP_S = 4.0, 1.0
@@ -51,16 +48,10 @@ async def viewers(port: int, count: int) -> AsyncIterator[None]:
 
 def measure(rounds: int = ROUNDS) -> Cases:
     """One case per round."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        each = rounds_of(rounds)
-        try:
-            for number in range(rounds):
-                yield Case(f"round {number}", runner.run(anext(each)))
-        finally:
-            runner.run(each.aclose())
+    return in_one_loop(rounds_of(rounds), rounds)
 
 
-async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, float], None]:
+async def rounds_of(rounds: int) -> AsyncGenerator[Raw, None]:
     """The raw values of each round."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "account"
@@ -73,14 +64,12 @@ async def rounds_of(rounds: int) -> AsyncGenerator[dict[str, float], None]:
         ):
             await asyncio.sleep(WARM_UP_S)
             for _ in range(rounds):
-                began, before, cpu_before = time.perf_counter(), account.read(), cpu_seconds(servers.router_pid)
-                num_before = sum(client.num_events for client in running)
-                await asyncio.sleep(ROUND_S)
-                seconds, after = time.perf_counter() - began, account.read()
-                num_tokens = sum(client.num_events for client in running) - num_before
+                before = account.read()
+                num_tokens, seconds, cpu_s = await counted(servers, running, ROUND_S)
+                after = account.read()
                 yield {
                     **{field: after[field] - before[field] for field in after},
-                    "router_cpu_s": cpu_seconds(servers.router_pid) - cpu_before,
+                    "router_cpu_s": cpu_s,
                     "tokens_per_s": num_tokens / seconds,
                 }
 
@@ -94,11 +83,6 @@ cost_of_viewers = partial(share, "live_s")
 cost_of_traces = partial(share, "traces_s")
 
 
-def main() -> int:
-    given = arguments.parser(__doc__, rounds=ROUNDS).parse_args()
-    figures = {"viewers": cost_of_viewers, "traces": cost_of_traces}
-    return arguments.print_cases(measure(given.rounds), figures)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases = measure(arguments.parser(__doc__, rounds=ROUNDS).parse_args().rounds)
+    sys.exit(arguments.print_cases(cases, {"viewers": cost_of_viewers, "traces": cost_of_traces}))

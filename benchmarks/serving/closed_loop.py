@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,19 +37,24 @@ VLLM_VERSION, VLLM_FLAGS, VLLM_ENVIRONMENT = peers.VLLM_VERSION, peers.VLLM_FLAG
 
 def measure(clients: int, rounds: int = ROUNDS) -> Cases:
     """One case per round: the limit, then both servers in turn."""
-    model = peers.model_folder()
-    with contextlib.ExitStack() as stack:
-        both = {
-            VLLM: stack.enter_context(servers.running(VLLM, peers.vllm(model))),
-            OURS: stack.enter_context(servers.running(OURS, servers.lorikeet(model))),
-        }
-        targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
+    with next_to_vllm() as (both, targets):
+        ask = partial(run, targets, clients, REQUESTS_PER_CLIENT[clients])
         for name in both:
-            run(targets, clients, SEED, name)
+            ask(SEED, name)
         for number in range(rounds):
             machine = {"clients": clients, **speeds()}
-            case = in_round(number, both, partial(run, targets, clients, SEED + 1 + number))
+            case = in_round(number, both, partial(ask, SEED + 1 + number))
             yield replace(case, raw={**machine, **case.raw})
+
+
+@contextlib.contextmanager
+def next_to_vllm() -> Iterator[tuple[Mapping[str, servers.Server], Mapping[str, completions.Target]]]:
+    """vLLM and this server, and where requests to each go, by name."""
+    model = peers.model_folder()
+    commands = {VLLM: peers.vllm(model), OURS: servers.lorikeet(model)}
+    with contextlib.ExitStack() as stack:
+        both = {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
+        yield both, {name: completions.Target(each.port, str(model), EXTRA[name]) for name, each in both.items()}
 
 
 def in_round(number: int, running: Mapping[str, servers.Server], ask: Asked) -> Case:
@@ -64,9 +69,11 @@ def in_round(number: int, running: Mapping[str, servers.Server], ask: Asked) -> 
     return Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-def run(targets: Mapping[str, completions.Target], clients: int, seed: int, name: str) -> list[completions.Answer]:
-    """A closed loop of several prompts per client."""
-    texts = prompts(clients * REQUESTS_PER_CLIENT[clients], PROMPT_TOKENS, seed)
+def run(
+    targets: Mapping[str, completions.Target], clients: int, requests: int, seed: int, name: str
+) -> list[completions.Answer]:
+    """A closed loop of so many requests per client."""
+    texts = prompts(clients * requests, PROMPT_TOKENS, seed)
     return uvloop.run(completions.closed_loop(targets[name], texts, clients, LENGTH))
 
 
@@ -93,13 +100,10 @@ def void(raws: Sequence[Raw]) -> str:
     return f"vLLM reached {share:.2f} of the limit at {clients} clients, below {VOID_BELOW[clients]}"
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = arguments.parser(__doc__, rounds=ROUNDS)
     parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=8)
-    options = parser.parse_args()
-    figures = {"of the limit": share_of_limit, "vLLM": lambda raw: share_of_limit(raw, VLLM)}
-    return arguments.print_cases(measure(options.clients, options.rounds), figures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    chosen = parser.parse_args()
+    vllm: Callable[[Raw], float] = partial(share_of_limit, server=VLLM)
+    cases = measure(chosen.clients, chosen.rounds)
+    sys.exit(arguments.print_cases(cases, {"of the limit": share_of_limit, "vLLM": vllm}))

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Cases
-from benchmarks.load import completions, peers, servers
-from benchmarks.load.rounds import EXTRA, OURS, VLLM, speedup
+from benchmarks.evidence.figure import Cases, in_rounds
+from benchmarks.load import servers
+from benchmarks.load.rounds import OURS, VLLM, speedup
 from benchmarks.serving import closed_loop
 
 ROUNDS = 8
@@ -33,16 +33,9 @@ while True:
 
 def measure(clients: int, rounds: int = ROUNDS) -> Cases:
     """One case per round, after one that warms up: both servers in turn, next to the neighbour."""
-    model = peers.model_folder()
-    commands = {VLLM: peers.vllm(model), OURS: servers.lorikeet(model)}
-    with contextlib.ExitStack() as stack:
-        both = {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
-        targets = {name: completions.Target(server.port, str(model), EXTRA[name]) for name, server in both.items()}
-        stack.enter_context(neighbour())
-        for number in range(-1, rounds):
-            case = closed_loop.in_round(number, both, partial(closed_loop.run, targets, clients, SEED + number))
-            if number >= 0:
-                yield case
+    with closed_loop.next_to_vllm() as (both, targets), neighbour():
+        ask = partial(closed_loop.run, targets, clients, closed_loop.REQUESTS_PER_CLIENT[clients])
+        yield from in_rounds(rounds, lambda number: closed_loop.in_round(number, both, partial(ask, SEED + number)))
 
 
 @contextlib.contextmanager
@@ -57,12 +50,9 @@ def neighbour() -> Iterator[None]:
         process.wait()
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = arguments.parser(__doc__, rounds=ROUNDS)
     parser.add_argument("--clients", type=int, choices=list(closed_loop.REQUESTS_PER_CLIENT), default=8)
-    options = parser.parse_args()
-    return arguments.print_cases(measure(options.clients, options.rounds), {"vLLM": partial(speedup, OURS, VLLM)})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    chosen = parser.parse_args()
+    cases = measure(chosen.clients, chosen.rounds)
+    sys.exit(arguments.print_cases(cases, {"vLLM": partial(speedup, OURS, VLLM)}))

@@ -6,19 +6,17 @@ Only the model runs: no scheduling, sampling or network. Prints a table and one 
 """
 
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.evidence import arguments
 from benchmarks.models.limit import Machine
+from benchmarks.models.random_llama import llama_200m
 from benchmarks.serving.machine import best_of, best_read
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
@@ -26,6 +24,8 @@ from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.kernels.packing import StreamedMatrix, pack
+
+THREADS, KV_LEN, PROMPT, REPEATS = 2, 288, 256, 12
 
 
 def measure_machine() -> Machine:
@@ -37,21 +37,10 @@ def measure_machine() -> Machine:
     return Machine(flops=max(rates), bytes_per_s=best_read(5))
 
 
-def make_model(folder: Path, attention: str) -> Model:
-    """A random Llama of about 200 M parameters in bfloat16."""
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False, dtype=torch.bfloat16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return load_model(ShardConfig("random", str(folder), "unix:/dev/null", attention=attention))
-
-
-def segments_of(model: Model, decodes: int, kv_len: int, prefills: int, prompt: int) -> list[Segment]:
+def segments_of(model: Model, decodes: int, prefills: int) -> list[Segment]:
     """A step of `decodes` running requests and `prefills` fresh prompts, each on pages of its own."""
-    pages = -(-max(kv_len + 1, prompt) // model.page_size)
-    shares = [(kv_len, 1)] * decodes + [(0, prompt)] * prefills
+    pages = -(-max(KV_LEN + 1, PROMPT) // model.page_size)
+    shares = [(KV_LEN, 1)] * decodes + [(0, PROMPT)] * prefills
     return [Segment(start, count, range(i * pages, (i + 1) * pages)) for i, (start, count) in enumerate(shares)]
 
 
@@ -111,14 +100,11 @@ CASES = {
 
 def main() -> None:
     parser = arguments.parser(__doc__)
-    for name, default in {"threads": 2, "kv-len": 288, "prompt": 256, "repeats": 12}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--attention", default="auto")
     parser.add_argument("--case", choices=CASES, help="only this one")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        model = make_model(Path(folder), options.attention)
+    torch.set_num_threads(THREADS)
+    with torch.inference_mode():
+        model = load_model(ShardConfig("random", str(llama_200m()), "unix:/dev/null"))
         machine = measure_machine()
         # norms and embeddings stay parameters
         matrix = model.info.num_parameters - sum(p.numel() for p in model.network.parameters())
@@ -127,18 +113,18 @@ def main() -> None:
         for name, (decodes, prefills) in CASES.items():
             if options.case not in (None, name):
                 continue
-            segments = segments_of(model, decodes, options.kv_len, prefills, options.prompt)
+            segments = segments_of(model, decodes, prefills)
             tokens = sum(segment.num_tokens for segment in segments)
-            kv_bytes = decodes * options.kv_len * model.page_bytes / model.page_size
+            kv_bytes = decodes * KV_LEN * model.page_bytes / model.page_size
             ideal = max((2 * matrix + kv_bytes) / machine.bytes_per_s, 2 * tokens * matrix / machine.flops)
-            seconds = time_step(model, segments, options.repeats)
+            seconds = time_step(model, segments, REPEATS)
             outside = share_outside(model, segments)
             results[name] = {"ms": 1e3 * seconds, "ideal_ms": 1e3 * ideal, "share": ideal / seconds, "outside": outside}
             print(
                 f"{name:24} {seconds * 1e3:8.2f} ms   ideal {ideal * 1e3:8.2f} ms   {ideal / seconds:.2f}   "
                 f"{outside:.1%} outside matrix products and attention"
             )
-        print(json.dumps({"threads": options.threads, "torch": torch.__version__, "cases": results}))
+        print(json.dumps({"threads": THREADS, "torch": torch.__version__, "cases": results}))
 
 
 if __name__ == "__main__":
