@@ -138,12 +138,8 @@ async def _arrivals(
             await asyncio.sleep(1.0)
             for task in running:
                 task.cancel()
-            return [
-                each
-                for each in await asyncio.gather(*running, return_exceptions=True)
-                if isinstance(each, completions.Answer)
-            ]
-        return list(await asyncio.gather(*running))
+            await asyncio.gather(*running, return_exceptions=True)
+        return [await task for task in running if not task.cancelled()]
 
     first, *others = await asyncio.gather(*(adapter(number) for number in range(len(names))))
     return [answer for answers in others for answer in answers], first

@@ -214,12 +214,8 @@ def active_at_once(raw: Raw) -> float:
     return float(raw["waiting"]["p99_s"] / raw["next to"]["resident"]["p99_s"])
 
 
-def main() -> int:
-    options = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
-    figures = {"slowdown": active, "at once": active_at_once, "over plain reading": over_plain, "longest": longest_wait}
-    return arguments.print_cases(measure(base, size), figures)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
+    cases = measure(adapted.small(), QUICK) if chosen.quick else measure(None, Size(chosen.rounds))
+    figures = {"slowdown": active, "at once": active_at_once, "over plain reading": over_plain, "longest": longest_wait}
+    sys.exit(arguments.print_cases(cases, figures))

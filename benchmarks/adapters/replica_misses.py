@@ -3,7 +3,7 @@
 Sixty-four adapters with Zipf's popularity, eight slots a shard, a closed loop. Both sides run at the same time and get
 the same requests, one side after the other in every round.
 
-    python -m benchmarks.adapters.replica_misses [--rounds N] [--clients N]
+    python -m benchmarks.adapters.replica_misses [--rounds N]
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SEED = 71_000
 NAMES = tuple(f"popular-{i}" for i in range(ADAPTERS))
 
 
-def measure(base: adapted.Base | None = None, rounds: int = ROUNDS, clients: int = CLIENTS) -> Cases:
+def measure(base: adapted.Base | None = None, rounds: int = ROUNDS) -> Cases:
     """One case per round: ours, then the peer."""
     from benchmarks.models import adapter_files  # torch
 
@@ -44,16 +44,14 @@ def measure(base: adapted.Base | None = None, rounds: int = ROUNDS, clients: int
             raw, wrong = {}, list[str]()
             for side, group in (("ours", ours), ("peer", peers)):
                 draw = random.Random(SEED + number)
-                uvloop.run(_send(group, draw, WARM_UP, clients, wrong))
+                uvloop.run(_send(group, draw, WARM_UP, wrong))
                 before = _num_loaded(group)
-                uvloop.run(_send(group, draw, REQUESTS, clients, wrong))
+                uvloop.run(_send(group, draw, REQUESTS, wrong))
                 raw[side] = _num_loaded(group) - before
             yield Case(f"round {number}", raw, "; ".join(wrong[:3]))
 
 
-async def _send(
-    group: Sequence[servers.Server], draw: random.Random, count: int, clients: int, wrong: list[str]
-) -> None:
+async def _send(group: Sequence[servers.Server], draw: random.Random, count: int, wrong: list[str]) -> None:
     """Send `count` requests, dealt to the servers in turn."""
     texts = prompts(count, TOKENS_IN, draw.randrange(1 << 30))
     weights = [1 / place for place in range(1, ADAPTERS + 1)]
@@ -66,7 +64,7 @@ async def _send(
             if reply.status != 200:
                 wrong.append(f"{name}: {reply.status} {reply.body[:200]!r}")
 
-    await asyncio.gather(*(client(waiting) for _ in range(clients)))
+    await asyncio.gather(*(client(waiting) for _ in range(CLIENTS)))
 
 
 def _num_loaded(group: Sequence[servers.Server]) -> int:
@@ -83,7 +81,5 @@ def over_peer(raw: Raw) -> float:
 
 
 if __name__ == "__main__":
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--clients", type=int, default=CLIENTS)
-    chosen = parser.parse_args()
-    sys.exit(arguments.print_cases(measure(None, chosen.rounds, chosen.clients), {"over round robin": over_peer}))
+    chosen = arguments.parser(__doc__, rounds=ROUNDS).parse_args()
+    sys.exit(arguments.print_cases(measure(None, chosen.rounds), {"over round robin": over_peer}))

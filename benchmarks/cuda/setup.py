@@ -88,22 +88,18 @@ class Setup:
     """Requests at once under which speculation is measured."""
     width: int = 4
     """Drafts of a request in a step."""
+    ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
+    """Ranks of the adapters in a batch of mixed ranks."""
+    rank: int = 16
+    """Rank of all other adapters."""
+    starts: int = 2
+    """Starts of a shard."""
     is_smoke: bool = False
     """On CPU, where times mean nothing: what a smoke run leaves out for its length is left out."""
 
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the adapters in a batch of mixed ranks."""
-        return (1, 2, 4) if self.is_smoke else (8, 16, 32, 64, 128)
-
-    @property
-    def rank(self) -> int:
-        """Rank of all other adapters."""
-        return 2 if self.is_smoke else 16
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,7 +108,8 @@ class Setup:
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
     text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, is_smoke=True,
+    full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, ranks=(1, 2, 4), rank=2, starts=1,
+    is_smoke=True,
 )  # fmt: skip
 
 
@@ -129,10 +126,6 @@ def fitted(setup: Setup, num_bytes: int, capability: tuple[int, int]) -> Setup:
     if num_bytes < MEDIUM_BYTES:
         return replace(setup, requests=32, full_loads=(64,), contexts=(1024, 8192))
     return setup
-
-
-def num_starts(setup: Setup) -> int:
-    return 1 if setup.is_smoke else 2
 
 
 @dataclass(frozen=True)

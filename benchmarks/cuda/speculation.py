@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.load.rounds import in_turn, speedup
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def measure(setup: Setup, shapes: tuple[LlamaShape, LlamaShape]) -> Cases:
 
 def _round(setup: Setup, pair: "Pair", number: int) -> Raw:
     from benchmarks.cuda.pairs import CHANCE, NUM_HEADS
-    from benchmarks.load.rounds import in_turn
 
     fixed = partial(Speculation, num_tokens=setup.width)
     auto = Speculation(Method.DRAFT, 2 * setup.width, schedule=Schedule.AUTO)
@@ -87,7 +87,7 @@ def tau(batch: int, raw: Raw) -> float:
 
 def speed_up(batch: int, raw: Raw) -> float:
     """How many times faster with drafts."""
-    return float(raw[f"{DRAFTED} {batch}"]["tokens_per_second"] / raw[f"{OFF} {batch}"]["tokens_per_second"])
+    return speedup(f"{DRAFTED} {batch}", f"{OFF} {batch}", raw)
 
 
 def efficiency(batch: int, raw: Raw) -> float:
@@ -98,9 +98,4 @@ def efficiency(batch: int, raw: Raw) -> float:
 
 def worst_schedule(loads: tuple[int, ...], raw: Raw) -> float:
     """Schedule auto over off, with drafts that are usually accepted and with drafts that never are; the lower one."""
-    ratios = [
-        raw[f"{way} {batch}"]["tokens_per_second"] / raw[f"{OFF} {batch}"]["tokens_per_second"]
-        for way in (AUTO, REJECTED)
-        for batch in loads
-    ]
-    return float(min(ratios))
+    return min(speedup(f"{way} {batch}", f"{OFF} {batch}", raw) for way in (AUTO, REJECTED) for batch in loads)

@@ -4,7 +4,6 @@ its log says of CUDA graphs. The checkpoint is random, in safetensors files of a
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,13 +17,12 @@ from transformers import LlamaConfig
 from benchmarks.adapters.tiers import uncache
 from benchmarks.cuda import engines
 from benchmarks.cuda.kv_room import CONTEXT, GRAPHS
-from benchmarks.cuda.setup import LlamaShape, Setup, num_starts
+from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.load.servers import REPOSITORY, tail
+from benchmarks.load.servers import REPOSITORY, stop, tail
 from lorikeet.launcher.processes.process import environment_of_children
 
 TIMEOUT_S = 240.0
-STOP_S = 30.0
 CAPTURED = "graphs_captured"
 """The event of the shard's log, with `seconds`, `num_graphs` and `bytes`."""
 FILE_BYTES = 4 << 30
@@ -39,7 +37,7 @@ def measure(setup: Setup) -> Cases:
         written_s = time.monotonic() - began
         if setup.is_cuda:
             torch.cuda.empty_cache()
-        for number in range(num_starts(setup)):
+        for number in range(setup.starts):
             drop_from_cache(folder)
             mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
             room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
@@ -61,7 +59,7 @@ def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any
         process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.shard", str(path)],
             cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=environment_of_children(os.environ),
+            env=environment_of_children(os.environ), start_new_session=True,
         )  # fmt: skip
     try:
         while not mark.exists():
@@ -70,12 +68,7 @@ def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any
             time.sleep(0.01)
         ready_s = time.monotonic() - began
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
     text = log.read_text(errors="replace")
     return {"ready_s": round(ready_s, 3), **events(text)}, text
 

@@ -149,7 +149,7 @@ def _speculation_figures(setup: Setup, model: str) -> list[Figure]:
 
 def _start(setup: Setup) -> list[Suite]:
     figure = partial(Figure, at_least=False, unit="s", over=Over.WORST)
-    return [_suite("start", setup, sizes.num_starts(setup), "start.measure", figures=[
+    return [_suite("start", setup, setup.starts, "start.measure", figures=[
         figure("start of a shard to ready, from local disk", partial(raw_value, "ready_s"), 60.0),
         figure("capture of all graphs", _of("start.capture_s"), 30.0),
         *(

@@ -9,7 +9,6 @@ runs on CPU, where its times mean nothing.
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.evidence import arguments
+from benchmarks.serving.machine import best_of
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
@@ -138,20 +138,13 @@ def choose(mix: str, num_requests: int) -> list[int]:
 
 def measure(call: Callable[[torch.Tensor], None], y: torch.Tensor, repeats: int) -> float:
     """Microseconds of one call, the least of `repeats`, after one to warm up."""
-    call(y)
-    best = float("inf")
-    for _ in range(repeats):
-        wait(y.device)
-        started = time.perf_counter()
+
+    def call_and_wait() -> None:
         call(y)
-        wait(y.device)
-        best = min(best, time.perf_counter() - started)
-    return best * 1e6
+        if y.device.type == "cuda":
+            torch.cuda.synchronize(y.device)
 
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 1e6 * best_of(repeats, call_and_wait)
 
 
 @torch.inference_mode()

@@ -13,12 +13,14 @@ from functools import partial
 
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Cases, in_rounds
+from benchmarks.load import rounds as turns
 from benchmarks.load import servers
 from benchmarks.load.rounds import OURS, VLLM, speedup
 from benchmarks.serving import closed_loop
 
 ROUNDS = 8
 SEED = 61_000
+EXTRA = turns.EXTRA
 PERIOD_S, SHARE = 0.02, 0.5
 """The process computes for so much of each period, and sleeps for the rest."""
 PROGRAM = f"""

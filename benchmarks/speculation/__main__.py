@@ -6,7 +6,8 @@ counters, with their figures and the replay oracle's. Exits with 1 if an answer'
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.evidence import arguments
@@ -16,6 +17,8 @@ from benchmarks.speculation.counts import QUICK, Size, counts_of, oracle, speed,
 from tests.oracles.replay import fitted_chance, fitted_cost, iid_tokens_per_step
 
 Rows = Iterable[Sequence[object]]
+Columns = Mapping[str, Callable[[Raw], object]]
+COUNTED: Columns = {"tokens per step": tau, "oracle": lambda raw: oracle(raw).tokens_per_step}
 
 
 def table(title: str, head: Sequence[str], rows: Rows) -> None:
@@ -24,6 +27,12 @@ def table(title: str, head: Sequence[str], rows: Rows) -> None:
     for row in rows:
         print("| " + " | ".join(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row) + " |")
     sys.stdout.flush()
+
+
+def by_case(title: str, first: str, columns: Columns, found: Sequence[Case]) -> None:
+    """A row for each case, with its name in the first column."""
+    rows = [(case.name, *(value(case.raw) for value in columns.values())) for case in found]
+    table(title, (first, *columns), rows)
 
 
 def by_width(found: Sequence[Case]) -> dict[int, Raw]:
@@ -90,48 +99,33 @@ def chat(found: Sequence[Case]) -> None:
 
 def sampled(found: Sequence[Case]) -> None:
     """The draft model with both verification rules, and the expected counts."""
-    head = ("rule, drafts", "tokens per step", "oracle", "standard error", "distance in standard errors")
-    shown = [
-        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, oracle(case.raw).standard_error,
-         counts.distance(case.raw))
-        for case in found
-    ]  # fmt: skip
-    table("A draft model at temperature 0.8", head, shown)
+    columns: Columns = {
+        **COUNTED, "standard error": lambda raw: oracle(raw).standard_error,
+        "distance in standard errors": counts.distance,
+    }  # fmt: skip
+    by_case("A draft model at temperature 0.8", "rule, drafts", columns, found)
 
 
 def lookup(found: Sequence[Case]) -> None:
     """Prompt lookup by corpus, and LoRAX's rule."""
-    head = (
-        "corpus, drafts",
-        "tokens per step",
-        "oracle",
-        "LoRAX's rule",
-        "times",
-        "drafts per step",
-        "LoRAX's",
-        "share",
-    )
-    shown = [
-        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, counts_of(case.raw["lorax"]).tokens_per_step,
-         counts.over_lorax(case.raw), counts_of(case.raw).drafted_per_step,
-         counts_of(case.raw["lorax"]).drafted_per_step, counts.rows_over_lorax(case.raw))
-        for case in found
-    ]  # fmt: skip
-    table("Prompt lookup", head, shown)
+    columns: Columns = {
+        **COUNTED, "LoRAX's rule": lambda raw: tau(raw["lorax"]), "times": counts.over_lorax,
+        "drafts per step": lambda raw: counts_of(raw).drafted_per_step,
+        "LoRAX's": lambda raw: counts_of(raw["lorax"]).drafted_per_step, "share": counts.rows_over_lorax,
+    }  # fmt: skip
+    by_case("Prompt lookup", "corpus, drafts", columns, found)
     table("Published for prompt lookup", ("rule", "summaries", "questions with context", "chat, first turn"),
           [(rule, *values) for rule, values in published.LOOKUP_TAU.items()])  # fmt: skip
 
 
 def medusa(found: Sequence[Case]) -> None:
     """Chains of heads by corpus."""
-    head = ("texts", "tokens per step", "oracle", "accepted/drafted", "unlike the oracle", "ties")
-    shown = [
-        (case.name, tau(case.raw), oracle(case.raw).tokens_per_step, counts_of(case.raw).share_accepted,
-         case.raw["miscounted"], case.raw["ties"])
-        for case in found
-    ]  # fmt: skip
+    columns: Columns = {
+        **COUNTED, "accepted/drafted": lambda raw: counts_of(raw).share_accepted,
+        "unlike the oracle": itemgetter("miscounted"), "ties": itemgetter("ties"),
+    }  # fmt: skip
     low, high = published.MEDUSA_CHAIN
-    table(f"Three Medusa heads (Vicuna-7B's in a chain: {low} to {high})", head, shown)
+    by_case(f"Three Medusa heads (Vicuna-7B's in a chain: {low} to {high})", "texts", columns, found)
 
 
 TABLES: dict[str, tuple[Callable[..., Cases], Callable[[Sequence[Case]], None]]] = {

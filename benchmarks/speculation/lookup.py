@@ -7,7 +7,6 @@ that is not asked is stopped.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases
+from benchmarks.evidence.figure import Case, Cases, Raw, in_rounds
 from benchmarks.load import adapted, peers, servers
 from benchmarks.load.rounds import OURS, VLLM, alone, in_turn, speedup
 from tests.oracles import family
@@ -66,12 +65,13 @@ def measure(size: Size | None = None, *flags: str) -> Cases:
     """One case per round: with lookup and without, each first in turn, after a round that warms up."""
     size = size or Size()
     with servers.running("lookup", command(*flags)) as server:
-        for number in range(-1, size.rounds):
-            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-            for place, way in enumerate(in_turn((OFF, ON), number)):
-                raw[way] = uvloop.run(ask(server.port, _prompts(size, number, place), WAYS[way]))
-            if number >= 0:
-                yield Case(f"round {number}", raw)
+
+        def measured(number: int) -> Raw:
+            places = enumerate(in_turn((OFF, ON), number))
+            found = {way: uvloop.run(ask(server.port, _prompts(size, number, at), WAYS[way])) for at, way in places}
+            return {"load_average": os.getloadavg()[0], **found}
+
+        yield from in_rounds(size.rounds, measured)
 
 
 def against_peer(size: Size | None = None) -> Cases:
@@ -102,14 +102,12 @@ def _prompts(size: Size, number: int, place: int) -> list[str]:
 
 async def ask(port: int, prompts: Sequence[str], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Greedy texts up to their ends, by OpenAI's completions; tokens and seconds."""
-    waiting = itertools.count()
+    waiting = iter(prompts)
     num_tokens = []
 
     async def client() -> None:
-        for index in waiting:
-            if index >= len(prompts):
-                return
-            body = {"model": ADAPTER, "prompt": prompts[index], "max_tokens": MOST_TOKENS, "temperature": 0, **extra}
+        for prompt in waiting:
+            body = {"model": ADAPTER, "prompt": prompt, "max_tokens": MOST_TOKENS, "temperature": 0, **extra}
             reply = await adapted.send(port, "/v1/completions", body)
             if reply.status != 200:
                 raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")

@@ -16,15 +16,7 @@ from typing import Any
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
-from benchmarks.speculation.timed_pair import (
-    BATCHES,
-    CHANCE,
-    WIDTH,
-    Pair,
-    Size,
-    fixed,
-    steps,
-)  # fmt: skip
+from benchmarks.speculation.timed_pair import BATCHES, CHANCE, WIDTH, Pair, Size, fixed, steps
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
 
 ROUNDS, SCHEDULE_ROUNDS = Size().rounds, Size().schedule_rounds
@@ -44,9 +36,8 @@ Way = tuple[Speculation, float, str]
 def measure(size: Size | None = None) -> Cases:
     """One case per round: single steps, then runs with and without drafts, alone and in a batch."""
     size = size or Size()
-    wanted = range(size.rounds)
     pair = Pair(size, max(BATCHES))
-    for number in (-1, *wanted):
+    for number in range(-1, size.rounds):
         raw: dict[str, Any] = {"weight_ratio": pair.weight_ratio, "repeated": pair.repeated, **steps(pair, size.turns)}
         for batch in BATCHES:
             for way in in_turn((DRAFTED, OFF), number):
@@ -60,14 +51,13 @@ def schedules(batch: int, size: Size | None = None) -> Cases:
     in the same places.
     """
     size = size or Size()
-    wanted = range(size.schedule_rounds)
     pair, repeats = Pair(size, batch), REPEATS[batch] if size == Size() else 1
     sweep = _by_turns(pair, batch, {str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
     swept = {way: result["tokens_per_second"] for way, result in sweep.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
     ways = {AUTO: (_auto(size), CHANCE, AUTO), FIXED: (fixed(best), CHANCE, "")}
     _by_turns(pair, batch, ways, 0, 2)  # lets the schedule learn
-    for number in wanted:
+    for number in range(size.schedule_rounds):
         raw = _by_turns(pair, batch, ways, (number + 1) * repeats, repeats)
         yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
 
@@ -77,7 +67,6 @@ def rejected(batch: int, size: Size | None = None) -> Cases:
     speculate, and no drafts at all, in turn.
     """
     size = size or Size()
-    wanted = range(size.rounds)
     pair, repeats = Pair(size, batch, {LIMITED: batch - 1}), REJECTED_REPEATS[batch] if size == Size() else 1
     ways = {
         REJECTED: (_auto(size), 0.0, REJECTED),
@@ -85,7 +74,7 @@ def rejected(batch: int, size: Size | None = None) -> Cases:
         OFF: (NO_SPECULATION, 0.0, ""),
     }
     _by_turns(pair, batch, ways, 0, 2)  # lets the schedule learn
-    for number in wanted:
+    for number in range(size.rounds):
         yield Case(f"round {number}", {"batch": batch, **_by_turns(pair, batch, ways, (number + 1) * repeats, repeats)})
 
 
@@ -125,7 +114,7 @@ def cost_over_bytes(raw: Raw) -> float:
 
 def times(batch: int, raw: Raw) -> float:
     """The speed-up with drafts."""
-    return float(raw[f"{DRAFTED} {batch}"]["tokens_per_second"] / raw[f"{OFF} {batch}"]["tokens_per_second"])
+    return speedup(f"{DRAFTED} {batch}", f"{OFF} {batch}", raw)
 
 
 def efficiency(batch: int, raw: Raw) -> float:
