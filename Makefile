@@ -60,6 +60,8 @@ serve: $(VENV)/.installed
 
 # One test more than cores, because tests wait for processes, and one thread per test: their models are too small to share threads.
 WORKERS = $$($(PY) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+# Python keeps compiled files, even where PYTHONDONTWRITEBYTECODE is set: to compile the tests takes each worker 15 seconds.
+test t test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-$(DEV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
