@@ -12,7 +12,7 @@ import pytest
 from benchmarks import catalogue, proof, report
 from benchmarks.evidence import results, runner
 from benchmarks.evidence.figure import Case, Figure, Suite, raw_value
-from benchmarks.evidence.sources import REPOSITORY, digest
+from benchmarks.evidence.sources import REPOSITORY, digest, files_of
 
 SHARED = {"commit": "c0ffee", "changed": [], "date": "2026-01-02T03:04:05+00:00", "machine": {}, "versions": {}}
 MOST_BYTES = 300_000
@@ -115,7 +115,7 @@ def test_current_results_are_small_and_belong_to_figures() -> None:
 def test_figures_have_different_files_and_suites_have_sources() -> None:
     names = [figure.name for suite in catalogue.SUITES for figure in suite.figures]
     assert len({results.slug(name) for name in names}) == len(names)
-    assert all(digest(suite.all_sources) for suite in catalogue.SUITES)
+    assert all(files_of(suite.all_sources) for suite in catalogue.SUITES)
 
 
 def test_the_archive_keeps_every_miss_and_void_run() -> None:

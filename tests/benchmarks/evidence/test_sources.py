@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def own_file(name: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
+@cache
+def own_imports(path: Path) -> tuple[Path | None, ...]:
+    names = imports_of(ast.parse(path.read_text()), path.relative_to(REPOSITORY).parent.parts)
+    return tuple(own_file(name) for name in names if name.split(".")[0] in ("benchmarks", "tests"))
+
+
 def reached(module: str) -> set[Path]:
     """Files of benchmarks and tests that a module imports, wherever in a file and through each other."""
     found, waiting = set[Path](), [own_file(module)]
@@ -104,11 +111,11 @@ def reached(module: str) -> set[Path]:
         if path is None or path in found:
             continue
         found.add(path)
-        names = imports_of(ast.parse(path.read_text()), path.relative_to(REPOSITORY).parent.parts)
-        waiting += [own_file(name) for name in names if name.split(".")[0] in ("benchmarks", "tests")]
+        waiting += own_imports(path)
     return {path for path in found if path.name != "__init__.py" and EVIDENCE not in path.parents}
 
 
+@cache
 def has_code(path: Path) -> bool:
     return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
 
