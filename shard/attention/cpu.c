@@ -11,7 +11,6 @@
 #include <math.h>
 #include <omp.h>
 #include "system/parts.h"
-#include "system/simd.h"
 #if BF16 && PAIRED && defined(WITH_AVX512)
 #define TERMS 2
 #else
@@ -32,9 +31,6 @@
 #define COLUMNS 2
 #endif
 #define SCORED (2 * WIDTH)
-
-typedef uint32_t upart __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef uint16_t hpart __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
 // `operand`: the type of a query element or weight in a product; `terms`: TERMS operands per lane.
 #if TERMS == 2
@@ -87,11 +83,7 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
 #else
 typedef float operand;
 typedef part terms;
-#if BF16
-INLINE terms load(const element *p) { return (part)(__builtin_convertvector(*(const hpart *)p, upart) << 16); }
-#else
-INLINE terms load(const element *p) { return *(const part *)p; }
-#endif
+INLINE terms load(const element *p) { return load_part(p); }
 INLINE terms load_first(const element *p) { return load(p); }
 INLINE void put_query(operand *out, const element *query, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) out[d] = to_float(query[d]);
@@ -104,13 +96,7 @@ INLINE float largest(part x) {
     for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
     return most;
 }
-INLINE float total(const part *sums) {  // of LANES lanes, by halves
-    part x = sums[0];
-    if (WIDTH < LANES) x += sums[1];
-    for (int w = WIDTH / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x[i] += x[i + w];
-    return x[0];
-}
+INLINE float total(const part *sums) { return total16(sums); }
 INLINE part weigh(part x, float most) { return exp_part(x - splat(most)); }
 INLINE void keep_weights(operand *out, const part *x, part *sums) {
     for (int i = 0; i < BLOCK / WIDTH; i++) {
@@ -125,12 +111,7 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
     for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
     if (dim % 2) out[dim * page_size] = 0;
 }
-INLINE void store_first(element *out, part x, int64_t count) {
-    if (count >= WIDTH)
-        for (int i = 0; i < WIDTH; i++) out[i] = from_float(x[i]);
-    else
-        for (int i = 0; i < count; i++) out[i] = from_float(x[i]);
-}
+INLINE void store_first(element *out, part x, int64_t count) { store_some(out, x, count); }
 #endif
 
 typedef struct {

@@ -9,6 +9,7 @@
 #include <omp.h>
 #define BF16 1
 #include "model/kernels/decoder_layer.h"
+#include "system/parts.h"
 #if defined(__AMX_BF16__) && defined(WITH_AVX512) && !defined(WITHOUT_TILES)
 #define WITH_TILES
 #include <sys/syscall.h>
@@ -34,6 +35,7 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
             }
 }
 
+#ifdef WITH_AVX512
 static inline void store(bf16 *y, int64_t width, const vec16 *sums, const float *bias) {
     for (int v = 0; v < VECTORS && 16 * v < width; v++) {
         mask16 mask = first_lanes(width - 16 * v);
@@ -43,7 +45,6 @@ static inline void store(bf16 *y, int64_t width, const vec16 *sums, const float 
     }
 }
 
-#ifdef WITH_AVX512
 // y[r, 0..width) = x[r, :] . block + bias, for R rows. AHEAD cache lines per step of the next block are prefetched.
 #define DEFINE_ROWS(R, AHEAD)                                                                                   \
     static void rows##R##_##AHEAD(const bf16 *x, int64_t x_stride, const bf16 *block, int64_t pairs, bf16 *y,   \
@@ -91,29 +92,23 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
     }
 }
 #else
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
 
 #define PAIRS 64  // of one pass: their weights fit the first-level cache
 #define PANEL 60  // rows that read the weights of a pass: their sums fit the first-level cache
 
-// sums[r, 0..V * LANES) += x[r, :] . outputs of a block that begin at `block`, for R rows and V vectors. As many bytes
+// sums[r, 0..V * WIDTH) += x[r, :] . outputs of a block that begin at `block`, for R rows and V vectors. As many bytes
 // as it reads are prefetched from `ahead`. The first terms of a pair are added for all rows before the second ones, so
 // that sums and the weights of one term fill the registers. The compiler, which would mix them, keeps this order only
 // where it does not know that both addresses are neighbours.
 #define KEEP_SUMS __attribute__((optimize("ira-loop-pressure")))  // in registers
 #define ADD_TERMS(R, V, WEIGHT)                                                                  \
     {                                                                                            \
-        lanes weights[V];                                                                        \
+        part weights[V];                                                                         \
         _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) {                                    \
             bits both;                                                                           \
-            memcpy(&both, block + v * LANES * 2, sizeof both);                                   \
-            weights[v] = (lanes)(WEIGHT);                                                        \
+            memcpy(&both, block + v * WIDTH * 2, sizeof both);                                   \
+            weights[v] = (part)(WEIGHT);                                                         \
         }                                                                                        \
         _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                    \
             const float term = x[r * 2 * PAIRS];                                                 \
@@ -124,11 +119,11 @@ typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
     KEEP_SUMS static void rows##R(const float *x, const bf16 *block, int64_t pairs, float *sums,         \
                                   const bf16 *ahead) {                                                   \
         const bits high = (bits){0} + 0xffff0000;                                                        \
-        lanes made[R][V];                                                                                \
+        part made[R][V];                                                                                 \
         for (int r = 0; r < R; r++)                                                                      \
-            for (int v = 0; v < V; v++) made[r][v] = *(const lanes *)(sums + r * BLOCK + v * LANES);     \
-        for (int64_t p = 0; p < pairs; p++, ahead += 2 * V * LANES) {                                    \
-            for (int line = 0; line < 2 * V * LANES; line += 32) __builtin_prefetch(ahead + line, 0, 2); \
+            for (int v = 0; v < V; v++) made[r][v] = *(const part *)(sums + r * BLOCK + v * WIDTH);      \
+        for (int64_t p = 0; p < pairs; p++, ahead += 2 * V * WIDTH) {                                    \
+            for (int line = 0; line < 2 * V * WIDTH; line += 32) __builtin_prefetch(ahead + line, 0, 2); \
             ADD_TERMS(R, V, both << 16)                                                                  \
             x++;                                                                                         \
             __asm__ volatile("" : "+r"(x), "+r"(block));                                                 \
@@ -136,9 +131,9 @@ typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
             x++, block += 2 * BLOCK;                                                                     \
         }                                                                                                \
         for (int r = 0; r < R; r++)                                                                      \
-            for (int v = 0; v < V; v++) *(lanes *)(sums + r * BLOCK + v * LANES) = made[r][v];           \
+            for (int v = 0; v < V; v++) *(part *)(sums + r * BLOCK + v * WIDTH) = made[r][v];            \
     }
-#if LANES == 16
+#if WIDTH == 16
 #define GROUP TILE
 #define OUTPUTS {64, 64, 64, 64, 32, 32}
 DEFINE_ROWS(1, 4) DEFINE_ROWS(2, 4) DEFINE_ROWS(3, 4) DEFINE_ROWS(4, 4) DEFINE_ROWS(5, 2) DEFINE_ROWS(6, 2)
@@ -178,7 +173,12 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
             const bf16 *now = block + p * BLOCK * 2, *ahead = p + pairs < k / 2 ? now + pairs * BLOCK * 2 : next;
             add_pairs(x + r * x_stride + 2 * p, count, x_stride, now, pairs, width, sums, ahead ? ahead : now);
         }
-        for (int64_t i = 0; i < count; i++) store(y + (r + i) * y_stride, width, (const vec16 *)sums[i], bias);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t c = 0; c < width; c += WIDTH) {
+                part sum = *(const part *)(sums[i] + c);
+                if (bias) sum += load_some_floats(bias + c, width - c);
+                store_some(y + (r + i) * y_stride + c, sum, width - c);
+            }
     }
 }
 #endif

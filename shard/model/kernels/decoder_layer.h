@@ -132,8 +132,8 @@ static void multiply(const bf16 *x, int64_t rows, int64_t k, const void *packed,
 static void plain_mlp(const DecoderLayer *layer, const bf16 *x, int64_t rows, bf16 *hidden, void *spare, bf16 *y,
                       int threads);
 
-static Part part(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
-                        int64_t num_out) {
+static Part part_of(const DecoderLayer *layer, int module, const bf16 *x, int64_t num_in, bf16 *y, int64_t y_stride,
+                    int64_t num_out) {
     Part made = {layer->adapters[module], x, num_in, num_in, y, y_stride, num_out, layer->base_bias[module]};
     return made;
 }
@@ -155,14 +155,14 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
         bf16 *up = hidden + rows * n;
         multiply(x, rows, width, layer->gate, n, 0, spare, hidden, threads);
         multiply(x, rows, width, layer->up, n, 0, spare, up, threads);
-        Part both[] = {part(layer, GATE, x, width, hidden, n, n), part(layer, UP, x, width, up, n, n)};
+        Part both[] = {part_of(layer, GATE, x, width, hidden, n, n), part_of(layer, UP, x, width, up, n, n)};
         adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
         silu_times(hidden, up, rows, n, hidden, threads);
         multiply(hidden, rows, n, layer->down, width, 0, spare, y, threads);
     } else {
         plain_mlp(layer, x, rows, hidden, spare, y, threads);
     }
-    Part down = part(layer, DOWN, hidden, n, y, width, width);
+    Part down = part_of(layer, DOWN, hidden, n, y, width, width);
     adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
 }
 
@@ -183,9 +183,9 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
     multiply(h, rows, width, layer->qkv, columns, layer->qkv_bias, spare, qkv, threads);
     if (adapters->num_tasks) {
         const int64_t keys = layer->num_kv_heads * dim;
-        Part parts[] = {part(layer, Q, h, width, qkv, columns, out_width),
-                               part(layer, K, h, width, qkv + out_width, columns, keys),
-                               part(layer, V, h, width, qkv + out_width + keys, columns, keys)};
+        Part parts[] = {part_of(layer, Q, h, width, qkv, columns, out_width),
+                        part_of(layer, K, h, width, qkv + out_width, columns, keys),
+                        part_of(layer, V, h, width, qkv + out_width + keys, columns, keys)};
         adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
     }
     rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
@@ -193,7 +193,7 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
     for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
     multiply(seen, rows, out_width, layer->out, width, layer->out_bias, spare, h, threads);
     if (adapters->num_tasks) {
-        Part out = part(layer, OUT, seen, out_width, h, width, width);
+        Part out = part_of(layer, OUT, seen, out_width, h, width, width);
         adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
     }
     add(x, h, rows * width, y, threads);

@@ -14,10 +14,11 @@
 #include <unistd.h>
 #endif
 #include "model/lora/targets.h"
+#include "system/parts.h"
 
 #define MOST_RANK 512
 #define MOST_ROWS 16     // of a task
-#define WIDTH 64         // outputs of one pass over B
+#define OUTPUTS 64       // whose rows of B are interleaved
 #define RANKS 8          // rows of A that are interleaved
 #define ALONE (1 << 16)  // multiplications below which a second thread costs more than it saves
 
@@ -70,79 +71,120 @@ static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t
 }
 
 #else
-// u[j] = x . a[j] for one row and four rows of A, by the same sums
-static inline void dots(const element *x, const element *a, int64_t n, float *u) {
-    vec16 sums[4];
-    for (int j = 0; j < 4; j++) sums[j] = splat16(0.f);
-    for (int64_t k = 0; k < n; k += STEP, a += 8 * STEP)
-        for (int64_t half = 0; half < STEP && k + half < n; half += 16) {
-            vec16 terms = load_lanes(x + k + half, first_lanes(n - k - half));
-            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) sums[j] = sums[j] + terms * load16(a + j * STEP + half);
+#define PARTS (16 / WIDTH)  // of the 16 lanes of a sum
+
+// sums[r, j] += x[r] * a[j] for 16 terms, of `rows` rows and `count` rows of A, at most 3 and 4
+INLINE void add_terms(const int rows, const int count, const element *x, int64_t x_stride, const element *a,
+                      part (*sums)[4][PARTS]) {
+#pragma GCC unroll 2
+    for (int i = 0; i < PARTS; i++) {
+        part terms[3];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) terms[r] = load_part(x + r * x_stride + i * WIDTH);
+#pragma GCC unroll 4
+        for (int j = 0; j < count; j++) {
+            const part factor = load_part(a + j * STEP + i * WIDTH);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r][j][i] += terms[r] * factor;
         }
-    for (int j = 0; j < 4; j++) u[j] = sum16(sums[j]);
+    }
+}
+
+// u[r, j] = x[r] . a[j], by the same sums for any number of rows
+INLINE void dots(const int rows, const int count, const element *x, int64_t x_stride, const element *a, int64_t n,
+                 float *u, int64_t rank) {
+    part sums[3][4][PARTS] = {0};
+    const int64_t whole = n / 16 * 16;
+    for (int64_t k = 0; k < whole; k += 16)
+        add_terms(rows, count, x + k, x_stride, a + k / STEP * 8 * STEP + k % STEP, sums);
+    if (whole < n) {
+        element last[3][16] = {0};
+        for (int r = 0; r < rows; r++) memcpy(last[r], x + r * x_stride + whole, (n - whole) * sizeof(element));
+        add_terms(rows, count, last[0], 16, a + whole / STEP * 8 * STEP + whole % STEP, sums);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < count; j++) u[r * rank + j] = total16(sums[r][j]);
 }
 
 // u = A x for `count` rows
 static void shrink(const Weights *w, const element *x, int64_t x_stride, int64_t count, int64_t n, float *u) {
     const int64_t rank = w->rank, wide = (n + STEP - 1) / STEP * STEP;
-    for (int64_t j = 0; j < rank; j += 4)
-        for (int64_t r = 0; r < count; r++)
-            dots(x + r * x_stride, w->a + j / 8 * 8 * wide + j % 8 * STEP, n, u + r * rank + j);
+    for (int64_t j = 0; j < rank; j += 4) {
+        const element *a = w->a + j / 8 * 8 * wide + j % 8 * STEP;
+        int64_t r = 0;
+        for (; r + 3 <= count; r += 3) {
+            dots(3, 2, x + r * x_stride, x_stride, a, n, u + r * rank + j, rank);
+            dots(3, 2, x + r * x_stride, x_stride, a + 2 * STEP, n, u + r * rank + j + 2, rank);
+        }
+        for (; r < count; r++) dots(1, 4, x + r * x_stride, 0, a, n, u + r * rank + j, rank);
+    }
 }
 #endif
 
-// y [16] with `delta` added
-static inline vec16 changed(const Weights *w, vec16 y, vec16 delta, const float *base_bias, int64_t at, mask16 mask) {
-    if (w->scale) {
-        vec16 base = base_bias ? load_floats(base_bias + at, mask) : splat16(0.f);
-        y = load_floats(w->scale + at, mask) * (y - base + delta) + base;
-    } else {
-        y = y + delta;
+#ifdef WITH_AVX512
+#define LANES 16  // outputs of one step
+typedef vec16 lanes;
+INLINE lanes load_outputs(const element *p, int64_t count) { return load_lanes(p, first_lanes(count)); }
+INLINE lanes load_values(const float *p, int64_t count) { return load_floats(p, first_lanes(count)); }
+INLINE void store_outputs(element *p, lanes x, int64_t count) { store_lanes(p, first_lanes(count), x); }
+#else
+#define LANES WIDTH
+typedef part lanes;
+#define load_outputs load_some
+#define load_values load_some_floats
+#define store_outputs store_some
+#endif
+
+// Add `sums` to y[at .. at + width).
+static void add_to(const Weights *w, const float *sums, int64_t at, int64_t width, element *y, const float *base_bias) {
+    y += at;
+    for (int64_t c = 0; c < width; c += LANES) {
+        const int64_t count = width - c;
+        lanes x = load_outputs(y + c, count);
+        const lanes delta = *(const lanes *)(sums + c);
+        if (w->scale) {
+            const lanes base = base_bias ? load_values(base_bias + at + c, count) : (lanes){0};
+            x = load_values(w->scale + at + c, count) * (x - base + delta) + base;
+        } else {
+            x = x + delta;
+        }
+        if (w->bias) x = x + load_values(w->bias + at + c, count);
+        store_outputs(y + c, x, count);
     }
-    if (w->bias) y = y + load_floats(w->bias + at, mask);
-    return y;
 }
 
-// y[r, at .. at + width) for ROWS rows; width is at most WIDTH
-#define VECTORS (WIDTH / 16)
-#define DEFINE_EXPAND(ROWS)                                                                                      \
-    static inline void expand##ROWS(const Weights *w, const float *u, int64_t at, int64_t width, element *y,     \
-                                    int64_t y_stride, const float *base_bias) {                                  \
-        const element *b = w->b + at * w->rank;                                                                  \
-        vec16 sums[ROWS][VECTORS];                                                                               \
-        for (int r = 0; r < ROWS; r++)                                                                           \
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = splat16(0.f);                                         \
-        for (int64_t j = 0; j < w->rank; j++, b += WIDTH) {                                                      \
-            vec16 row[VECTORS];                                                                                  \
-            for (int v = 0; v < VECTORS; v++) row[v] = load16(b + 16 * v);                                       \
-            for (int r = 0; r < ROWS; r++) {                                                                     \
-                vec16 factor = splat16(u[r * w->rank + j]);                                                      \
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = factor * row[v] + sums[r][v];                     \
-            }                                                                                                    \
-        }                                                                                                        \
-        for (int r = 0; r < ROWS; r++)                                                                           \
-            for (int v = 0; v < VECTORS && 16 * v < width; v++) {                                                \
-                mask16 mask = first_lanes(width - 16 * v);                                                       \
-                element *p = y + r * y_stride + at + 16 * v;                                                     \
-                store_lanes(p, mask, changed(w, load_lanes(p, mask), sums[r][v], base_bias, at + 16 * v, mask)); \
-            }                                                                                                    \
+// sums[r] = u[r] . b for ROWS rows and OUTPUTS outputs, PASS of them in registers at once
+#define DEFINE_EXPAND(ROWS, PASS)                                                                          \
+    static void expand##ROWS(const element *b, const float *u, int64_t rank, float (*sums)[OUTPUTS]) {     \
+        for (int first = 0; first < OUTPUTS; first += PASS) {                                              \
+            part made[ROWS][PASS / WIDTH] = {0};                                                           \
+            for (int64_t j = 0; j < rank; j++) {                                                           \
+                part row[PASS / WIDTH];                                                                    \
+                for (int v = 0; v < PASS / WIDTH; v++) row[v] = load_part(b + j * OUTPUTS + first + v * WIDTH); \
+                for (int r = 0; r < ROWS; r++)                                                             \
+                    for (int v = 0; v < PASS / WIDTH; v++) made[r][v] += splat(u[r * rank + j]) * row[v];  \
+            }                                                                                              \
+            for (int r = 0; r < ROWS; r++)                                                                 \
+                for (int v = 0; v < PASS / WIDTH; v++) *(part *)(sums[r] + first + v * WIDTH) = made[r][v]; \
+        }                                                                                                  \
     }
-DEFINE_EXPAND(1)
-#ifdef WITH_AVX512
-#define MOST_EXPANDED 4
-DEFINE_EXPAND(4)
+#ifdef __AVX512F__
+DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 64)
 #else
-#define MOST_EXPANDED 1
-#define expand4 expand1
+DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 16)
 #endif
 
 static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
                    const float *base_bias) {
-    for (int64_t at = 0; at < out; at += WIDTH) {
-        int64_t width = out - at > WIDTH ? WIDTH : out - at, r = 0;
-        for (; MOST_EXPANDED > 1 && r + 4 <= count; r += 4)
-            expand4(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
-        for (; r < count; r++) expand1(w, u + r * w->rank, at, width, y + r * y_stride, y_stride, base_bias);
+    for (int64_t at = 0; at < out; at += OUTPUTS) {
+        const int64_t width = out - at > OUTPUTS ? OUTPUTS : out - at;
+        for (int64_t r = 0, rows; r < count; r += rows) {
+            _Alignas(64) float sums[4][OUTPUTS];
+            rows = r + 4 <= count ? 4 : 1;
+            (rows == 4 ? expand4 : expand1)(w->b + at * w->rank, u + r * w->rank, w->rank, sums);
+            for (int64_t i = 0; i < rows; i++)
+                add_to(w, sums[i], at, width, y + (r + i) * y_stride, base_bias);
+        }
     }
 }
 
@@ -220,12 +262,12 @@ static void pack_a(const Factors *f, int64_t wide_rank) {
 }
 
 static void pack_b(const Factors *f, int64_t wide_rank) {
-    for (int64_t at = 0; at < f->num_out; at += WIDTH) {
+    for (int64_t at = 0; at < f->num_out; at += OUTPUTS) {
         element *to = f->packed_b + at * wide_rank;
-        int64_t there = f->num_out - at < WIDTH ? f->num_out - at : WIDTH;
-        if (there < WIDTH || f->rank < wide_rank) memset(to, 0, WIDTH * wide_rank * sizeof(element));
+        int64_t there = f->num_out - at < OUTPUTS ? f->num_out - at : OUTPUTS;
+        if (there < OUTPUTS || f->rank < wide_rank) memset(to, 0, OUTPUTS * wide_rank * sizeof(element));
         for (int64_t c = 0; c < there; c++)
-            for (int64_t j = 0; j < f->rank; j++) to[j * WIDTH + c] = f->b[(at + c) * f->rank + j];
+            for (int64_t j = 0; j < f->rank; j++) to[j * OUTPUTS + c] = f->b[(at + c) * f->rank + j];
     }
 }
 
