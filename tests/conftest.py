@@ -8,8 +8,31 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SLOWEST = ("tests/e2e/conftest.py",)
-"""Files above ten seconds, the slowest first. The others follow in their order."""
+SLOWEST = (
+    "tests/e2e/conftest.py",
+    "tests/shard/test_triton_samples.py",
+    "tests/e2e/test_launcher.py",
+    "tests/e2e/test_faults.py",
+    "tests/mutants/test_mutants.py",
+    "tests/shard/learning/test_learning.py",
+    "tests/shard/engine/test_activated_lora.py",
+    "tests/shard/startup/test_draft_model.py",
+    "tests/launcher/models/test_hub.py",
+    "tests/adapters/loader/test_loader.py",
+    "tests/e2e/test_adapters.py",
+    "tests/shard/engine/test_speculation.py",
+    "tests/shard/model/kernels/test_integer.py",
+    "tests/shard/sampling/test_batch.py",
+    "tests/launcher/processes/test_supervisor.py",
+    "tests/router/text/test_detokenizer.py",
+    "tests/shard/engine/test_heads_step.py",
+    "tests/shard/attention/test_cpu.py",
+    "tests/router/api/routes/test_lifecycle.py",
+    "tests/router/text/test_stop.py",
+    "tests/router/test_server.py",
+    "tests/router/dispatch/test_recovery.py",
+)
+"""Files that take longest, the slowest first. The others follow in their order."""
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.conftest import SLOWEST
+
 ROOT = Path(__file__).parents[1]
 TABLE = dict(re.findall(r"^\| `(tests/\S+)` \| (\w+) \| \S", (ROOT / "docs" / "tests.md").read_text(), re.MULTILINE))
 
@@ -21,3 +23,7 @@ def test_every_file_with_a_mark_is_listed() -> None:
 
 def test_every_listed_mark_is_there() -> None:
     assert [name for name, mark in TABLE.items() if mark not in marks(ROOT / name)] == []
+
+
+def test_every_file_that_is_started_first_is_there() -> None:
+    assert [name for name in SLOWEST if not (ROOT / name).is_file()] == []

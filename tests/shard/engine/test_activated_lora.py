@@ -198,7 +198,13 @@ def check_pair(scene: Scene, expected: list[Text], source: str, way: str, num_em
     assert is_busy or source in ("no drafts", "lookup") or sum(sum(output.num_drafted) for output in outputs) > 0
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=() if name != "lag 1, few pages" else pytest.mark.long)
+        for name, settings in SETTINGS.items()
+    ],
+)
 def test_every_request_gets_what_peft_gives_it_alone(
     scene: Scene, expected: list[Text], settings: dict[str, Any]
 ) -> None:
