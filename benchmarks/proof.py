@@ -35,15 +35,8 @@ def plan(suites: Sequence[Suite], known: dict[str, Result], is_all: bool) -> lis
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    names = sorted({name for suite in SUITES for name in (suite.name, suite.group)})
     parser = arguments.parser(__doc__)
-    parser.add_argument(
-        "--suite",
-        action="append",
-        choices=names,
-        metavar="NAME",
-        help=f"a suite, or a group of them: {', '.join(names)}",
-    )
+    arguments.add_suites(parser, SUITES)
     parser.add_argument("--all", action="store_true", help="measure also what is up to date")
     parser.add_argument("--list", action="store_true", help="only print what is out of date")
     parser.add_argument("--here", action="store_true", help="measure in this process")

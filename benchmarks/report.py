@@ -49,8 +49,8 @@ runs included (`xz -dc benchmarks/results/archive/*.xz`). Correctness has tests:
 def number(value: float | None) -> str:
     if value is None:
         return "–"
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.0f}"
+    if value and abs(value) < 1e-3:
+        return f"{value:.2g}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
@@ -72,7 +72,6 @@ def cells(result: Result, old: frozenset[str], machines: Mapping[str, str]) -> l
     ]
 
 
-HOLDS, MISSED = "holds", "missed"
 HEAD = ("figure", "measured", "95 % interval", "target", "status", "model", "peer", "machine", "date", "commit")
 
 
@@ -141,9 +140,9 @@ def latest() -> dict[str, Result]:
 def judged(result: Result, figure: Figure) -> Result:
     """The result with the figure's target; a run that failed or is void stays so."""
     result = {**result, "target": figure.target, "at_least": figure.at_least}
-    if result["status"] in (HOLDS, MISSED) and result["interval"]:
+    if result["status"] in ("holds", "missed") and result["interval"]:
         reached = figure.is_reached(Estimate(result["median"], *result["interval"]))
-        result["status"] = HOLDS if reached else MISSED
+        result["status"] = "holds" if reached else "missed"
     return result
 
 

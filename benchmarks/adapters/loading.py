@@ -115,11 +115,9 @@ async def _texts(scene: Scene, seed: int) -> AsyncIterator[list[completions.Answ
     """Eight generations that run until the block ends. Raises RuntimeError if one ended before."""
     target = completions.Target(scene.server.port, str(scene.base.model), EXTRA)
     length = completions.Length(32, scene.size.longest)
-    answers: list[completions.Answer] = []
-    tasks = []
-    for text in prompts(CLIENTS, length.num_prompt, seed):
-        answers.append(completions.Answer())
-        tasks.append(asyncio.create_task(completions.complete(target, text, length, answers[-1])))
+    answers = [completions.Answer() for _ in range(CLIENTS)]
+    asked = zip(prompts(CLIENTS, length.num_prompt, seed), answers, strict=True)
+    tasks = [asyncio.create_task(completions.complete(target, text, length, answer)) for text, answer in asked]
     try:
         await completions.until(lambda: all(answer.events for answer in answers) or any(task.done() for task in tasks))
         yield answers
@@ -142,7 +140,7 @@ async def _while_running(scene: Scene, seed: int, cold_first: bool) -> dict[str,
             await adapted.make_cold(scene.server.port, scene.names)
         async with _texts(scene, seed) as answers:  # equal lengths both times: longer texts take longer steps
             start = time.perf_counter()
-            asked = await _arrivals(scene, seed + (way == "cold"))
+            asked = await _ask_each(scene, seed + (way == "cold"), 1 / scene.size.per_second)
             gaps = _gaps(answers, start, time.perf_counter())
         raw[way] = {
             "p99_s": round(percentile(gaps, 99), 5),
@@ -153,21 +151,16 @@ async def _while_running(scene: Scene, seed: int, cold_first: bool) -> dict[str,
     return raw
 
 
-async def _arrivals(scene: Scene, seed: int) -> list[completions.Answer]:
-    """A request for each adapter, at the rate of the size. Raises RuntimeError if one fails."""
+async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions.Answer]:
+    """A request for each adapter, with such a pause after each. Raises RuntimeError if one fails."""
     texts = prompts(len(scene.names), SHORT.num_prompt, seed)
     running = []
     for name, text in zip(scene.names, texts, strict=True):
         target = completions.Target(scene.server.port, name, EXTRA)
         running.append(asyncio.create_task(completions.complete(target, text, SHORT)))
-        await asyncio.sleep(1 / scene.size.per_second)
-    return _sound(await asyncio.gather(*running))
-
-
-def _sound(answers: list[completions.Answer]) -> list[completions.Answer]:
-    """Raises RuntimeError if one failed."""
-    errors = [answer.error for answer in answers if answer.error]
-    if errors:
+        await asyncio.sleep(pause_s)
+    answers = await asyncio.gather(*running)
+    if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(errors[0])
     return answers
 
@@ -184,12 +177,9 @@ def _gaps(answers: list[completions.Answer], start: float, end: float) -> list[f
 
 async def _waiting(scene: Scene, seed: int) -> dict[str, Any]:
     """Time to first token of each request for a cold adapter, all sent at once, and time between tokens meanwhile."""
-    texts = prompts(len(scene.names), SHORT.num_prompt, seed)
-    targets = [completions.Target(scene.server.port, name, EXTRA) for name in scene.names]
     async with _texts(scene, seed + 250) as running:
         start = time.perf_counter()
-        asked = (completions.complete(target, text, SHORT) for target, text in zip(targets, texts, strict=True))
-        answers = _sound(await asyncio.gather(*asked))
+        answers = await _ask_each(scene, seed, 0.0)
         end = time.perf_counter()
     first = [round(answer.first_token_s, 4) for answer in answers]
     return {"first_token_s": first, "p99_s": round(percentile(_gaps(running, start, end), 99), 5)}

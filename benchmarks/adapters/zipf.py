@@ -7,7 +7,6 @@ Writes the printed block and the plots into docs/images/zipf.
 
 import contextlib
 import io
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,17 +40,11 @@ def run(base: adapted.Base, load: Sequence[str], folder: Path) -> str:
     return printed.getvalue()
 
 
-def main() -> int:
-    given = arguments.parser(__doc__, quick=True).parse_args()
-    if given.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            print(run(adapted.small(), QUICK, Path(folder)))
-        return 0
-    block = run(adapted.full(), LOAD, FOLDER)
-    (FOLDER / "block.txt").write_text(f"{MODEL}, {SLOTS} slots, {len(NAMES)} adapters\n{block}")
-    print(block)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if arguments.parser(__doc__, quick=True).parse_args().quick:
+        with tempfile.TemporaryDirectory() as name:
+            print(run(adapted.small(), QUICK, Path(name)))
+    else:
+        block = run(adapted.full(), LOAD, FOLDER)
+        (FOLDER / "block.txt").write_text(f"{MODEL}, {SLOTS} slots, {len(NAMES)} adapters\n{block}")
+        print(block)

@@ -64,7 +64,7 @@ def folder_of(setup: Setup) -> Path:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
-    parser.add_argument("--suite", "--part", action="append", help="a suite, or the word that suites begin with")
+    arguments.add_suites(parser, suites(SMOKE))
     parser.add_argument("--smoke", action="store_true", help="every suite with tiny shapes on CPU: times mean nothing")
     parser.add_argument("--again", action="store_true", help="measure also what is up to date")
     parser.add_argument("--out", type=Path, help="folder of the results")
@@ -74,11 +74,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     runner.exit_on_sigterm()
     setup = SMOKE if options.smoke else _setup()
-    every = suites(setup)
-    names = {name for suite in every for name in (suite.name, suite.group)}
-    if unknown := set(options.suite or ()) - names:
-        parser.error(f"no suite called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    asked = [each for each in every if each.is_among(options.suite)]
+    asked = [each for each in suites(setup) if each.is_among(options.suite)]
     if options.list:
         for suite in asked:
             print(suite.name, *(f"\n    {figure.name}: {suite.num_cases} cases" for figure in suite.figures))

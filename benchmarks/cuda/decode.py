@@ -4,10 +4,9 @@ process; larger loads, long contexts, top-p, and requests with drafts that arriv
 
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from benchmarks.cuda import engines, speeds
 from benchmarks.cuda.setup import LlamaShape, Setup, Speeds, floors
@@ -19,7 +18,7 @@ from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 MEMORY = 0.5
-"""Suite of the free memory that its KV may take: it shares the card."""
+"""Share of the free memory that its KV may take: it shares the card."""
 GREEDY, NUCLEUS = "greedy", "top-p"
 SAMPLING = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9)
 LAGS = (0, 1)
@@ -31,11 +30,8 @@ class Peer:
 
     def __init__(self, setup: Setup, shape: LlamaShape) -> None:
         self._memory = {"max_memory_percent": MEMORY} if setup.is_cuda else SMOKE_MEMORY
-        torch.manual_seed(setup.seed)
-        with torch.device(setup.device):
-            self._model: Any = AutoModelForCausalLM.from_config(
-                LlamaConfig(**shape.config()), dtype=getattr(torch, setup.dtype), attn_implementation="sdpa"
-            ).eval()
+        config, dtype = LlamaConfig(**shape.config()), getattr(torch, setup.dtype)
+        self._model = engines.random_network(config, dtype, setup.device, setup.seed, attention="sdpa")
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> dict[str, float]:
         """All prompts at once. Raises RuntimeError if a text has another length."""

@@ -4,7 +4,6 @@ shard loads it.
 
 import contextlib
 import gc
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -54,12 +53,12 @@ def load(setup: Setup, shape: LlamaShape, **settings: Any) -> tuple[ShardConfig,
             return config, load_model(config)
 
 
-def random_network(checkpoint: Any, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+def random_network(checkpoint: Any, dtype: torch.dtype, device: str, seed: int, attention: str = NAME) -> nn.Module:
     """transformers' network with the numbers that transformers would draw, on the device from the beginning."""
     torch.manual_seed(seed)
     with torch.device(device):
         network: nn.Module = AutoModelForCausalLM.from_config(
-            checkpoint, dtype=dtype, attn_implementation=NAME, experts_implementation=experts.NAME
+            checkpoint, dtype=dtype, attn_implementation=attention, experts_implementation=experts.NAME
         )
     network.requires_grad_(False)
     return network.eval()
@@ -150,8 +149,3 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def config_json(config: ShardConfig) -> str:
-    """What a shard process reads."""
-    return json.dumps({field.name: getattr(config, field.name) for field in fields(config)})

@@ -6,7 +6,6 @@ What only a device can tell is declared here: what CUDA takes, activations of th
 `make bench-cuda` measures them. The table is part of docs/cuda.md, and a test compares both.
 """
 
-import sys
 from dataclasses import dataclass
 
 from benchmarks.cuda.setup import LLAMA_3B, LLAMA_8B, LlamaShape
@@ -120,11 +119,6 @@ def table() -> list[str]:
     return lines
 
 
-def main() -> int:
+if __name__ == "__main__":
     arguments.parser(__doc__).parse_args()
     print("\n".join(table()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 that kernels are measured with. Imports no torch.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models.limit import Shape
@@ -100,9 +100,6 @@ class Setup:
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 SMOKE = Setup(

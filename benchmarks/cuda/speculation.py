@@ -1,15 +1,12 @@
 """The cost and the speed-up of speculative decoding on a device: verification, heads, drafts, schedules."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
+from benchmarks.cuda.pairs import CHANCE, NUM_HEADS, Pair
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
 from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
-
-if TYPE_CHECKING:
-    from benchmarks.cuda.pairs import Pair
 
 OFF, WIDE, DRAFTED, AUTO, REJECTED = "off", "wide", "drafted", "auto", "rejected"
 HEADS, AS_WIDE = "heads", "as wide without heads"
@@ -19,8 +16,6 @@ LEARNING = 2
 
 def measure(setup: Setup, shapes: tuple[LlamaShape, LlamaShape]) -> Cases:
     """One case per round: every way under every load by turns. shapes: of target and draft model."""
-    from benchmarks.cuda.pairs import Pair  # torch
-
     pair = Pair(setup, *shapes)
     for number in range(-LEARNING, setup.long_rounds):
         raw = _round(setup, pair, number)
@@ -28,9 +23,7 @@ def measure(setup: Setup, shapes: tuple[LlamaShape, LlamaShape]) -> Cases:
             yield Case(f"round {number}", raw)
 
 
-def _round(setup: Setup, pair: "Pair", number: int) -> Raw:
-    from benchmarks.cuda.pairs import CHANCE, NUM_HEADS
-
+def _round(setup: Setup, pair: Pair, number: int) -> Raw:
     fixed = partial(Speculation, num_tokens=setup.width)
     auto = Speculation(Method.DRAFT, 2 * setup.width, schedule=Schedule.AUTO)
     ways: dict[str, tuple[Speculation, float]] = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def measure(setup: Setup) -> Cases:
             mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
             room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
             config = engines.configured(setup, folder, **room, json_output=True, ready_file=str(mark))
-            result = {**json.loads(engines.config_json(config)), "listen": listen, "parent_pid": os.getpid()}
+            result = {**asdict(config), "listen": listen, "parent_pid": os.getpid()}
             raw, log = _start(result, mark, folder / f"shard-{number}.log")
             raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}
             missing = [event for event in ("graphs", "context_bytes") if event not in raw] if setup.is_cuda else []

@@ -1,6 +1,7 @@
 """The suites and figures of a CUDA device. Imports no torch, so that they can be listed anywhere."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -41,8 +42,7 @@ def _suite(name: str, setup: Setup, num_cases: int, measure: str, *more: Any, fi
         yield from _found(measure)(setup, *more)
 
     models = "random Llama 3.1 8B" if setup.is_cuda else "random Llama, tiny"
-    options = setup.as_dict()
-    return Suite(name, cases, num_cases, tuple(figures), SOURCES, models, setup.dtype, options=options)
+    return Suite(name, cases, num_cases, tuple(figures), SOURCES, models, setup.dtype, options=asdict(setup))
 
 
 def _bandwidth(setup: Setup) -> list[Suite]:

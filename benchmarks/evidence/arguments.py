@@ -5,9 +5,9 @@ No benchmark measures before its arguments are parsed, so `--help` never starts 
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from benchmarks.evidence.figure import Cases, Raw
+from benchmarks.evidence.figure import Cases, Raw, Suite
 
 
 def parser(doc: str | None, *, rounds: int = 0, quick: bool = False) -> argparse.ArgumentParser:
@@ -18,6 +18,13 @@ def parser(doc: str | None, *, rounds: int = 0, quick: bool = False) -> argparse
     if quick:
         made.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     return made
+
+
+def add_suites(parser: argparse.ArgumentParser, suites: Iterable[Suite]) -> None:
+    """The option that names suites or groups of them, any number of times."""
+    names = sorted({name for suite in suites for name in (suite.name, suite.group)})
+    text = f"a suite, or a group of them: {', '.join(names)}"
+    parser.add_argument("--suite", action="append", choices=names, metavar="NAME", help=text)
 
 
 def print_cases(cases: Cases, figures: Mapping[str, Callable[[Raw], float]]) -> int:

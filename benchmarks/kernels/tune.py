@@ -11,7 +11,6 @@ configuration.
     python -m benchmarks.kernels.tune [MODEL…]
 """
 
-import argparse
 import json
 import math
 import os
@@ -188,7 +187,8 @@ def report(results: Sequence[Result], gpu: str) -> None:
     print(json.dumps({"gpu": gpu, "results": [asdict(each) for each in results]}))
 
 
-def parsed(given: Sequence[str] | None) -> argparse.Namespace:
+@torch.inference_mode()
+def main(given: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
     parser.add_argument("models", nargs="*", help="folders with a config.json; Llama 3.1 8B's shapes if none")
     parser.add_argument("--kernels", nargs="+", choices=list(SPACE), default=list(SPACE))
@@ -196,17 +196,11 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="where to write; the GPU's file in the package if not given")
     parser.add_argument("--smoke", action="store_true", help="two tiny shapes, on CPU with TRITON_INTERPRET=1")
-    found = parser.parse_args(given)
-    if found.smoke and (found.out is None or os.environ.get("TRITON_INTERPRET") != "1"):
+    asked = parser.parse_args(given)
+    if asked.smoke and (asked.out is None or os.environ.get("TRITON_INTERPRET") != "1"):
         parser.error("--smoke needs --out and TRITON_INTERPRET=1")
-    if not found.smoke and not torch.cuda.is_available():
+    if not asked.smoke and not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    return found
-
-
-@torch.inference_mode()
-def main(given: Sequence[str] | None = None) -> int:
-    asked = parsed(given)
     device = torch.device("cpu" if asked.smoke else "cuda")
     gpu = "smoke" if asked.smoke else torch.cuda.get_device_name(device)
     path: Path = asked.out or tuning.FOLDER / tuning.file_name(gpu)

@@ -94,13 +94,7 @@ def perplexity_ratio(method: str, raw: Raw) -> float:
     return float(raw[method] / raw[PLAIN])
 
 
-def main() -> None:
-    arguments.parser(__doc__).parse_args()
-    for case in perplexities():
-        print(json.dumps(case.raw))
-    rounds = steps()
-    print(json.dumps(next(rounds).raw))
-
-
 if __name__ == "__main__":
-    main()
+    arguments.parser(__doc__).parse_args()
+    for cases in (perplexities(), steps()):
+        print(json.dumps(next(cases).raw))

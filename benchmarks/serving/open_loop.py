@@ -43,7 +43,8 @@ def _search(target: completions.Target, errors: list[str]) -> list[dict[str, Any
     """The probes of one server."""
 
     def probe(number: int) -> dict[str, Any]:
-        answers = uvloop.run(completions.poisson(target, _texts(number), RATES[number], LENGTH, SEED + number))
+        texts = prompts(REQUESTS, PROMPT_TOKENS, SEED + number)
+        answers = uvloop.run(completions.poisson(target, texts, RATES[number], LENGTH, SEED + number))
         errors.extend(answer.error for answer in answers if answer.error)
         seconds = [round(answer.first_token_s, 4) for answer in answers if not answer.error]
         return {"rate": RATES[number], "first_token_s": seconds}
@@ -64,10 +65,6 @@ def bisect(
         probes.append(probe(middle))
         low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
     return probes
-
-
-def _texts(number: int) -> Sequence[str]:
-    return prompts(REQUESTS, PROMPT_TOKENS, SEED + number)
 
 
 def holds(probe: Raw) -> bool:

@@ -21,10 +21,8 @@ LMFLOW_CHANCE, LMFLOW_COST = 0.959, 0.122
 XINFERENCE_WIDTH = 4
 XINFERENCE_ACCEPTED, XINFERENCE_FASTER = 0.86, 1.25
 """Accepted over drafted tokens, and times faster."""
-XINFERENCE_CHANCE, XINFERENCE_BYTE_RATIO = 0.9406, 0.206
-"""The chance of a draft for which a γ of 4 gives that share; the draft's weights over the target's, of the models named
-there.
-"""
+XINFERENCE_CHANCE = 0.9406
+"""The chance of a draft for which a γ of 4 gives that share."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class ThreeRows:
 
 
 LLMSS = ThreeRows(1084.86, 329.83, 427.02)
-LLMSS_WIDTH, LLMSS_CHANCE = 4, 0.718
+LLMSS_WIDTH = 4
 
 LOOKUP_TAU: Mapping[str, tuple[float, float, float]] = {
     "original rule, n = 3, 10 drafts": (2.48, 2.53, 1.39),
@@ -46,7 +44,6 @@ LOOKUP_TAU: Mapping[str, tuple[float, float, float]] = {
     "longest suffix ≤ 8, most recent, 10 drafts": (2.42, 2.51, 1.44),
 }
 """On summaries (CNN/DM), questions with context (HAGRID), first turns of a chat (MT-bench)."""
-HAGRID_TAU = 2.53
 
 MEDUSA_CHAIN = (1.77, 2.08)
 """Tokens per step of three heads of Vicuna-7B in a chain: heads right independently, and nested."""
