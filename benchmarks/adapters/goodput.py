@@ -88,11 +88,10 @@ def _adapters(base: adapted.Base, count: int) -> tuple[list[str], int]:
     """Names, the most popular first, and the bytes of their weights."""
     from benchmarks.models import adapter_files  # torch
 
-    names: list[str] = []
-    for number in range(count):
+    names = [f"mixed-{number}" for number in range(count)]
+    for number, name in enumerate(names):
         rank, targets = RANKS[number // 2 % len(RANKS)], (adapter_files.ATTENTION, adapter_files.ALL)[number % 2]
-        names.append(f"mixed-{number}")
-        adapter_files.make(base.model, base.root, names[-1:], targets, rank=rank, seed=SEED + number)
+        adapter_files.make(base.model, base.root, [name], targets, rank=rank, seed=SEED + number)
     num_bytes = sum((base.root / name / adapter_files.WEIGHTS).stat().st_size for name in names)
     random.Random(SEED).shuffle(names)  # size does not follow popularity
     return names, num_bytes

@@ -65,10 +65,8 @@ async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[
     first, *others = NAMES
 
     async def ask(name: str) -> float:
-        length = completions.Length(size.num_prompt, 1)
-        answer = await completions.complete(
-            completions.Target(port, name, {"ignore_eos_token": True}), next(texts), length
-        )
+        target = completions.Target(port, name, {"ignore_eos_token": True})
+        answer = await completions.complete(target, next(texts), completions.Length(size.num_prompt, 1))
         if answer.error:
             wrong.append(answer.error)
         return answer.first_token_s if answer.events else 0.0

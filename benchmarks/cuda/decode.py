@@ -104,11 +104,6 @@ def full_loads(setup: Setup) -> Cases:
         yield Case(f"round {number}", raw)
 
 
-def over_greedy(raw: Raw) -> float:
-    """A step with top-p over one without."""
-    return float(raw[NUCLEUS]["seconds"] / raw[GREEDY]["seconds"])
-
-
 def long_contexts(setup: Setup) -> Cases:
     """One case per load: a step of requests whose prompts are as long as the longest context."""
     context, shape = max(setup.contexts), setup.large

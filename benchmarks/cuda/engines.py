@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape, Setup
+from benchmarks.evidence.figure import Raw
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.attention_binding import NAME
@@ -138,6 +139,11 @@ def steadily(harness: EngineHarness, requests: list[EngineRequest]) -> dict[str,
     """What a step takes while all of these run."""
     with uncollected():
         return step_of(harness.run(requests))
+
+
+def slowdown(of: str, over: str, raw: Raw) -> float:
+    """Seconds of a step in one way over those in another, in the same round."""
+    return float(raw[of]["seconds"] / raw[over]["seconds"])
 
 
 @contextlib.contextmanager

@@ -58,11 +58,6 @@ def way(setup: Setup, other: str) -> Cases:
             yield Case(f"round {number}", raw)
 
 
-def worth(other: str, batch: int, raw: Raw) -> float:
-    """Seconds of a step of the other way over those of the usual one."""
-    return float(raw[f"{other} {batch}"]["seconds"] / raw[f"{USUAL} {batch}"]["seconds"])
-
-
 def gaps(setup: Setup) -> Cases:
     """One case per batch: how long the device waits for the host per step, as the shard tells it, and how long nothing
     runs on it, by torch's profiler.

@@ -77,8 +77,8 @@ def _loads(setup: Setup) -> list[Suite]:
     return [
         _suite("loads-full", setup, setup.long_rounds, "decode.full_loads", figures=[
             *steps,
-            Figure(f"a step with top-p over a greedy one, {setup.requests} at once", _of("decode.over_greedy"), 1.05,
-                   at_least=False),
+            Figure(f"a step with top-p over a greedy one, {setup.requests} at once",
+                   _of("engines.slowdown", "top-p", "greedy"), 1.05, at_least=False),
         ]),
         _suite("loads-long", setup, len(setup.long_loads), "decode.long_contexts", figures=[
             Figure("throughput at the longest context", partial(raw_value, "tokens_per_second"), unit="tokens/s"),
@@ -177,7 +177,8 @@ def _kernels(setup: Setup) -> list[Suite]:
         ]),
         *(
             _suite(f"kernels-{way}", setup, setup.long_rounds, "kernels.way", way, figures=[
-                Figure(f"a step {text} over a usual one, {batch} at once", _of("kernels.worth", way, batch))
+                Figure(f"a step {text} over a usual one, {batch} at once",
+                       _of("engines.slowdown", f"{way} {batch}", f"usual {batch}"))
                 for batch in (1, setup.requests)
             ])
             for way, text in ways.items()

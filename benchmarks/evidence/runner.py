@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.evidence import results
 from benchmarks.evidence.figure import Case, Cases, Suite
@@ -91,8 +90,4 @@ def worst(codes: Iterable[int]) -> int:
 
 def exit_on_sigterm() -> None:
     """So that servers under measurement are stopped with the measurement."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        sys.exit(128 + signum)
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))

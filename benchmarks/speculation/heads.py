@@ -107,6 +107,5 @@ def over_plain(name: str, raw: Raw) -> float:
 if __name__ == "__main__":
     chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
     cases = measure(Size(2, 5) if chosen.quick else Size(chosen.rounds))
-    sys.exit(
-        arguments.print_cases(cases, {f"{name} over plain": partial(over_plain, name) for name in ("one", "four")})
-    )
+    ratios = {f"{name} over plain": partial(over_plain, name) for name in ("one", "four")}
+    sys.exit(arguments.print_cases(cases, ratios))
