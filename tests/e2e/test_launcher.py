@@ -172,7 +172,7 @@ def close_the_terminal(server: Launched) -> None:
 
 
 ONE_REQUEST = [
-    pytest.param(terminate_as_timeout_does, id="timeout"),
+    pytest.param(terminate_as_timeout_does, id="timeout", marks=pytest.mark.long),
     pytest.param(close_the_terminal, id="closed terminal", marks=pytest.mark.long),
     pytest.param(lambda server: server.signal_group(signal.SIGINT), id="Ctrl-C", marks=pytest.mark.long),
     pytest.param(lambda server: server.signal_all(signal.SIGINT), id="all INT", marks=pytest.mark.long),
