@@ -52,10 +52,10 @@ MUTANTS = [
         f"{ENCODING}::test_texts_and_pairs_are_cut_as_by_the_library",
     ),
     Mutant(
-        "an adapter's classification head gets one row per token instead of one per result",
-        "shard/model/pooling/loading.py",
-        "            target.is_head = True",
-        "            target.is_head = False",
+        "every result of a step gets the classification head of the first request's adapter",
+        "shard/batch/inputs.py",
+        "head_slots[: len(wanted)] = wanted",
+        "head_slots[: len(wanted)] = wanted[:1]",
         f"{ADAPTERS}::test_requests_under_several_adapters_equal_peft[llama classify]",
     ),
     Mutant(

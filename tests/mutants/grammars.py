@@ -12,14 +12,15 @@ MUTANTS = [
         "shard/grammar/masks.py",
         "fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)",
         "fill_next_token_bitmask_par(self._executor, [(matcher, row) for matcher, row, _ in drafted], bitmask)",
-        f"{BATCHES}[default]",
+        f"{BATCHES}[drafts-default]",
     ),
     Mutant(
         "a constrained request is scheduled before the grammar has its newest token",
         "shard/scheduler/scheduler.py",
         "return request.constraint.is_constrained or self.proposer.may_draft(",
         "return self.proposer.may_draft(",
-        f"{BATCHES}[lag 1]",
+        f"{BATCHES}[no drafts-lag 1]",
+        raises="KeyError",  # two launched steps of one request fail
     ),
     Mutant(
         "the grammar of a resumed request does not consume its earlier output",

@@ -96,12 +96,14 @@ class Running:
     step_tokens: int
     rule: Verification | None = None
     """How drafts are verified, with a draft model."""
+    num_prompts: int = len(PROMPTS)
+    num_requests: int = NUM_REQUESTS
 
 
-def make_requests(distributions: list[Distribution], rule: Verification | None) -> list[Request]:
+def make_requests(distributions: list[Distribution], running: Running) -> list[Request]:
     """Requests for every distribution in turn, each with its own seed; every fifth is an unrelated one."""
-    requests = []
-    for i in range(NUM_REQUESTS * 5 // 4):
+    requests, rule = [], running.rule
+    for i in range(running.num_requests * 5 // 4):
         distribution = distributions[i % len(distributions)]
         sampling = SamplingParams(presence_penalty=1.0) if i % 5 == 4 else params(distribution.case, seed=i)
         prompt_ids = list(distribution.prompt_ids)
@@ -156,6 +158,10 @@ RUNS = {
     ),
     "drafts, coupled": (Running(0, 2000, 512, Verification.SHARED_NOISE), [Case(top_k=8)]),
     "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8), MASKED]),
+    "drafts, rejection, one distribution": (
+        Running(0, 2000, 512, Verification.REJECTION, num_prompts=1, num_requests=8_000),
+        [Case(top_k=8)],
+    ),
     "drafts, masks, lag 1": (Running(1, 2000, 512, Verification.SHARED_NOISE), [MASKED]),
     "drafts, rejection, all transforms, lag 1": (
         Running(1, 2000, 512, Verification.REJECTION),
@@ -164,14 +170,14 @@ RUNS = {
 }
 
 
-SHORT = ("drafts, rejection",)
+SHORT = ("drafts, rejection", "drafts, rejection, one distribution")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])
 def test_three_tokens_follow_the_exact_joint_distribution(name: str) -> None:
     running, cases = RUNS[name]
-    distributions = [Distribution(prompt_ids, case) for case in cases for prompt_ids in PROMPTS]
-    requests = make_requests(distributions, running.rule)
+    distributions = [Distribution(prompt_ids, case) for case in cases for prompt_ids in PROMPTS[: running.num_prompts]]
+    requests = make_requests(distributions, running)
     num_preempted = run(requests, running)
     assert (num_preempted > 0) == (running.num_pages < MAX_RUNNING)
     for i, request in enumerate(requests):
@@ -179,6 +185,6 @@ def test_three_tokens_follow_the_exact_joint_distribution(name: str) -> None:
         if i % 5 != 4:
             output = request.token_ids[request.num_prompt :]
             distributions[i % len(distributions)].counts[tuple(output[:NUM_TOKENS])] += 1
-    assert sum(distribution.counts.sum() for distribution in distributions) == NUM_REQUESTS
+    assert sum(distribution.counts.sum() for distribution in distributions) == running.num_requests
     for distribution in distributions:
         assert oracle.fit(distribution.counts, distribution.exact()) > 1e-6 / 6

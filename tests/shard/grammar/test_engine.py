@@ -88,14 +88,15 @@ def test_an_output_matches_its_grammar_and_ends_with_it(name: str, sampling: Sam
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-def test_no_draft_source_and_no_batch_changes_an_output(setup: Setup) -> None:
+@pytest.mark.parametrize("has_drafts", [True, False], ids=("drafts", "no drafts"))
+def test_no_draft_source_and_no_batch_changes_an_output(setup: Setup, has_drafts: bool) -> None:
     requests = [
         make(
             number,
             list(GRAMMARS)[number % 4],
             replace(SAMPLING[number % 2], seed=number),
-            proposes=number % 2 == 0,
-            speculation=list(SPECULATIONS.values())[number % 3],
+            proposes=has_drafts and number % 2 == 0,
+            speculation=list(SPECULATIONS.values())[number % 3 if has_drafts else 0],
         )
         for number in range(1, 17)
     ]

@@ -98,7 +98,7 @@ def test_heads_are_learned_from_rows_and_adopted(learned: Learned) -> None:
 
 
 def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are adopted for the first time in the middle of running requests, greedy and sampled."""
+    """Heads are adopted for the first time in the middle of running requests, greedy and sampled, and purged again."""
     monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
     plain, learner = make(), make()
     groups: list[dict[str, Any]] = [{}, {"sampling": learners.sampled(7)}]
@@ -110,10 +110,12 @@ def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monke
     monkeypatch.setattr(pairs, "MIN_ROWS", 400)
     learner.turn(lambda: bool(learner.learning.pairs["one", ""].digest))
     monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    learner.turn(lambda: sum(learner.outputs[number].sources.count(Source.MEDUSA) for number in numbers) > 10)
+    assert not all(learner.outputs[number].finish_reason for number in numbers)
+    learner.ask(purge=True)
     learner.turn(lambda: all(learner.outputs[number].finish_reason for number in numbers))
     assert [learner.outputs[number].token_ids for number in numbers] == expected
     sources = [learner.outputs[number].sources for number in numbers]
-    assert sum(each.count(Source.MEDUSA) for each in sources) > 10
     assert all(Source.MEDUSA not in each[:10] for each in sources)  # they began without heads
     learner.end()
     plain.end()
@@ -149,15 +151,21 @@ def test_adopted_heads_and_decisions_survive_a_restart_and_rows_do_not(learned: 
 
 
 def test_a_purge_deletes_rows_heads_and_decisions(learned: Learned, learner: Learner, tmp_path: Path) -> None:
+    (pair,) = learner.ask().pairs
+    scheduler = learner.engine.scheduler
+    learner.run(PROMPT_IDS)
+    assert scheduler.adapters.slot(pair.heads_digest) >= 0
     numbers = learner.submit(PROMPT_IDS)
     learner.turn(lambda: len(learner.outputs) > numbers[-1])
     reply = learner.ask(purge=True)
     assert not reply.pairs and reply.totals.ring_bytes == 0
+    assert not list(scheduler.learned_heads)
     assert stored(tmp_path) == []
     learner.turn(lambda: all(learner.outputs[number].finish_reason for number in numbers))
     outputs = [learner.outputs[number] for number in numbers]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in learned.runs[0]]
     assert num_from_heads(learner) == 0
+    assert scheduler.adapters.slot(pair.heads_digest) < 0
     learner.end()
 
 
