@@ -18,7 +18,6 @@ SLOWEST = (
     "tests/shard/engine/test_activated_lora.py",
     "tests/shard/startup/test_draft_model.py",
     "tests/launcher/models/test_hub.py",
-    "tests/adapters/loader/test_loader.py",
     "tests/e2e/test_adapters.py",
     "tests/shard/engine/test_speculation.py",
     "tests/shard/model/kernels/test_integer.py",
@@ -32,7 +31,9 @@ SLOWEST = (
     "tests/router/test_server.py",
     "tests/router/dispatch/test_recovery.py",
 )
-"""Files that take longest, the slowest first. The others follow in their order."""
+"""Files that take longest, the slowest first. The others follow in their order. tests/adapters/loader/test_loader.py is not
+among them: its processes have a low priority, and wait for long while all workers compile kernels at the start.
+"""
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
 
