@@ -31,8 +31,8 @@ SLOWEST = (
     "tests/router/test_server.py",
     "tests/router/dispatch/test_recovery.py",
 )
-"""Files that take longest, the slowest first. The others follow in their order, tests/adapters/loader/test_loader.py too:
-its processes have a low priority, and would wait while all workers compile kernels at the start.
+"""Files that take longest, the slowest first. The others follow in their order, tests/adapters/loader/test_loader.py
+too: its processes have a low priority, and would wait while all workers compile kernels at the start.
 """
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
