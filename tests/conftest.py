@@ -18,6 +18,7 @@ SLOWEST = (
     "tests/shard/engine/test_activated_lora.py",
     "tests/shard/startup/test_draft_model.py",
     "tests/launcher/models/test_hub.py",
+    "tests/adapters/loader/test_loader.py",
     "tests/e2e/test_adapters.py",
     "tests/shard/engine/test_speculation.py",
     "tests/shard/model/kernels/test_integer.py",
@@ -31,9 +32,7 @@ SLOWEST = (
     "tests/router/test_server.py",
     "tests/router/dispatch/test_recovery.py",
 )
-"""Files that take longest, the slowest first. The others follow in their order, tests/adapters/loader/test_loader.py
-too: its processes have a low priority, and would wait while all workers compile kernels at the start.
-"""
+"""Files that take longest, the slowest first. The others follow in their order."""
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
 

@@ -143,7 +143,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return None
         if "name" in found.groupdict():
             if body and repository.open is not None:
-                repository.open.wait(240)
+                repository.open.wait(60)
             return self._file(commit, files, urllib.parse.unquote(found["name"]), body)
         answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files, repository)
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)

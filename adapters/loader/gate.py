@@ -61,7 +61,7 @@ class Gate:
     def __init__(self, num_slots: int, num_fast: int, uses: Uses | None = None) -> None:
         self._num_slots, self._num_fast = num_slots, num_fast
         self._most_held = max(1, num_slots // 4)
-        """Slots of an owner that used more than a little lately, while others exist."""
+        """Slots of an owner that used more than a little lately. The others stay free for other owners."""
         self._uses = Uses() if uses is None else uses
         self._tickets: dict[Ticket, None] = {}
         """With a slot and waiting, in order of arrival."""

@@ -19,7 +19,7 @@ class Caller:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(240)
+        self._socket.settimeout(120)
         self._socket.connect(str(path))
         self._lines = self._socket.makefile("rwb")
         self._number = 0

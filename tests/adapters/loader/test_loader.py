@@ -171,14 +171,15 @@ def test_concurrent_fetches_of_one_adapter_are_one_job(world: World, caller: Cal
     assert world.hub.requests.count(f"GET {name}") == 1
 
 
-def test_a_slow_download_does_not_delay_another(world: World, caller: Caller) -> None:
+def test_slow_downloads_do_not_delay_those_of_another_account(world: World, caller: Caller) -> None:
+    """An account that used the loader for more than a second may hold four downloads at once: these are as many."""
     opened = threading.Event()
     files = content(world.roots / "a0")
     slow = [
-        caller.ask(fetch=world.at_hub(f"acme/slow{number}", changed(files, lora_alpha=20 + number), open=opened))
+        caller.ask(fetch=world.at_hub(f"slow/adapter{number}", changed(files, lora_alpha=20 + number), open=opened))
         for number in range(4)
     ]
-    quick = caller.ask(fetch=world.at_hub("acme/quick", changed(files, lora_alpha=30)))
+    quick = caller.ask(fetch=world.at_hub("quick/adapter", changed(files, lora_alpha=30)))
     assert caller.answer(quick)["tier"] == "source"
     assert not set(slow) & set(caller.order)
     opened.set()
