@@ -1,5 +1,5 @@
 """Products of few rows with one matrix on CPU, side by side in one process: weights in bfloat16 by our kernel and by
-torch, and in 8 and 4 bits.
+torch, the same with eight LoRAs of rank 16, and weights in 8 and 4 bits.
 
 The matrices are those of a 200 M and an 8 B Llama. Each product is repeated over copies of its matrix that no cache
 holds, as the matrices of a model are read one after the other. Prints medians of all rounds, times as multiples of our
@@ -29,12 +29,13 @@ SHAPES = {
 """Outputs and inputs."""
 QUICK = {"tiny": (128, 256)}
 ROWS = (1, 8, 32)
-KINDS = ("bfloat16", "torch", "int8", "int4")
+RANK, ADAPTERS = 16, 8
+KINDS = ("bfloat16", "torch", "LoRA", "int8", "int4")
 """Our bfloat16 product comes first: times are multiples of its own."""
 READ_BYTES = 2**28
 """Bytes of bfloat16 weights that all copies of a matrix have together."""
 ROUNDS = 9
-TOLERANCE = {"bfloat16": 0.01, "torch": 0.01, "int8": 0.02, "int4": 0.15}
+TOLERANCE = {"bfloat16": 0.01, "torch": 0.01, "LoRA": 0.01, "int8": 0.02, "int4": 0.15}
 """Root mean square of errors over that of results, of random weights."""
 ONEDNN = {"x86-64-v2": "SSE41", "x86-64-v3": "AVX2", "x86-64-v4": "AVX512_CORE"}
 TORCH = {"x86-64-v2": "default", "x86-64-v3": "avx2", "x86-64-v4": "avx512"}
@@ -43,8 +44,12 @@ TORCH = {"x86-64-v2": "default", "x86-64-v3": "avx2", "x86-64-v4": "avx512"}
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
-def products(kind: str, weight: torch.Tensor, copies: int) -> list[Multiply]:
-    """The same product `copies` times, each with a copy of the weight. weight: [out, in] bfloat16."""
+def products(
+    kind: str, weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], copies: int
+) -> list[Multiply]:
+    """The same product `copies` times, each with a copy of the weight. weight: [out, in]; factors: [RANK, in] and
+    [RANK, out]; all bfloat16.
+    """
     from lorikeet.shard.model.kernels.integer import PackedIntegers
     from lorikeet.shard.model.kernels.packing import StreamedMatrix
     from lorikeet.shard.model.quantization.integers import round_weight
@@ -54,9 +59,35 @@ def products(kind: str, weight: torch.Tensor, copies: int) -> list[Multiply]:
         return [partial(torch.nn.functional.linear, weight=own) for own in copied]
     if kind == "bfloat16":
         return [StreamedMatrix(weight, None).project for _ in range(copies)]
+    if kind == "LoRA":
+        return [adapted(StreamedMatrix(weight, None).project, *factors) for _ in range(copies)]
     rounded = round_weight(weight, 8 if kind == "int8" else 4)
     packed = [PackedIntegers(rounded, None) for _ in range(copies)]
     return [partial(own.product, with_bias=False) for own in packed]
+
+
+def adapted(multiply: Multiply, a: torch.Tensor, b: torch.Tensor) -> Multiply:
+    """A product whose rows belong to ADAPTERS slots in turn, each with factors of its own in memory. a: [RANK, in];
+    b: [RANK, out].
+    """
+    from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
+    from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
+    from tests.shard.model.lora.layout import packed
+
+    target = LoraTarget("module", a.shape[1], b.shape[1], StepInputs(16, torch.device("cpu")))
+    target.allocate(ADAPTERS)
+    for slot in range(ADAPTERS):
+        target.put(slot, packed(SlotWeights(a.clone(), b.clone())))
+    # neighbours share a slot
+    rows = {count: AdapterRows(range(ADAPTERS), [count // ADAPTERS] * ADAPTERS) for count in ROWS if count >= ADAPTERS}
+    rows[1] = AdapterRows([0], [1])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = multiply(x)
+        adapt(rows[len(x)], Product(target, x, y))
+        return y
+
+    return call
 
 
 @torch.inference_mode()
@@ -66,7 +97,9 @@ def compare(shape: tuple[int, int], rounds: int, read_bytes: int) -> dict[int, d
     weight = torch.randn(shape, generator=generator).bfloat16()
     inputs = {rows: torch.randn(rows, shape[1], generator=generator).bfloat16() for rows in ROWS}
     wanted = {rows: x.float() @ weight.float().t() for rows, x in inputs.items()}
-    made = {kind: products(kind, weight, max(1, read_bytes // weight.nbytes)) for kind in KINDS}
+    a, b = (torch.randn(RANK, size, generator=generator).bfloat16() / RANK for size in reversed(shape))
+    changed = {rows: wanted[rows] + x.float() @ a.float().t() @ b.float() for rows, x in inputs.items()}
+    made = {kind: products(kind, weight, (a, b), max(1, read_bytes // weight.nbytes)) for kind in KINDS}
     times: dict[int, dict[str, list[float]]] = {rows: {kind: [] for kind in KINDS} for rows in ROWS}
     for number in range(rounds + 1):  # the first one warms up
         for rows, x in inputs.items():
@@ -76,9 +109,13 @@ def compare(shape: tuple[int, int], rounds: int, read_bytes: int) -> dict[int, d
                     y = call(x)
                 if number:
                     times[rows][kind].append(1e3 * (time.perf_counter() - began) / len(calls))
-                elif not (error := float((y - wanted[rows]).norm() / wanted[rows].norm())) < TOLERANCE[kind]:
+                elif not (error := distance(y, changed[rows] if kind == "LoRA" else wanted[rows])) < TOLERANCE[kind]:
                     raise RuntimeError(f"{kind}, {rows} rows: errors are {error:.3f} of the results")
     return {rows: {kind: median(each) for kind, each in kinds.items()} for rows, kinds in times.items()}
+
+
+def distance(y: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((y - wanted).norm() / wanted.norm())
 
 
 def limit(level: str) -> None:

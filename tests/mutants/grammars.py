@@ -20,7 +20,7 @@ MUTANTS = [
         "return request.constraint.is_constrained or self.proposer.may_draft(",
         "return self.proposer.may_draft(",
         f"{BATCHES}[no drafts-lag 1]",
-        raises="KeyError",  # two launched steps of one request fail
+        raises="KeyError",  # a request is computed again although a later step of it is launched
     ),
     Mutant(
         "the grammar of a resumed request does not consume its earlier output",
