@@ -7,6 +7,7 @@ from tests.mutants import (
     experts,
     grammars,
     integers,
+    kernels,
     page,
     recovery,
     sampling,
@@ -26,6 +27,7 @@ FAULTS = [
     *embeddings.MUTANTS,
     *tool_calls.MUTANTS,
     *integers.MUTANTS,
+    *kernels.MUTANTS,
 ]
 
 OF_RECOVERY = recovery.MUTANTS

@@ -1,4 +1,6 @@
-"""cpu.c: equal to the plain modules, and equal bits whatever other rows there are; with and without AMX."""
+"""cpu.c: equal to the plain modules, and equal bits whatever other rows there are; with and without AMX, and compiled
+for lesser processors.
+"""
 
 import ctypes
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from lorikeet.shard.model.kernels.packing import (
     onednn_multiplies,
     pack,
 )
+from tests.shard.levels import LEVELS, OWN, compiled_for
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
 
@@ -28,10 +31,12 @@ def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
     return Fusion(CpuKernels(), shared).fuse_module(module)
 
 
-@pytest.fixture(autouse=True, params=["as the processor can", "in vectors"])
+@pytest.fixture(autouse=True, params=[*LEVELS, "without tiles"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """Where there is AMX the two differ."""
-    loaded = kernels._load() if request.param == "as the processor can" else kernels._load("WITHOUT_TILES")
+    """As the processor can, as a lesser one can, and without AMX."""
+    defines = ("WITHOUT_TILES",) if request.param == "without tiles" else ()
+    with compiled_for(OWN if defines else request.param, kernels, kernels._load):
+        loaded = kernels._load(*defines)
     monkeypatch.setattr(kernels, "_load", lambda: loaded)
     yield loaded
 

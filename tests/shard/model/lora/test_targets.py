@@ -1,11 +1,14 @@
 """The adapters' part of a product: compiled code against its specification, for every mix of adapters in a step."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from tests.shard.levels import LEVELS, compiled_for
 from tests.shard.model.lora.layout import packed
 
 NUM_SLOTS = 12
@@ -23,6 +26,13 @@ MIXES = {
 }
 COUNTS = [1, 1, 40, 3, 1, 17, 16, 2]
 Plain = dict[int, SlotWeights | None]
+
+
+@pytest.fixture(autouse=True, params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiled as for this processor, and as for lesser ones."""
+    with compiled_for(request.param, lora, lora.compiled, lora.library_for):
+        yield
 
 
 def make_target(

@@ -1,0 +1,36 @@
+"""Faults of compiled kernels for processors without AVX-512."""
+
+from tests.mutants.mutant import Mutant
+
+PRODUCTS, ADAPTERS = "tests/shard/model/kernels/test_cpu.py", "tests/shard/model/lora/test_targets.py"
+
+MUTANTS = [
+    Mutant(
+        "the second weight of each pair is the first one again",
+        "shard/model/kernels/cpu.c",
+        "ADD_TERMS(R, V, both & high)",
+        "ADD_TERMS(R, V, both << 16)",
+        f"{PRODUCTS}::test_a_product_is_the_float32_product_rounded_once",
+    ),
+    Mutant(
+        "rows after the first 60 are multiplied by the inputs of the first ones",
+        "shard/model/kernels/cpu.c",
+        "add_pairs(x + r * x_stride + 2 * p,",
+        "add_pairs(x + 2 * p,",
+        f"{PRODUCTS}::test_a_product_is_the_float32_product_rounded_once",
+    ),
+    Mutant(
+        "every positive gate is 0",
+        "shard/model/kernels/decoder_layer.h",
+        "choose16(below_zero16(splat16(88.f) - x), splat16(88.f), x)",
+        "choose16(below_zero16(x), splat16(88.f), x)",
+        f"{PRODUCTS}::test_gates_of_any_size_are_those_of_torch",
+    ),
+    Mutant(
+        "the last inputs of an adapter, fewer than 16, are ignored",
+        "shard/model/lora/targets.c",
+        "if (whole < n) {",
+        "if (0) {",
+        f"{ADAPTERS}::test_equals_the_specification",
+    ),
+]
