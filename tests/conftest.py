@@ -36,7 +36,7 @@ SLOWEST = (
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
 
-gc.disable()  # until every file is imported, because nothing of a module becomes garbage
+gc.disable()  # until every file is imported: imports leave little garbage
 
 
 def pytest_collection_finish() -> None:

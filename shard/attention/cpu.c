@@ -111,7 +111,7 @@ INLINE void put_key(element *out, const element *key, int64_t dim, int64_t page_
     for (int64_t d = 0; d < dim; d++) out[d * page_size] = key[d];
     if (dim % 2) out[dim * page_size] = 0;
 }
-INLINE void store_first(element *out, part x, int64_t count) { store_some(out, x, count); }
+INLINE void store_first(element *out, part x, int64_t count) { store_partial(out, x, count); }
 #endif
 
 typedef struct {

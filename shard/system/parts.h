@@ -59,21 +59,21 @@ INLINE void store_part(element *p, part x) {  // rounded as by from_float
 }
 
 // The first `count` lanes only; the others are loaded as zeros.
-INLINE part load_some(const element *p, int64_t count) {
+INLINE part load_partial(const element *p, int64_t count) {
     if (count >= WIDTH) return load_part(p);
     element some[WIDTH] = {0};
     memcpy(some, p, count * sizeof *p);
     return load_part(some);
 }
 
-INLINE part load_some_floats(const float *p, int64_t count) {
+INLINE part load_partial_floats(const float *p, int64_t count) {
     if (count >= WIDTH) return *(const part *)p;
     float some[WIDTH] = {0};
     memcpy(some, p, count * sizeof *p);
     return *(const part *)some;
 }
 
-INLINE void store_some(element *p, part x, int64_t count) {
+INLINE void store_partial(element *p, part x, int64_t count) {
     if (count >= WIDTH) {
         store_part(p, x);
         return;

@@ -68,7 +68,7 @@ static inline vec16 load_floats(const float *p, mask16 mask) {
 }
 static inline vec16 splat16(float x) { return x - (vec16){0}; }
 // All bits of the lanes whose sign is set. gcc compares vectors that are wider than a register lane by lane.
-static inline ivec16 below_zero16(vec16 x) { return (ivec16)x >> 31; }
+static inline ivec16 sign_mask16(vec16 x) { return (ivec16)x >> 31; }
 static inline float sum16(vec16 x) {  // by halves
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++) x[lane] += x[lane + half];
@@ -78,7 +78,7 @@ static inline float sum16(vec16 x) {  // by halves
 #if BF16
 static inline vec16 widen16(hvec16 x) { return (vec16)(__builtin_convertvector(x, uvec16) << 16); }
 static inline hvec16 narrow16(vec16 x) {  // as from_float
-    uvec16 bits = (uvec16)x, is_nan = (uvec16)below_zero16((vec16)(0x7f800000 - (bits & 0x7fffffff)));
+    uvec16 bits = (uvec16)x, is_nan = (uvec16)sign_mask16((vec16)(0x7f800000 - (bits & 0x7fffffff)));
     uvec16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
     return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), hvec16);
 }

@@ -1,4 +1,4 @@
-"""Kernels compiled as for a lesser processor: tests of kernels run the code of other processors too."""
+"""Kernels compiled for processors with fewer instructions, so that their tests run the code of those processors too."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -176,8 +176,8 @@ static void vector_product(const bf16 *x, int64_t rows, int64_t x_stride, const 
         for (int64_t i = 0; i < count; i++)
             for (int64_t c = 0; c < width; c += WIDTH) {
                 part sum = *(const part *)(sums[i] + c);
-                if (bias) sum += load_some_floats(bias + c, width - c);
-                store_some(y + (r + i) * y_stride + c, sum, width - c);
+                if (bias) sum += load_partial_floats(bias + c, width - c);
+                store_partial(y + (r + i) * y_stride + c, sum, width - c);
             }
     }
 }

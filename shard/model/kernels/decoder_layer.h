@@ -26,8 +26,8 @@ static inline vec16 choose16(ivec16 mask, vec16 a, vec16 b) { return (vec16)((ma
 
 // e to the x, within 2 units in the last place, by powers of two and a polynomial
 static inline vec16 exp16(vec16 x) {
-    x = choose16(below_zero16(x + splat16(87.f)), splat16(-87.f), x);
-    x = choose16(below_zero16(splat16(88.f) - x), splat16(88.f), x);
+    x = choose16(sign_mask16(x + splat16(87.f)), splat16(-87.f), x);
+    x = choose16(sign_mask16(splat16(88.f) - x), splat16(88.f), x);
     const vec16 shifter = splat16(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
     vec16 shifted = x * splat16(1.44269504f) + shifter, n = shifted - shifter;
     vec16 f = x - n * splat16(0.693359375f);

@@ -130,9 +130,9 @@ INLINE void store_outputs(element *p, lanes x, int64_t count) { store_lanes(p, f
 #else
 #define LANES WIDTH
 typedef part lanes;
-#define load_outputs load_some
-#define load_values load_some_floats
-#define store_outputs store_some
+#define load_outputs load_partial
+#define load_values load_partial_floats
+#define store_outputs store_partial
 #endif
 
 // Add `sums` to y[at .. at + width).

@@ -31,7 +31,7 @@ EPOCH = 1
 PAGE_SIZE = 4
 MAX_RUNNING = 200
 NUM_TOKENS = 3
-NUM_REQUESTS = 5_000
+NUM_REQUESTS = 20_000
 PROMPTS = ([3, 3, 7, 1, 9, 2, 6], [5, 2, 8])
 """The last pages fill up while the text is drawn, so that pages run short."""
 LOGITS = np.random.default_rng(3).normal(size=(V, V, V)).astype(np.float32) * 2
@@ -158,6 +158,10 @@ RUNS = {
     ),
     "drafts, coupled": (Running(0, 2000, 512, Verification.SHARED_NOISE), [Case(top_k=8)]),
     "drafts, rejection": (Running(0, 2000, 512, Verification.REJECTION), [Case(top_k=8), MASKED]),
+    "drafts, rejection, fewer requests": (
+        Running(0, 2000, 512, Verification.REJECTION, num_requests=5_000),
+        [Case(top_k=8), MASKED],
+    ),
     "drafts, rejection, one distribution": (
         Running(0, 2000, 512, Verification.REJECTION, num_prompts=1, num_requests=8_000),
         [Case(top_k=8)],
@@ -170,7 +174,8 @@ RUNS = {
 }
 
 
-SHORT = ("drafts, rejection", "drafts, rejection, one distribution")
+SHORT = ("drafts, rejection, fewer requests", "drafts, rejection, one distribution")
+"""What `make test` runs."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RUNS])

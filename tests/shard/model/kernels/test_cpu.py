@@ -1,5 +1,5 @@
 """cpu.c: equal to the plain modules, and equal bits whatever other rows there are; with and without AMX, and compiled
-for lesser processors.
+for processors with fewer instructions.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def fuse(module: nn.Module, shared: set[int]) -> nn.Module | None:
 
 @pytest.fixture(autouse=True, params=[*LEVELS, "without tiles"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """As the processor can, as a lesser one can, and without AMX."""
+    """Compiled for this processor, for processors with fewer instructions, and without AMX."""
     defines = ("WITHOUT_TILES",) if request.param == "without tiles" else ()
     with compiled_for(OWN if defines else request.param, kernels, kernels._load):
         loaded = kernels._load(*defines)

@@ -30,7 +30,7 @@ Plain = dict[int, SlotWeights | None]
 
 @pytest.fixture(autouse=True, params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiled as for this processor, and as for lesser ones."""
+    """Kernels compiled for this processor, and for processors with fewer instructions."""
     with compiled_for(request.param, lora, lora.compiled, lora.library_for):
         yield
 
