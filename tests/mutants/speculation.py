@@ -11,8 +11,9 @@ KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_every_position_follows_the_target",
 )
 LEARNING = "tests/shard/learning/test_learning.py"
-ENGINE_DISTRIBUTION = "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_distribution[drafts, rejection, fewer requests]"
-ONE_DISTRIBUTION = ENGINE_DISTRIBUTION.replace("fewer requests]", "one distribution]")
+JOINT = "tests/shard/engine/test_distribution.py::test_three_tokens_follow_the_exact_joint_distribution"
+ENGINE_DISTRIBUTION = f"{JOINT}[drafts, rejection, fewer requests]"
+ONE_DISTRIBUTION = f"{JOINT}[drafts, rejection, one distribution]"
 """With more requests per distribution."""
 DRAFT = "tests/shard/startup/test_draft_model.py"
 TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
