@@ -5,7 +5,6 @@ the event loop, so nothing here locks.
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 import time
@@ -90,8 +89,7 @@ class Dispatcher:
         await self._members.stop()
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def drain(self, timeout: float) -> bool:
         """Reject new requests and wait for the running ones. False where some had to be failed after `timeout`."""

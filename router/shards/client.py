@@ -5,7 +5,6 @@ and the requests of a stream that ended.
 """
 
 import asyncio
-import contextlib
 import random
 import time
 from collections import deque
@@ -182,8 +181,8 @@ class ShardClient:
                 explaining.cancel()
                 if watch is not None:
                     watch.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                        await watch
+                    # not awaited itself: a cancellation of this task would look like that of `watch`
+                    await asyncio.gather(watch, return_exceptions=True)
 
     async def _explain(self, channel: grpc.aio.Channel) -> None:
         """Log why there is no connection, once per reason: a call that waits for a connection never fails. Shards

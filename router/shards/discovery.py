@@ -5,7 +5,6 @@ shards join and leave while others serve.
 """
 
 import asyncio
-import contextlib
 import json
 import socket
 from pathlib import Path
@@ -110,8 +109,7 @@ class Members:
         self.links.remove(link)
         task = self._tasks.pop(link.address)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         log.info("shard_left", address=link.address)
 
 

@@ -44,8 +44,9 @@ INLINE void store_part(element *p, part x) {  // rounded as by from_float
 #if !BF16
     *(part *)p = x;
 #else
-    const ipart bits = (ipart)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const ipart made = (ipart)select_part(x != x, (part)(bits >> 16 | 0x40), (part)rounded) & 0xffff;
+    typedef uint32_t upart __attribute__((vector_size(4 * WIDTH)));
+    const upart bits = (upart)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const ipart made = (ipart)select_part(x != x, (part)(bits >> 16 | 0x40), (part)rounded);
 #ifdef __AVX512F__
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)made));
 #elif defined(__AVX2__)

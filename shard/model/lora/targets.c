@@ -154,19 +154,19 @@ static void add_to(const Weights *w, const float *sums, int64_t at, int64_t widt
 }
 
 // sums[r] = u[r] . b for ROWS rows and OUTPUTS outputs, PASS of them in registers at once
-#define DEFINE_EXPAND(ROWS, PASS)                                                                          \
-    static void expand##ROWS(const element *b, const float *u, int64_t rank, float (*sums)[OUTPUTS]) {     \
-        for (int first = 0; first < OUTPUTS; first += PASS) {                                              \
-            part made[ROWS][PASS / WIDTH] = {0};                                                           \
-            for (int64_t j = 0; j < rank; j++) {                                                           \
-                part row[PASS / WIDTH];                                                                    \
+#define DEFINE_EXPAND(ROWS, PASS)                                                                               \
+    static void expand##ROWS(const element *b, const float *u, int64_t rank, float (*sums)[OUTPUTS]) {          \
+        for (int first = 0; first < OUTPUTS; first += PASS) {                                                   \
+            part made[ROWS][PASS / WIDTH] = {0};                                                                \
+            for (int64_t j = 0; j < rank; j++) {                                                                \
+                part row[PASS / WIDTH];                                                                         \
                 for (int v = 0; v < PASS / WIDTH; v++) row[v] = load_part(b + j * OUTPUTS + first + v * WIDTH); \
-                for (int r = 0; r < ROWS; r++)                                                             \
-                    for (int v = 0; v < PASS / WIDTH; v++) made[r][v] += splat(u[r * rank + j]) * row[v];  \
-            }                                                                                              \
-            for (int r = 0; r < ROWS; r++)                                                                 \
-                for (int v = 0; v < PASS / WIDTH; v++) *(part *)(sums[r] + first + v * WIDTH) = made[r][v]; \
-        }                                                                                                  \
+                for (int r = 0; r < ROWS; r++)                                                                  \
+                    for (int v = 0; v < PASS / WIDTH; v++) made[r][v] += splat(u[r * rank + j]) * row[v];       \
+            }                                                                                                   \
+            for (int r = 0; r < ROWS; r++)                                                                      \
+                for (int v = 0; v < PASS / WIDTH; v++) *(part *)(sums[r] + first + v * WIDTH) = made[r][v];     \
+        }                                                                                                       \
     }
 #ifdef __AVX512F__
 DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 64)

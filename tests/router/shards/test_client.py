@@ -11,6 +11,8 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.shards.client import JOIN_READERS, ShardClient
+from tests.router import simulated_shard
+from tests.router.simulated_shard import SimulatedModel
 
 NUM_TOKENS = 200
 
@@ -104,3 +106,34 @@ async def test_the_reason_for_no_connection_is_logged_once(
     printed = capfd.readouterr()
     (line,) = [line for line in (printed.out + printed.err).splitlines() if "shard_unreachable" in line]
     assert address in line and "Connection refused" in line
+
+
+async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it connects again, to a shard that may never come, and whoever cancelled it waits."""
+    is_ending = asyncio.Event()
+
+    async def follow(self: ShardClient, health: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(ShardClient, "_follow_health", follow)
+    listener, address = Listener(0), f"unix:{tmp_path}/shard.sock"
+    server, _, steps = await simulated_shard.start(address, SimulatedModel(0.005, 4))
+    listener.client = ShardClient(address, listener)
+    running = asyncio.create_task(listener.client.run())
+    try:
+        async with asyncio.timeout(20):
+            await listener.ended.wait()
+            steps.cancel()
+            await server.stop(0)
+            await is_ending.wait()
+        running.cancel()
+        await asyncio.wait((running,), timeout=10)
+        assert running.cancelled()
+    finally:
+        running.cancel()
