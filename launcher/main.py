@@ -103,7 +103,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     servable.check_files(base.id, os.listdir(base.path), use)
     servable.check_config(base.id, config, use)
     draft = None if found.draft is None else model.configuration(found.draft.path)
-    rules.check_models(read, config, draft, where[0])
+    rules.check_models(read, config, draft)
     read = models.with_tokens(read, found.draft)
     pooled = model.read_pooling(read, base, config)
     rules.check_pooled(read, pooled, config, where[1])

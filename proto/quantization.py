@@ -39,9 +39,9 @@ class Method:
 INTEGERS = {"int8": 8, "int4": 4}
 """Methods of ours, which round plain weights to so many bits."""
 ROUNDING = (*INTEGERS, "gguf")
-"""Methods whose products are of integers, so that activations are rounded."""
+"""Methods whose weights are integers, so that activations are rounded on CPU."""
 PACKED = ("gptq", "awq")
-"""Methods whose checkpoints are multiplied as integers on CPU where their layout allows it."""
+"""Methods whose checkpoints are multiplied as integers where their layout allows it."""
 _LEAST_GROUP = 32
 GGUF_KEY, GGUF_NAME = "lorikeet_gguf", "model.gguf"
 """In config.json: the name of the `.gguf` file that has the weights. Every folder made for such a file has the same."""
@@ -80,16 +80,6 @@ def reason_against(name: str) -> str:
     return ""
 
 
-def reason_against_device(name: str, device: str) -> str:
-    """Why weights quantised by `name` cannot be served on `device`; empty if they can."""
-    if name == "gguf" and not device.startswith("cpu"):
-        return ".gguf files are computed on CPU only: use the original checkpoint on CUDA"
-    if name in INTEGERS and not device.startswith("cpu"):
-        others = "bitsandbytes or fp8" if INTEGERS[name] == 8 else "bitsandbytes-nf4 or a GPTQ or AWQ checkpoint"
-        return f"{name} is computed on CPU only: use {others} on CUDA"
-    return ""
-
-
 def reason_against_integers(config: Mapping[str, Any]) -> str:
     """Why matrices of a GPTQ or AWQ checkpoint cannot be multiplied as integers; empty if they can. Reading them may
     find another reason, which config.json does not tell.
@@ -111,24 +101,26 @@ def reason_against_integers(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def multiplies_integers(name: str | None, config: Mapping[str, Any], device: str) -> bool:
-    """Whether weights of a method are multiplied as integers on `device`."""
-    is_packed = name in PACKED and device.startswith("cpu") and of_checkpoint(config) == name
+def multiplies_integers(name: str | None, config: Mapping[str, Any]) -> bool:
+    """Whether weights of a method are kept and multiplied as integers by our kernels."""
+    is_packed = name in PACKED and of_checkpoint(config) == name
     return name in ROUNDING or (is_packed and not reason_against_integers(config))
 
 
-def activations_of(rounds: bool, wanted: str | None) -> str:
-    """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. `rounds`: whether
-    weights are multiplied as integers. Raises ValueError where that leaves no choice.
+def activations_of(is_integers: bool, wanted: str | None, device: str) -> str:
+    """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. `is_integers`:
+    whether weights are multiplied as integers. Raises ValueError where that leaves no choice.
     """
-    if rounds:
-        return wanted or "int8"
-    if wanted is not None:
+    if wanted is not None and not is_integers:
         raise ValueError(
-            f"only {', '.join(ROUNDING)}, and checkpoints of {' and '.join(PACKED)} on CPU whose layout allows it, can "
-            "choose how activations are rounded"
+            f"only {', '.join(ROUNDING)}, and checkpoints of {' and '.join(PACKED)} whose layout allows it, can choose "
+            "how activations are rounded"
         )
-    return "none"
+    if not device.startswith("cpu"):
+        if wanted == "int8":
+            raise ValueError(f"activations are rounded to 8 bits on CPU only, not on {device}")
+        return "none"
+    return wanted or "int8" if is_integers else "none"
 
 
 def describe(name: str | None, activations: str) -> str:
@@ -160,10 +152,8 @@ def of_checkpoint(config: Mapping[str, Any]) -> str | None:
     return name
 
 
-def choose(wanted: str | None, config: Mapping[str, Any], device: str) -> str | None:
-    """The method that weights are served with on `device`, from the flag and config.json. Raises ValueError with a
-    reason.
-    """
+def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
+    """The method that weights are served with, from the flag and config.json. Raises ValueError with a reason."""
     own, wanted = of_checkpoint(config), of_weights(wanted)
     if own is not None and wanted is not None and own != wanted:
         raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
@@ -172,9 +162,9 @@ def choose(wanted: str | None, config: Mapping[str, Any], device: str) -> str | 
         return None
     method = METHODS.get(chosen, Method())
     reason = method.refused_at_load if own is None else method.refused_in_files
-    if not reason and not (chosen in PACKED and multiplies_integers(chosen, config, device)):
+    if not reason and not (chosen in PACKED and multiplies_integers(chosen, config)):
         reason = reason_against(chosen)
-        if reason and chosen in PACKED and device.startswith("cpu"):
+        if reason and chosen in PACKED:
             reason = f"it is not multiplied as integers, because {reason_against_integers(config)}; so {reason}"
     if reason:
         raise ValueError(f"quantised by {chosen}: {reason}")

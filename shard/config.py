@@ -38,7 +38,7 @@ class ShardConfig(ConfigFile):
     quantize: str | None = None
     """Quantization method, as in `--quantize`; None is the checkpoint's."""
     quantize_activations: str | None = None
-    """`int8` or `none`: what activations are rounded to with `int8` and `int4`; None is int8."""
+    """`int8` or `none`: what activations are rounded to with integer weights; None is int8 on CPU and none on CUDA."""
     trust_remote_code: bool = False
     pooling: str | None = None
     """`cls`, `mean` or `last`: the model computes vectors; None is what its files say."""

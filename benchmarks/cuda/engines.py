@@ -23,6 +23,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
+from lorikeet.shard.model.quantization.layers import quantize_loaded
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 
@@ -47,8 +48,12 @@ def load(setup: Setup, shape: LlamaShape, **settings: Any) -> tuple[ShardConfig,
         folder = write_config(shape, Path(name), setup.dtype)
         config = configured(setup, folder, **settings)
 
-        def draw(config: ShardConfig, checkpoint: Any, dtype: torch.dtype, *_: object, **__: object) -> nn.Module:
-            return random_network(checkpoint, dtype, config.device, setup.seed)
+        def draw(
+            config: ShardConfig, checkpoint: Any, dtype: torch.dtype, method: str | None, **_: object
+        ) -> nn.Module:
+            network = random_network(checkpoint, dtype, config.device, setup.seed)
+            quantize_loaded(network, method, dtype, config.device, rounds_activations=config.device == "cpu")
+            return network
 
         with patch("lorikeet.shard.model.load_network", draw):
             return config, load_model(config)

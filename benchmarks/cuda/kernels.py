@@ -12,11 +12,12 @@ from benchmarks.cuda.timing import idle_of
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn
 
-USUAL, EAGER, UNFUSED, FP8 = "usual", "eager", "unfused", "fp8"
+USUAL, EAGER, UNFUSED, FP8, INT8, INT4 = "usual", "eager", "unfused", "fp8", "int8", "int4"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     EAGER: {"graphs": False},
     UNFUSED: {"fusions": "none"},
     FP8: {"kv_cache_dtype": "fp8"},
+    **{name: {"quantize": name} for name in (INT8, INT4)},
 }
 """Settings in which the other ways differ from the usual one."""
 REPEATS = 20

@@ -162,7 +162,10 @@ def _start(setup: Setup) -> list[Suite]:
 
 def _kernels(setup: Setup) -> list[Suite]:
     gap = partial(Figure, at_least=False, unit="µs")
-    ways = {"eager": "without graphs", "unfused": "without fusions", "fp8": "with KV in fp8"}
+    ways = {
+        "eager": "without graphs", "unfused": "without fusions", "fp8": "with KV in fp8",
+        "int8": "with weights in 8 bits", "int4": "with weights in 4 bits",
+    }  # fmt: skip
     return [
         _suite("kernels-attention", setup, len(sizes.steps(setup)), "attention.measure", figures=[
             Figure("attention: triton's time over varlen's", _of("attention.triton_over_varlen"), unit="times"),

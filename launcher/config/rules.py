@@ -54,10 +54,9 @@ def check_device(settings: Settings, device: str) -> None:
     if kv_cache_dtype(settings) == "fp8" and device == "cpu" and not settings["shard-address"]:
         name = "quantize" if settings["quantize"] == quantization.FP8_KV else "kv-cache-dtype"
         refuse(f"{settings.given[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
-    for name in ("quantize", "draft-quantize"):
-        method = settings[name]
-        if method is not None and (reason := quantization.reason_against_device(method, device)):
-            refuse(f"{settings.given[name]} {method} is refused: {reason}")
+    if settings["quantize-activations"] == "int8" and device != "cpu" and not settings["shard-address"]:
+        origin = settings.given["quantize-activations"]
+        refuse(f"{origin} int8 is refused on {device}: activations are rounded to 8 bits on the CPU only")
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
 
@@ -84,7 +83,7 @@ def check_lengths(settings: Settings, pooled: PooledModel | None = None) -> None
         refuse(f"--max-total-tokens {total} must be at most --max-batch-total-tokens {everything}")
 
 
-def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None, device: str) -> None:
+def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None) -> None:
     """The same for quantization methods and the models' own."""
     if settings["shard-address"]:
         return
@@ -92,8 +91,8 @@ def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any]
     for name, model, config in (("quantize", "the model", base), ("draft-quantize", "the draft model", draft)):
         try:
             if config is not None:
-                method = quantization.choose(settings[name], config, device)
-                can_round = can_round or quantization.multiplies_integers(method, config, device)
+                method = quantization.choose(settings[name], config)
+                can_round = can_round or quantization.multiplies_integers(method, config)
         except ValueError as reason:
             refuse(f"{model} cannot be served: {reason}")
     if settings["quantize-activations"] is not None and not can_round:

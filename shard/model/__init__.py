@@ -41,9 +41,9 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     reject_unservable(checkpoint, is_pooled=pooled is not None)
     text_config = checkpoint.get_text_config()
     try:
-        method = choose_quantization(config.quantize, checkpoint.to_dict(), config.device)
-        rounds = multiplies_integers(method, checkpoint.to_dict(), config.device)
-        activations = activations_of(rounds, config.quantize_activations)
+        method = choose_quantization(config.quantize, checkpoint.to_dict())
+        is_integers = multiplies_integers(method, checkpoint.to_dict())
+        activations = activations_of(is_integers, config.quantize_activations, config.device)
         if method is not None and group is not None:
             raise ValueError(f"a network quantised by {method} cannot be split over several devices: use --num-shard 1")
         fix_rotary(text_config, config.max_total_tokens)

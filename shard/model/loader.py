@@ -22,6 +22,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.moe import experts
 from lorikeet.shard.model.quantization import layers as quantized
+from lorikeet.shard.model.quantization.integers import move
 from lorikeet.shard.model.quantization.packed_files import load_packed
 from lorikeet.shard.system import gpu
 
@@ -186,20 +187,27 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
         return plain
     if method == "gguf":
         return _load_gguf(config, options)
-    rounds = config.quantize_activations != "none"
+    rounds, device = _rounds_activations(config), torch.device(config.device)
     made_by = {name: options[name] for name in ("attn_implementation", "experts_implementation")}
+    network: nn.Module
     try:
-        if method in quantization.PACKED and quantization.multiplies_integers(
-            method, options["config"].to_dict(), config.device
-        ):
-            return load_packed(Path(config.model_path), options["config"], options["dtype"], made_by, rounds)
+        if method in quantization.PACKED and quantization.multiplies_integers(method, options["config"].to_dict()):
+            network = load_packed(Path(config.model_path), options["config"], options["dtype"], made_by, rounds)
+            move(network, device)
+            return network
         options |= quantized.loading(method, options["config"], options["dtype"], config.device)
-        network: nn.Module = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
+        network = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
+        if method in quantization.INTEGERS and device.type != "cpu" and any(map(experts.is_experts, network.modules())):
+            raise ValueError("experts of mixture models are rounded on CPU only: fp8 leaves them in --dtype")
         quantized.quantize_loaded(network, method, options["dtype"], config.device, rounds)
     except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {sentence}") from failure
     return network
+
+
+def _rounds_activations(config: ShardConfig) -> bool:
+    return config.device == "cpu" and config.quantize_activations != "none"
 
 
 def _load_gguf(config: ShardConfig, options: dict[str, Any]) -> nn.Module:
@@ -208,11 +216,10 @@ def _load_gguf(config: ShardConfig, options: dict[str, Any]) -> nn.Module:
     from lorikeet.shard.model.gguf.network import load_gguf
 
     made_by = {name: options[name] for name in ("attn_implementation", "experts_implementation")}
-    rounds = config.quantize_activations != "none"
     try:
-        if reason := quantization.reason_against_device("gguf", config.device):
-            raise ValueError(reason)
         file = GgufFile(Path(config.model_path) / quantization.GGUF_NAME)
-        return load_gguf(file, options["config"], options["dtype"], made_by, rounds)
+        network = load_gguf(file, options["config"], options["dtype"], made_by, _rounds_activations(config))
+        move(network, torch.device(config.device))
+        return network
     except (ValueError, NotImplementedError) as reason:
         raise ValueError(f"cannot serve {config.model_id}: {reason}") from reason

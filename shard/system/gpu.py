@@ -1,5 +1,6 @@
 """What kernels ask about the CUDA device that they run on."""
 
+import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     if _assumed:
         return _assumed[-1]
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else NEWEST
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run on the device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def num_processors(device: torch.device) -> int:

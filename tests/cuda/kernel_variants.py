@@ -126,9 +126,16 @@ def eight_bits(dtype: torch.dtype, kind: torch.dtype) -> None:
     eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None)
 
 
-def four_bits(dtype: torch.dtype) -> None:
-    weight, groups = tensor(7168, 4096, dtype=torch.uint8), tensor(14336, 64, dtype=dtype)
-    four_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, groups, groups, None)
+def four_bits(dtype: torch.dtype, form: int, group: int) -> None:
+    weight = tensor(7168, 4096, dtype=torch.uint8)
+    scales = tensor(14336, 4096 // group, dtype=dtype if form == four_bits_triton.Form.ZEROS else FP32)
+    offsets = None if form == four_bits_triton.Form.MIDDLE else scales
+    four_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, offsets, scales, None, form)
+
+
+def eight_bits_in_groups(dtype: torch.dtype, group: int, has_minimums: bool) -> None:
+    weight, scales = tensor(14336, 4096, dtype=torch.int8), tensor(14336, 4096 // group, dtype=FP32)
+    eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None, scales if has_minimums else None)
 
 
 def norms(dtype: torch.dtype, width: int) -> None:
@@ -185,8 +192,15 @@ def _variants() -> Iterator[Variant]:
         name = "fp8" if kind == FP8 else "int8"
         yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), AMPERE)
         yield Variant(f"weights in {name} float16", lambda kind=kind: eight_bits(FP16, kind), TURING, TURING)
-    yield Variant("weights in 4 bits", lambda: four_bits(BF16), AMPERE)
-    yield Variant("weights in 4 bits float16", lambda: four_bits(FP16), TURING, TURING)
+    forms = four_bits_triton.Form
+    for dtype, name, span in ((BF16, "", (AMPERE, NEWEST)), (FP16, " float16", (TURING, TURING))):
+        yield Variant(f"weights in 4 bits{name}", lambda dtype=dtype: four_bits(dtype, forms.ZEROS, 64), *span)
+        for form, group in ((forms.MIDDLE, 128), (forms.MIDDLE, 32), (forms.MINIMUMS, 128), (forms.MINIMUMS, 32)):
+            call = lambda dtype=dtype, form=form, group=group: four_bits(dtype, form, group)
+            yield Variant(f"int4, groups of {group}{', minimums' if form == forms.MINIMUMS else ''}{name}", call, *span)
+        for group, has_minimums in ((32, False), (32, True), (16, False)):
+            call = lambda dtype=dtype, group=group, has=has_minimums: eight_bits_in_groups(dtype, group, has)
+            yield Variant(f"int8, groups of {group}{', minimums' if has_minimums else ''}{name}", call, *span)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
     yield Variant("rotary, K and V in fp8", lambda: rotary(BF16, 128, 128, False, stores=False), ADA)

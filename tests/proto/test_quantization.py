@@ -41,23 +41,19 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
 
 def test_a_small_kv_cache_asks_nothing_of_the_weights() -> None:
     assert quantization.reason_against(quantization.FP8_KV) == ""
-    assert quantization.choose(quantization.FP8_KV, {}, "cpu") is None
+    assert quantization.choose(quantization.FP8_KV, {}) is None
     assert quantization.of_weights("bitsandbytes") == "bitsandbytes"
 
 
 def test_checkpoint_and_flag_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
-    assert quantization.choose(None, {}, "cpu") is None
-    assert quantization.choose("bitsandbytes", {}, "cpu") == "bitsandbytes"
-    assert (
-        quantization.choose(None, NF4, "cpu")
-        == quantization.choose("bitsandbytes-nf4", NF4, "cpu")
-        == "bitsandbytes-nf4"
-    )
+    assert quantization.choose(None, {}) is None
+    assert quantization.choose("bitsandbytes", {}) == "bitsandbytes"
+    assert quantization.choose(None, NF4) == quantization.choose("bitsandbytes-nf4", NF4) == "bitsandbytes-nf4"
     with pytest.raises(ValueError, match="by bitsandbytes-nf4 already, and bitsandbytes was asked for"):
-        quantization.choose("bitsandbytes", NF4, "cpu")
+        quantization.choose("bitsandbytes", NF4)
     with pytest.raises(ValueError, match="quantised by compressed-tensors: it is an unknown method"):
-        quantization.choose(None, FOUND[-1][0], "cpu")
+        quantization.choose(None, FOUND[-1][0])
 
 
 @pytest.mark.parametrize(
@@ -73,15 +69,15 @@ def test_checkpoints_that_are_not_read_name_what_to_do(
 ) -> None:
     installed(monkeypatch, True)
     with pytest.raises(ValueError, match=reason):
-        quantization.choose(None, {"quantization_config": result}, "cpu")
+        quantization.choose(None, {"quantization_config": result})
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_what_needs_sample_texts_is_not_made_at_a_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, True)
     with pytest.raises(ValueError, match=f"quantised by {method}: it is computed from sample texts in advance"):
-        quantization.choose(method, {}, "cpu")
-    assert quantization.choose(method, {"quantization_config": {"quant_method": method}}, "cpu") == method
+        quantization.choose(method, {})
+    assert quantization.choose(method, {"quantization_config": {"quant_method": method}}) == method
     installed(monkeypatch, False)
     assert "pip install 'lorikeet-serve[gptq]'" in quantization.reason_against(method)
 
@@ -106,5 +102,18 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 def test_layouts_that_are_multiplied_as_integers(settings: dict[str, object], reason: str) -> None:
     config, method = {"quantization_config": settings}, str(settings["quant_method"])
     assert quantization.reason_against_integers(config) == reason
-    assert quantization.multiplies_integers(method, config, "cpu") == (not reason)
-    assert not quantization.multiplies_integers(method, config, "cuda:0")
+    assert quantization.multiplies_integers(method, config) == (not reason)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "gguf"])
+def test_activations_are_rounded_on_cpu_only(method: str) -> None:
+    assert quantization.multiplies_integers(method, {})
+    assert quantization.activations_of(True, None, "cpu") == quantization.activations_of(True, "int8", "cpu") == "int8"
+    assert (
+        quantization.activations_of(True, None, "cuda:0") == quantization.activations_of(True, "none", "cpu") == "none"
+    )
+    with pytest.raises(ValueError, match="rounded to 8 bits on CPU only, not on cuda:0"):
+        quantization.activations_of(True, "int8", "cuda:0")
+    assert quantization.activations_of(False, None, "cuda:0") == "none"
+    with pytest.raises(ValueError, match="only int8, int4, gguf, and checkpoints of gptq and awq"):
+        quantization.activations_of(False, "none", "cpu")

@@ -35,8 +35,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "quantize-activations",
-            "what integer weights round activations to; `none` keeps their data type, and is slower", to=SHARD,
-            choices=("int8", "none"), default_text="int8", new=True,
+            "what integer weights round activations to; `none` keeps their data type, and is slower on CPU", to=SHARD,
+            choices=("int8", "none"), default_text="int8 on CPU, none on CUDA", new=True,
         ),
         Flag(
             "trust-remote-code", "run Python code from the model's repository", SWITCH, False, ROUTER | SHARD | LOADER,

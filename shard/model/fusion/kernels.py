@@ -152,13 +152,7 @@ class IntegerKernels(CpuKernels):
     code = integer
 
     def join(self, parts: Sequence[Any]) -> PackedMatrix:
-        first = parts[0]
-        if len(parts) > 1:
-            weight = first.integers.joined([part.integers for part in parts[1:]])
-            first = IntegerLinear(weight, joined_bias(parts), first.rounds_activations, first.sample.dtype)
-        matrix = IntegerMatrix(first, first.sample.dtype)
-        matrix.copy_from_mmap()
-        return matrix
+        return _joined_integers(parts)
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
         return None
@@ -170,9 +164,23 @@ class IntegerKernels(CpuKernels):
 
     def _can_multiply(self, *parts: Any) -> bool:
         """Those with one input must round it alike."""
-        if not all(isinstance(part, IntegerLinear) for part in parts):
-            return False
-        return len({part.integers.kind for part in parts[:-1]}) == 1
+        return isinstance(parts[-1], IntegerLinear) and _are_alike(parts[:-1])
+
+
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Whether all are rounded, and alike."""
+    return all(isinstance(part, IntegerLinear) for part in parts) and len({part.integers.kind for part in parts}) == 1
+
+
+def _joined_integers(parts: Sequence[Any]) -> IntegerMatrix:
+    """Rounded weights of linear layers with one input as one matrix."""
+    first = parts[0]
+    if len(parts) > 1:
+        weight = first.integers.joined([part.integers for part in parts[1:]])
+        first = IntegerLinear(weight, joined_bias(parts), first.rounds_activations, first.sample.dtype)
+    matrix = IntegerMatrix(first, first.sample.dtype)
+    matrix.copy_from_mmap()
+    return matrix
 
 
 class CudaKernels(FusionKernels):
@@ -190,8 +198,17 @@ class CudaKernels(FusionKernels):
             raise ValueError(f"{reason}: {missing}") from missing
         self._triton = triton
 
+    def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
+        return self._can_join(parts.ups)
+
+    def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
+        return self._can_join(parts.qkv)
+
     def join(self, parts: Sequence[Any]) -> PackedMatrix:
-        return FusedMatrix(parts)
+        return _joined_integers(parts) if isinstance(parts[0], IntegerLinear) else FusedMatrix(parts)
+
+    def _can_join(self, parts: Sequence[Any]) -> bool:
+        return _are_alike(parts) or not any(isinstance(part, IntegerLinear) for part in parts)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         offset, rounds = norm.form

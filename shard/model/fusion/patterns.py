@@ -107,7 +107,7 @@ def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
 def is_plain(part: Any, shared: set[int]) -> TypeGuard[Linear]:
     """Whether it is a linear layer whose weight is held by no other module, and plain or rounded when it was loaded."""
     if isinstance(part, IntegerLinear):
-        return part.rounds_activations
+        return part.rounds_activations or part.is_on_device
     return isinstance(part, nn.Linear) and not is_quantized(part) and id(part.weight) not in shared
 
 

@@ -62,7 +62,7 @@ def choose(
         raise ValueError(f"unknown fusions {fusions!r}; known: {', '.join(CHOICES)}")
     if fusions == "none":
         return None
-    if rounding_of(network) is not None:
+    if rounding_of(network) is not None and device.type == "cpu":
         can_fuse = dtype == torch.bfloat16 and integer.available()
         return Fusion(IntegerKernels(), shared, rotary_width(network)) if can_fuse else None
     if fusions == "device" or device.type != "cpu":

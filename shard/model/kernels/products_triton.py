@@ -22,6 +22,8 @@ WIDTH = 64
 """Outputs of a tile."""
 DEPTH = 64
 """Inputs that one pass takes."""
+LEAST_DEPTH = 16
+"""The fewest inputs that a matrix unit takes at once."""
 
 
 @triton.jit
@@ -52,6 +54,14 @@ def multiply_rows(
         weights = tl.load(places, mask=is_input[:, None] & is_output[None, :], other=0.0)
         sums = multiply_add(terms, weights, sums, WIDENS)
     return sums
+
+
+def depth_of(group: int, most: int) -> int:
+    """Inputs that one pass takes of groups of so many, at most `most`: a power of two. 0 where none divides a group."""
+    depth = most
+    while depth >= LEAST_DEPTH and group % depth:
+        depth //= 2
+    return depth if depth >= LEAST_DEPTH else 0
 
 
 WIDENS = not isinstance(multiply_add, triton.JITFunction)

@@ -1,6 +1,9 @@
-"""Weights rounded to 8 or 4 bits when they are loaded: which layers, how, and their products (kernels/integer.py)."""
+"""Weights rounded to 8 or 4 bits when they are loaded: which layers, how, and their products: kernels/integer.py on
+CPU, kernels/device_integers.py on devices.
+"""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
 from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight, PackedIntegers
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 
@@ -23,7 +27,7 @@ class Rounding(NamedTuple):
 
     bits: int
     rounds_activations: bool
-    """Else activations keep their dtype, and each product converts the weight to it first."""
+    """Else activations keep their dtype; on CPU each product converts the weight to it first."""
 
 
 class IntegerLinear(nn.Module):
@@ -36,17 +40,32 @@ class IntegerLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.values.shape
         # [0]
-        self.sample = torch.empty(0, dtype=dtype)
+        self.sample = torch.empty(0, dtype=dtype, device=weight.values.device)
         self.integers, self.bias, self.rounds_activations = weight, bias, rounds_activations
         self.num_shared = 0
         """Weights that another module holds too, not rounded."""
-        self._packed: PackedIntegers | None = None
+        self._packed: PackedIntegers | DeviceIntegers | None = None
 
-    def packed(self) -> PackedIntegers:
+    @property
+    def is_on_device(self) -> bool:
+        return self.integers.values.device.type != "cpu"
+
+    def move(self, device: torch.device) -> None:
+        """Copy the weight to a device. The layer is not packed yet."""
+        tensors = {name: getattr(self.integers, name) for name in ("values", "scales", "minimums")}
+        moved = {name: each.to(device) for name, each in tensors.items() if each is not None}
+        self.integers, self.sample = replace(self.integers, **moved), self.sample.to(device)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.to(device), requires_grad=False)
+
+    def packed(self) -> PackedIntegers | DeviceIntegers:
         """The weight in the layout of its product. Raises CompilerMissing."""
         if self._packed is None:
-            bias = None if self.bias is None else self.bias.float()
-            self._packed = PackedIntegers(self.integers, bias)
+            bias = None if self.bias is None else self.bias.detach()
+            if self.is_on_device:
+                self._packed = DeviceIntegers(self.integers, None if bias is None else bias.to(self.sample.dtype))
+            else:
+                self._packed = PackedIntegers(self.integers, None if bias is None else bias.float())
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +83,7 @@ class IntegerMatrix(QuantizedMatrix):
         self._rounds_activations: bool = module.rounds_activations
         # [out] float32
         self._bias = None if self.bias is None else self.bias.float()
-        self._packed: PackedIntegers | None = None
+        self._packed: PackedIntegers | DeviceIntegers | None = None
         self._module = module
 
     @property
@@ -77,8 +96,8 @@ class IntegerMatrix(QuantizedMatrix):
 
     @property
     def packed(self) -> PackedIntegers:
-        """Once it is packed."""
-        assert self._packed is not None
+        """Once it is packed, on CPU."""
+        assert isinstance(self._packed, PackedIntegers)
         return self._packed
 
     @property
@@ -88,17 +107,24 @@ class IntegerMatrix(QuantizedMatrix):
         return self._weight
 
     def copy_from_mmap(self) -> None:
-        if self._rounds_activations and integer.available():
+        if self._module.is_on_device or (self._rounds_activations and integer.available()):
             self._packed, self._weight = self._module.packed(), None
         del self._module
 
     def dense(self) -> torch.Tensor:
+        if isinstance(self._packed, DeviceIntegers):
+            return self._packed.dense(self.dtype)
         return self.weight.dense().to(self.dtype)
 
+    def reads_few_bytes(self, device: torch.device) -> bool:
+        return isinstance(self._packed, DeviceIntegers) and self._packed.has_kernel
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if isinstance(self._packed, DeviceIntegers):
+            return self._packed.product(rows, with_bias=bias is not None).view(*x.shape[:-1], self.out_features)
         if not self._rounds_activations:
             return super().product(x, bias)
-        rows = x.reshape(-1, self.in_features)
         # half precision, which the kernels lack, is exact in float32
         rows = rows.float() if rows.dtype == torch.float16 else rows
         if self._packed is not None:
@@ -108,21 +134,33 @@ class IntegerMatrix(QuantizedMatrix):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
-def round_network(network: Any, rounding: Rounding) -> None:
-    """Round the weights of linear layers in place, that of the output head to 8 bits. Embeddings stay as they are; the
-    layer pass rounds experts. Raises ValueError for a layer that cannot be rounded.
+def round_network(network: Any, rounding: Rounding, device: torch.device) -> None:
+    """Round the weights of linear layers in place, that of the output head to 8 bits, each on `device`. Embeddings stay
+    as they are; the layer pass rounds experts, on CPU. Raises ValueError for a layer that cannot be rounded.
     """
     output = getattr(network, "get_output_embeddings", lambda: None)()
     holders = Counter(id(each) for module in network.modules() for each in module.parameters(recurse=False))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and module.weight.numel() // _num_in(module) >= LEAST_OUTPUTS:
             try:
-                made = _rounded(module, 8 if module is output else rounding.bits, rounding.rounds_activations)
+                bits = 8 if module is output else rounding.bits
+                made = _rounded(module, bits, rounding.rounds_activations, device)
             except ValueError as reason:
                 raise ValueError(f"{name}: {reason}") from None
             made.num_shared = module.weight.numel() if holders[id(module.weight)] > 1 else 0
             network.set_submodule(name, made)
     network.lorikeet_rounding = rounding  # for experts, which are no modules
+    move(network, device)
+
+
+def move(network: nn.Module, device: torch.device) -> None:
+    """Copy a network with rounded layers to a device."""
+    if device.type == "cpu":
+        return
+    for module in network.modules():
+        if isinstance(module, IntegerLinear):
+            module.move(device)
+    network.to(device)
 
 
 def rounding_of(network: nn.Module) -> Rounding | None:
@@ -143,9 +181,9 @@ def _num_in(module: nn.Linear | Conv1D) -> int:
     return module.weight.shape[1 if isinstance(module, nn.Linear) else 0]
 
 
-def _rounded(module: nn.Linear | Conv1D, bits: int, rounds_activations: bool) -> IntegerLinear:
-    # Conv1D keeps its weight as [in, out]
-    weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
+def _rounded(module: nn.Linear | Conv1D, bits: int, rounds_activations: bool, device: torch.device) -> IntegerLinear:
+    weight = module.weight.detach().to(device)
+    weight = weight if isinstance(module, nn.Linear) else weight.t()  # Conv1D keeps its weight as [in, out]
     bias = None if module.bias is None else module.bias.detach().clone()
     return IntegerLinear(round_weight(weight, bits), bias, rounds_activations, weight.dtype)
 

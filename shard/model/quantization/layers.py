@@ -49,13 +49,11 @@ not ours: rounding results to bfloat16 is a third of it, rounding activations to
 
 
 def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Further arguments of transformers' `from_pretrained`. Raises ValueError where `device` is not supported."""
+    """Further arguments of transformers' `from_pretrained`. Raises ValueError where `device` has no kernels."""
     if method is None:
         return {}
-    if reason := quantization.reason_against_device(method, device):
-        raise ValueError(reason)
-    if method in quantization.INTEGERS:  # the network is rounded after it is loaded
-        return {}
+    if method in quantization.INTEGERS:  # the network is rounded part by part after it is loaded
+        return {"device_map": None}
     if quantization.of_checkpoint(checkpoint.to_dict()) is not None:
         return _reading(method, checkpoint, dtype, device)
     if method == "fp8":
@@ -91,7 +89,7 @@ def quantize_loaded(
     Raises ValueError for weights that cannot be grouped.
     """
     if method in quantization.INTEGERS:
-        round_network(network, Rounding(quantization.INTEGERS[method], rounds_activations))
+        round_network(network, Rounding(quantization.INTEGERS[method], rounds_activations), torch.device(device))
     elif method is not None and method.startswith("hqq-"):
         _quantize_with_hqq(network, method, dtype, device)
 

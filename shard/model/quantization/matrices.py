@@ -6,7 +6,6 @@ is used where it has a batch-invariant kernel, and ours for few rows of weights 
 (kernels/eight_bits_triton.py, kernels/four_bits_triton.py).
 """
 
-import importlib.util
 from abc import abstractmethod
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
+from lorikeet.shard.system import gpu
 
 GROUP = 64
 """Weights with one scale, of the kernel for four bits."""
@@ -139,11 +139,11 @@ class GroupedMatrix(QuantizedMatrix):
         return plain and fits and kind == ("4bit_u8", 1, self.dtype, self.dtype)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        few = self._of_few(x, bias) if _has_kernel(x.device) and self._is_in_nibbles else None
+        few = self._of_few(x, bias) if gpu.has_triton(x.device) and self._is_in_nibbles else None
         return super().product(x, bias) if few is None else few
 
     def reads_few_bytes(self, device: torch.device) -> bool:
-        return _has_kernel(device) and self._is_in_nibbles
+        return gpu.has_triton(device) and self._is_in_nibbles
 
     def _of_few(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x: [..., in]. Returns [..., out], None of more rows than the kernel computes."""
@@ -154,7 +154,7 @@ class GroupedMatrix(QuantizedMatrix):
             return None
         weight = self._module.W_q.view(self.out_features // 2, self.in_features)
         zeros, scales = (meta[name].view(self.out_features, -1) for name in ("zero", "scale"))
-        return kernel.multiply(rows, weight, zeros, scales, bias).view(*x.shape[:-1], -1)
+        return kernel.multiply(rows, weight, zeros, scales, bias, kernel.Form.ZEROS).view(*x.shape[:-1], -1)
 
     def dense(self) -> torch.Tensor:
         dense: torch.Tensor = self._module.dequantize()
@@ -186,7 +186,7 @@ class Float8Matrix(QuantizedMatrix):
         return super().product(x, bias) if few is None else few
 
     def reads_few_bytes(self, device: torch.device) -> bool:
-        return _has_kernel(device)
+        return gpu.has_triton(device)
 
 
 class GptqMatrix(QuantizedMatrix):
@@ -242,7 +242,7 @@ def _product_8bit(
     """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [..., out], or None
     where the kernel for few rows does not compute it.
     """
-    if not _has_kernel(x.device):
+    if not gpu.has_triton(x.device):
         return None
     from lorikeet.shard.model.kernels import eight_bits_triton as kernel
 
@@ -250,10 +250,6 @@ def _product_8bit(
     if not kernel.supports(rows, weight):
         return None
     return kernel.multiply(rows, weight, scales, bias).view(*x.shape[:-1], -1)
-
-
-def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

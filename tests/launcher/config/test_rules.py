@@ -82,18 +82,22 @@ def test_an_unsupported_quantization_names_alternatives(
 
 
 @pytest.mark.parametrize("method", INTEGERS)
-def test_integers_are_for_the_cpu(method: str) -> None:
+def test_activations_are_rounded_on_the_cpu_only(method: str) -> None:
     for flags in (["--quantize", method], ["--draft-model-id", "a/b", "--draft-quantize", method]):
-        given = settings(*flags, "--quantize-activations", "none")
-        rules.check(given)
+        for activations in ([], ["--quantize-activations", "none"]):
+            given = settings(*flags, *activations)
+            rules.check(given)
+            rules.check_device(given, "cpu")
+            rules.check_device(given, "cuda:0")
+        given = settings(*flags, "--quantize-activations", "int8")
         rules.check_device(given, "cpu")
-        with pytest.raises(LauncherError, match=f"{method} is refused: {method} is computed on CPU only: use bitsandb"):
+        with pytest.raises(LauncherError, match="--quantize-activations int8 is refused on cuda:0: activations are"):
             rules.check_device(given, "cuda:0")
     rounding = settings("--quantize-activations", "none")
     for config in ({"lorikeet_gguf": "model.gguf"}, {"quantization_config": GPTQ}):
-        rules.check_models(rounding, config, None, "cpu")
+        rules.check_models(rounding, config, None)
     with pytest.raises(LauncherError, match="--quantize-activations is refused: it needs --quantize int8 or int4, a"):
-        rules.check_models(rounding, {}, None, "cpu")
+        rules.check_models(rounding, {}, None)
 
 
 def test_packed_checkpoints_need_their_package_only_where_they_are_not_multiplied_as_integers(
@@ -102,26 +106,24 @@ def test_packed_checkpoints_need_their_package_only_where_they_are_not_multiplie
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     given, shuffled = settings("--quantize", "gptq"), {"quantization_config": GPTQ | {"desc_act": True}}
     rules.check(given)
-    rules.check_models(given, {"quantization_config": GPTQ}, None, "cpu")
+    rules.check_models(given, {"quantization_config": GPTQ}, None)
     with pytest.raises(
         LauncherError, match=r"not multiplied as integers, because .*desc_act\); so it needs the package"
     ):
-        rules.check_models(given, shuffled, None, "cpu")
-    with pytest.raises(LauncherError, match="quantised by gptq: it needs the package gptqmodel and optimum"):
-        rules.check_models(given, {"quantization_config": GPTQ}, None, "cuda:0")
+        rules.check_models(given, shuffled, None)
 
 
 def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     packed = {"quantization_config": {"quant_method": "awq"}}
-    rules.check_models(settings("--quantize", "awq"), packed, None, "cpu")
+    rules.check_models(settings("--quantize", "awq"), packed, None)
     with pytest.raises(
         LauncherError, match=r"the model cannot be served: quantised by awq: .* sample texts in advance"
     ):
-        rules.check_models(settings("--quantize", "awq"), {}, None, "cpu")
+        rules.check_models(settings("--quantize", "awq"), {}, None)
     drafting = settings("--draft-model-id", "a/b", "--draft-quantize", "fp8")
     with pytest.raises(LauncherError, match=r"the draft model cannot be served: .* awq already, and fp8 was asked for"):
-        rules.check_models(drafting, packed, packed, "cpu")
+        rules.check_models(drafting, packed, packed)
 
 
 @pytest.mark.parametrize(

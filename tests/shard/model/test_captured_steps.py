@@ -2,6 +2,7 @@
 no operator mixes host and device.
 """
 
+from collections import Counter
 from typing import Any, cast
 
 import pytest
@@ -18,12 +19,14 @@ from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion import layer
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
+from lorikeet.shard.model.quantization.integers import Rounding, move, round_network
 from lorikeet.shard.sampling import plan
+from lorikeet.shard.system import gpu
 from tests import tiny
 from tests.shard.engine.test_on_a_device import META, NUM_PAGES, model_of
 from tests.shard.model.tape import READS
 
-ROWS, MOST_TOKENS = 8, 128
+ROWS, MANY_ROWS, MOST_TOKENS = 8, 80, 128
 PAGE, NUM_SLOTS = 64, 3
 SAMPLE = ("llama", "gemma2", "qwen3_moe", "falcon_new", "bloom")
 
@@ -87,14 +90,41 @@ def assert_on_device(name: str, is_fused: bool) -> None:
     assert kernels >= {"attend", "adapt"} | ({"head_block", "head_logits"} if heads else set())
 
 
-def fused_model_of(name: str) -> Model:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_captured_step_of_rounded_weights_stays_on_the_device(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of few rows reads the integers in every product, one of many rows dequantises them."""
+    pytest.importorskip("triton")
+    from tests.cuda.decode_step import without_values
+    from tests.cuda.launches import recorded
+
+    monkeypatch.setattr(gpu, "has_triton", lambda device: True)
+    with without_values(), recorded():
+        model = fused_model_of("llama", bits)
+    with without_values(), recorded() as found:
+        check(model, ROWS, -1, [])
+    products = Counter(launch.kernel for launch in found.launches if launch.kernel.startswith("multiply_"))
+    num_layers = model.network.config.num_hidden_layers
+    # q, k and v in one product, out, gate and up in one, down; the output head is in 8 bits
+    assert products["multiply_8bit"] + products["multiply_4bit"] == 4 * num_layers + 1
+    assert products["multiply_4bit"] == (4 * num_layers if bits == 4 else 0)
+    with without_values(), recorded() as found:
+        check(model, MANY_ROWS, -1, [], num_rows=MANY_ROWS)
+    assert not any(launch.kernel.startswith("multiply_") for launch in found.launches)
+    assert {"attend", "rotate_heads", "norm_rows", "gate_rows"} <= {launch.kernel for launch in found.launches}
+
+
+def fused_model_of(name: str, bits: int = 0) -> Model:
+    """`bits`: of its weights, 0 for plain ones."""
     from lorikeet.shard.attention.paged import PagedAttention  # needs Triton
 
     config, inputs = tiny.config_of(name), StepInputs(PAGE, META)
-    with META:
+    with torch.device("cpu") if bits else META:
         network = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=NAME, experts_implementation=EXPERTS
         ).eval()
+    if bits:
+        round_network(network, Rounding(bits, rounds_activations=False), torch.device("cpu"))
+        move(network, META)
     model = assemble(network, config, PagedAttention(PAGE), torch.bfloat16, inputs, MOST_TOKENS)
     model.allocate_kv(NUM_PAGES)
     model.allocate_adapters(NUM_SLOTS)
@@ -102,13 +132,13 @@ def fused_model_of(name: str) -> Model:
     return model
 
 
-def check(model: Model, most_rows: int, slot: int, heads: list[HeadsRow]) -> None:
+def check(model: Model, most_rows: int, slot: int, heads: list[HeadsRow], num_rows: int = 4) -> None:
     inputs = model.inputs
     inputs.pad(Padding(most_rows, MOST_TOKENS, spare_page=NUM_PAGES - 1, has_adapters=slot >= 0))
-    segments = [Segment(9, 1, [1], slot), Segment(0, 3, [2], slot)]
-    ids = torch.empty(4, dtype=torch.long, device=META)
-    inputs.fill(segments, ids, ids, range(4), [row for row in heads if row.row < 4])
-    assert inputs.bounds is not None and inputs.bounds.num_rows == 4
+    segments = [Segment(9, 1, [1], slot), Segment(0, num_rows - 1, [2, 3], slot)]
+    ids = torch.empty(num_rows, dtype=torch.long, device=META)
+    inputs.fill(segments, ids, ids, range(num_rows), [row for row in heads if row.row < num_rows])
+    assert inputs.bounds is not None and inputs.bounds.num_rows == num_rows
     with torch.inference_mode():
         model.backend.prepare(inputs)
         with DeviceOnly() as mode:

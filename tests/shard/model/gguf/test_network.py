@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lorikeet.shard import model as model_package
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
+from lorikeet.shard.model.quantization.integers import IntegerLinear
 from lorikeet.shard.startup.model_files import loaded_names
 from tests import tiny
 from tests.shard.engine.exactness import compare, drive, prompts_of
@@ -62,6 +64,18 @@ def meant(plain: Path, path: Path, folder: Path) -> Any:
     ],
 )
 def test_tokens_are_those_of_the_values_in_the_file(kind: str, tmp_path: Path) -> None:
+    compare_tokens(kind, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_K", "Q6_K", "BF16"])
+def test_tokens_in_the_layout_of_devices(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    monkeypatch.setattr(model_package, "check_batch_invariance", lambda *_: None)  # torch's products
+    compare_tokens(kind, tmp_path)
+
+
+def compare_tokens(kind: str, tmp_path: Path) -> None:
     types = {"token_embd_weight": "Q8_0", "output_weight": "Q8_0"} if kind.endswith("K") else {}
     plain, folder = made(tmp_path, kind, **types)
     prompts = prompts_of("llama", LENGTHS[:2])

@@ -4,12 +4,28 @@ from lorikeet.shard.model.kernels import eight_bits_triton as kernel
 from tests.shard.model.lora.compile_triton import instructions
 
 COUNTS = dict.fromkeys(("num_rows", "num_in", "num_out", "x_stride"), "i32")
-FIXED = {"HAS_BIAS": True, "ROWS": kernel.ROWS, "WIDTH": kernel.WIDTH, "DEPTH": kernel.DEPTH, "WIDENS": False}
+FIXED = {
+    "HAS_BIAS": True,
+    "IS_ENCODED": False,
+    "GROUP": 0,
+    "HAS_MINIMUMS": False,
+    "ROWS": kernel.ROWS,
+    "WIDTH": kernel.WIDTH,
+    "DEPTH": kernel.DEPTH,
+    "WIDENS": False,
+}
 
 
 def main() -> None:
     for element in ("fp8e4nv", "i8"):
-        types = {"x": "*bf16", "weight": f"*{element}", "scales": "*fp32", "bias": "*bf16", "y": "*bf16"}
+        types = {
+            "x": "*bf16",
+            "weight": f"*{element}",
+            "scales": "*fp32",
+            "minimums": "*fp32",
+            "bias": "*bf16",
+            "y": "*bf16",
+        }
         text = instructions(kernel.multiply_8bit, types | COUNTS, FIXED, 4, any_number=("num_rows",))
         # a tile's rows are all computed by this instruction, and by no other
         assert "mma.sync.aligned.m16n8k16" in text and "wgmma" not in text

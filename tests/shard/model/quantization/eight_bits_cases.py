@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lorikeet.shard.model.kernels import eight_bits_triton as kernel
-from lorikeet.shard.model.quantization import matrices
 from lorikeet.shard.model.quantization.matrices import Float8Matrix
 from lorikeet.shard.system import gpu
 
@@ -86,6 +85,6 @@ def test_a_matrix_in_fp8_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPat
     held = SimpleNamespace(qdata=weight, scale=scales[:, None], device=SimpleNamespace(type="cuda"))
     module = SimpleNamespace(in_features=96, out_features=40, bias=bias, weight=SimpleNamespace(detach=lambda: held))
     matrix = Float8Matrix(module, torch.bfloat16)
-    monkeypatch.setattr(matrices, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda device: True)
     asked = SimpleNamespace(reshape=x.reshape, shape=x.shape, device=SimpleNamespace(type="cuda"))
     assert torch.equal(matrix.product(asked, bias), kernel.multiply(x, weight, scales, bias))  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lorikeet.shard.model.kernels import four_bits_triton as kernel
-from lorikeet.shard.model.quantization import matrices
 from lorikeet.shard.model.quantization.matrices import GROUP, GroupedMatrix
+from lorikeet.shard.system import gpu
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -42,7 +42,7 @@ class Held:
 def multiplied(held: Held, x: torch.Tensor, has_bias: bool = True) -> torch.Tensor:
     zeros, scales = (held.meta[name].view(held.out_features, -1) for name in ("zero", "scale"))
     weight = held.W_q.view(held.out_features // 2, -1)
-    return kernel.multiply(x, weight, zeros, scales, held.bias if has_bias else None)
+    return kernel.multiply(x, weight, zeros, scales, held.bias if has_bias else None, kernel.Form.ZEROS)
 
 
 def rows_of(count: int, held: Held) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_a_row_has_equal_bits_in_any_batch() -> None:
 
 
 def test_a_matrix_of_hqq_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(gpu, "has_triton", lambda device: True)
     held = Held(128, 40, torch.bfloat16)
     matrix = GroupedMatrix(held, torch.bfloat16)
     x = rows_of(5, held)
@@ -83,6 +83,6 @@ def test_a_matrix_of_hqq_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(held.meta, name, other)
         assert not matrix.reads_few_bytes(DEVICE), name
         monkeypatch.undo()
-        monkeypatch.setattr(matrices, "_has_kernel", lambda device: True)
+        monkeypatch.setattr(gpu, "has_triton", lambda device: True)
     many = SimpleNamespace(shape=(kernel.MOST_ROWS + 1, 128), dtype=torch.bfloat16)
     assert not kernel.supports(many)  # type: ignore[arg-type]

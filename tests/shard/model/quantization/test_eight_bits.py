@@ -1,4 +1,4 @@
-"""The kernel for weights in eight bits: see eight_bits_cases.py."""
+"""The kernels for weights in eight and in four bits: see eight_bits_cases.py."""
 
 from pathlib import Path
 
@@ -6,6 +6,11 @@ from tests.shard.apart import KernelsApart
 
 
 class TestEightBits(KernelsApart):
-    cases = (Path(__file__).with_name("eight_bits_cases.py"), Path(__file__).with_name("four_bits_cases.py"))
-    sample = "(dequantised and shape1 and bfloat16) or matrix_in_fp8 or matrix_of_hqq"
+    cases = tuple(
+        Path(__file__).with_name(f"{name}_cases.py") for name in ("eight_bits", "four_bits", "device_integers")
+    )
+    sample = (
+        "(dequantised and shape1 and bfloat16) or matrix_in_fp8 or matrix_of_hqq or rounded_layer"
+        " or part_of_the_outputs or (dequantised and 33 and dtype0 and (8-32 or 4-64))"
+    )
     compiles = "tests.shard.model.quantization.compile_eight_bits"

@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.proto import quantization
+from lorikeet.shard import model as model_package
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.kernels import integer
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
+from lorikeet.shard.model.loader import load_network, read_config
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
-from lorikeet.shard.model.quantization.integers import IntegerMatrix, round_weight
-from lorikeet.shard.model.quantization.layers import loading
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, round_weight
 from tests import tiny
 from tests.shard.engine.exactness import NEW_TOKENS, compare, drive, prompts_of
 from tests.shard.model import test_invariance
@@ -83,6 +85,30 @@ def test_the_tokens_of_the_rounded_weights(name: str, method: str, tmp_path: Pat
     expected = [write(network, prompt) for prompt in prompts]
     kept = compare(name, expected, drive(ours(folder, method, activations="none"), prompts, step_tokens=64))
     assert kept.exact and kept.num_distinct >= 8, kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tokens_of_weights_in_the_layout_of_devices(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor: without Triton, every product dequantises the weight."""
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    monkeypatch.setattr(model_package, "check_batch_invariance", lambda *_: None)  # torch's products
+    folder = tiny.make("llama", tmp_path, **SIZES["llama"])
+    prompts = prompts_of("llama", LENGTHS)
+    network = theirs(folder, METHODS[method])
+    expected = [write(network, prompt) for prompt in prompts]
+    model = ours(folder, method, activations="none")
+    matrices: list[Any] = quantized_matrices(model.network)
+    assert len(matrices) == 7 * 3 + 1 and all(isinstance(each._packed, DeviceIntegers) for each in matrices)
+    kept = compare("llama", expected, drive(model, prompts, step_tokens=64))
+    assert kept.exact and kept.num_distinct >= 8, kept
+
+
+def test_experts_are_rejected_on_devices(tmp_path: Path) -> None:
+    config = ShardConfig("m", str(tiny.make("mixtral", tmp_path)), "unix:/dev/null", device="cuda:0")
+    with pytest.raises(ValueError, match="quantised by int4: experts of mixture models are rounded on CPU only"):
+        load_network(config, read_config(config), torch.bfloat16, "int4", is_whole=False)
 
 
 @pytest.mark.long
@@ -199,13 +225,11 @@ def test_weights_that_cannot_be_rounded(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_rejected(method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{method} is computed on CPU only: use bitsandbytes"):
-        loading(method, tiny.config_of("llama"), torch.bfloat16, "cuda:0")
     folder = tiny.make("llama", tmp_path)
     config = ShardConfig("m", str(folder), "unix:/dev/null", quantize=method)
     with pytest.raises(ValueError, match=f"a network quantised by {method} cannot be split"):
         load_model(config, object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only int8, int4, gguf, and checkpoints of gptq and awq on CPU"):
+    with pytest.raises(ValueError, match="only int8, int4, gguf, and checkpoints of gptq and awq whose"):
         ours(folder, None, activations="int8")
 
 

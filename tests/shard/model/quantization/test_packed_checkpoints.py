@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorikeet.proto import quantization
+from lorikeet.shard import model as model_package
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.integer import PackedIntegers, plain_product
-from lorikeet.shard.model.quantization.integers import IntegerMatrix
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 from lorikeet.shard.model.quantization.layers import matrix_of
 from lorikeet.shard.model.quantization.matrices import KernelMatrix
 from lorikeet.shard.model.quantization.packed_files import PARTS, read_weight
@@ -38,6 +39,18 @@ def of_the_format(packed: Path, dense: Path, method: str) -> None:
 @pytest.mark.parametrize("is_symmetric", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.long)])
 def test_integers_are_read_without_packages(method: str, is_symmetric: bool, tmp_path: Path) -> None:
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_symmetric=is_symmetric)
+    of_the_format(packed, dense, method)
+
+
+@pytest.mark.parametrize("is_symmetric", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["awq", pytest.param("gptq", marks=pytest.mark.long)])
+def test_integers_are_read_into_the_layout_of_devices(
+    method: str, is_symmetric: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    monkeypatch.setattr(model_package, "check_batch_invariance", lambda *_: None)  # torch's products
     packed, dense = tmp_path / "packed", tmp_path / "dense"
     packed_checkpoints.write(base("llama", tmp_path / "plain"), packed, dense, method, is_symmetric=is_symmetric)
     of_the_format(packed, dense, method)

@@ -1,0 +1,113 @@
+"""Weights in 8 and 4 bits on devices against the reference. test_eight_bits.py runs these cases in a process of its
+own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
+"""
+
+import os
+
+import pytest
+import torch
+
+from lorikeet.shard.model.kernels import device_integers
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
+from lorikeet.shard.model.kernels.four_bits_triton import MOST_ROWS
+from lorikeet.shard.model.kernels.integer import IntegerWeight
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
+from lorikeet.shard.system import gpu
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def _has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_triton", lambda device: True)
+
+
+def drawn(num_in: int, num_out: int, bits: int, group: int, has_minimums: bool) -> IntegerWeight:
+    generator = torch.Generator().manual_seed(num_in + group)
+    low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    values = torch.randint(low, high, (num_out, num_in), generator=generator).to(DEVICE, kind)
+    scales = (torch.rand(num_out, num_in // group, generator=generator) / (num_in * 2**bits)).to(DEVICE)
+    minimums = -scales * torch.randint(0, 16, scales.shape, generator=generator).to(DEVICE) if has_minimums else None
+    return IntegerWeight(bits, values, scales, minimums)
+
+
+def rows_of(count: int, num_in: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, num_in, generator=torch.Generator().manual_seed(count)).to(DEVICE, dtype)
+
+
+def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> torch.Tensor:
+    """[out, in] the weight that products of few rows have: in groups it is rounded to `dtype`."""
+    is_rounded = weight.bits == 4 or weight.scales.shape[1] > 1
+    return (weight.dense().to(dtype) if is_rounded else weight.dense()).double()
+
+
+KINDS = [(8, 192, False), (8, 32, True), (8, 16, False), (4, 96, True), (4, 64, False), (4, 32, True), (4, 16, False)]
+"""Bits, group, minimums; 192 inputs."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("bits", "group", "has_minimums"), KINDS)
+@pytest.mark.parametrize("num_out", [33, 130])
+def test_products_are_those_of_the_dequantised_weight(
+    num_out: int, bits: int, group: int, has_minimums: bool, dtype: torch.dtype
+) -> None:
+    weight = drawn(192, num_out, bits, group, has_minimums)
+    bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    held = DeviceIntegers(weight, bias)
+    assert held.has_kernel
+    assert torch.equal(held.dense(torch.float32), weight.dense())
+    for count, with_bias in ((1, True), (17, False), (MOST_ROWS + 1, True)):
+        x = rows_of(count, 192, dtype)
+        wanted = x.double() @ dequantised(weight, dtype).t() + (bias.double() if with_bias else 0)
+        found = held.product(x, with_bias)
+        assert found.dtype == dtype and found.shape == wanted.shape and found.is_contiguous()
+        assert float((found.double() - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max()), count
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_product_of_a_real_size(bits: int, dtype: torch.dtype) -> None:
+    weight = drawn(4096, 1024, bits, 4096 if bits == 8 else 128, False)
+    x = rows_of(2, 4096, dtype)
+    wanted = x.double() @ dequantised(weight, dtype).t()
+    found = DeviceIntegers(weight, None).product(x, with_bias=False)
+    assert float((found.double() - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize(("bits", "group", "has_minimums"), KINDS)
+def test_a_row_has_equal_bits_in_any_batch(bits: int, group: int, has_minimums: bool) -> None:
+    held, x = DeviceIntegers(drawn(192, 80, bits, group, has_minimums), None), rows_of(40, 192, torch.bfloat16)
+    together = held.product(x, with_bias=False)
+    for rows in (slice(0, 1), slice(5, 9), slice(13, 38)):
+        assert torch.equal(held.product(x[rows], with_bias=False), together[rows])
+
+
+def test_many_rows_dequantise_a_part_of_the_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = drawn(64, 80, 4, 32, True), rows_of(MOST_ROWS + 1, 64, torch.bfloat16)
+    bias = torch.randn(80, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    whole = DeviceIntegers(weight, bias).product(x, with_bias=True)
+    monkeypatch.setattr(device_integers, "ELEMENTS_AT_ONCE", 64 * 33)
+    assert len(DeviceIntegers(weight, bias)._parts()) == 3
+    assert torch.equal(DeviceIntegers(weight, bias).product(x, with_bias=True), whole)
+
+
+def test_groups_that_no_pass_divides_are_dequantised() -> None:
+    weight, x = drawn(24, 80, 4, 8, False), rows_of(3, 24, torch.bfloat16)
+    held = DeviceIntegers(weight, None)
+    assert not held.has_kernel
+    wanted = x.double() @ dequantised(weight, torch.bfloat16).t()
+    found = held.product(x, with_bias=False)
+    assert float((found.double() - wanted).abs().max()) <= TOLERANCE[torch.bfloat16] * float(wanted.abs().max())
+
+
+def test_a_rounded_layer_multiplies_few_rows_by_its_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    weight, x = drawn(128, 40, 4, 32, False), rows_of(5, 128, torch.bfloat16)
+    layer = IntegerLinear(weight, None, False, torch.bfloat16)
+    matrix = IntegerMatrix(layer, torch.bfloat16)
+    matrix.copy_from_mmap()
+    wanted = DeviceIntegers(weight, None).product(x, with_bias=False)
+    assert torch.equal(matrix(x), wanted) and torch.equal(layer(x[None]), wanted[None])
+    assert matrix.reads_few_bytes(DEVICE) and matrix.nbytes == 128 * 40 // 2 + 4 * 40 * 4
+    assert torch.equal(matrix.dense(), weight.dense().bfloat16())
