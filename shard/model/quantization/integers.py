@@ -81,10 +81,15 @@ class IntegerMatrix(QuantizedMatrix):
         super().__init__(module, dtype)
         self._weight: IntegerWeight | None = module.integers
         self._rounds_activations: bool = module.rounds_activations
+        self._integers_kind = module.integers.kind
         # [out] float32
         self._bias = None if self.bias is None else self.bias.float()
         self._packed: PackedIntegers | DeviceIntegers | None = None
         self._module = module
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return *super().kind, self._integers_kind
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,11 @@ class QuantizedMatrix(PackedMatrix):
         # [out]
         self.bias = None if module.bias is None else module.bias.detach().to(dtype)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides which kernels multiply by it."""
+        return type(self), self.in_features, self.out_features, self.bias is None
+
     @abstractmethod
     def dense(self) -> torch.Tensor:
         """Dequantised: [out, in] in `dtype`."""

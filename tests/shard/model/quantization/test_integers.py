@@ -2,6 +2,7 @@
 own network of the rounded weights.
 """
 
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
+from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
 from lorikeet.shard.model.loader import load_network, read_config
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, round_weight
+from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from tests import tiny
 from tests.shard.engine.exactness import NEW_TOKENS, compare, drive, prompts_of
 from tests.shard.model import test_invariance
@@ -103,6 +106,26 @@ def test_the_tokens_of_weights_in_the_layout_of_devices(
     assert len(matrices) == 7 * 3 + 1 and all(isinstance(each._packed, DeviceIntegers) for each in matrices)
     kept = compare("llama", expected, drive(model, prompts, step_tokens=64))
     assert kept.exact and kept.num_distinct >= 8, kept
+
+
+def test_every_kind_of_product_is_tried_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the bias of those that have one."""
+    tried: list[tuple[int, int, bool]] = []
+
+    def multiply(matrix: IntegerMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        tried.append((matrix.weight.bits, matrix.weight.group, bias is None))
+        return x
+
+    monkeypatch.setattr(IntegerMatrix, "product", multiply)
+    plain, bias = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+    in_eight, in_four = (round_weight(plain, bits) for bits in (8, 4))
+    coarse = IntegerWeight(4, in_four.values, in_four.scales[:, :1])
+    weights = [(in_eight, None), (in_four, None), (in_four, bias), (in_four, bias), (coarse, None)]
+    check_batch_invariance(
+        [IntegerMatrix(IntegerLinear(*each, False, torch.float32), torch.float32) for each in weights],
+        torch.device("cpu"),
+    )
+    assert Counter(tried) == {(8, 64, True): 2, (4, 32, True): 3, (4, 32, False): 2, (4, 64, True): 2}
 
 
 def test_experts_are_rejected_on_devices(tmp_path: Path) -> None:
