@@ -1,7 +1,8 @@
-"""Faults of compiled kernels for processors without AVX-512."""
+"""Faults of kernels, and of weights in their layouts."""
 
 from tests.mutants.mutant import Mutant
 
+INTEGERS = "tests/shard/model/quantization/test_integers.py"
 PRODUCTS, ADAPTERS = "tests/shard/model/kernels/test_cpu.py", "tests/shard/model/lora/test_targets.py"
 
 MUTANTS = [
@@ -32,5 +33,19 @@ MUTANTS = [
         "if (whole < n) {",
         "if (0) {",
         f"{ADAPTERS}::test_equals_the_specification",
+    ),
+    Mutant(
+        "on devices, the four bits of one output are read as those of another",
+        "shard/model/kernels/device_integers.py",
+        "torch.cat([self.stored >> 4, self.stored & 15])",
+        "torch.cat([self.stored & 15, self.stored >> 4])",
+        f"{INTEGERS}::test_the_tokens_of_weights_in_the_layout_of_devices[int4]",
+    ),
+    Mutant(
+        "kernels of weights in other groups are compiled when a request needs them",
+        "shard/model/quantization/integers.py",
+        "return *super().kind, self._integers_kind",
+        "return super().kind",
+        f"{INTEGERS}::test_every_kind_of_product_is_tried_at_start",
     ),
 ]
