@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,8 +58,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path: Path) -> None:
     pid = running.train()
     assert running.trainer.state == "training"
-    while os.sched_getscheduler(pid) != os.SCHED_IDLE:  # it steps back before it imports anything large
-        assert alive(pid)
+    await_idle_priority(pid)
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     speed_up(pid)
     answer = running.answers.get(timeout=WAIT_S)
@@ -71,6 +71,7 @@ def test_one_that_is_started_ahead_does_the_first_job(running: Running) -> None:
     running.trainer.start()
     process = running.trainer._process
     assert process is not None and running.trainer.state == "idle"
+    await_idle_priority(process.pid)
     speed_up(process.pid)
     running.trainer.start()
     assert running.train() == process.pid
@@ -91,11 +92,20 @@ def test_one_that_ends_answers_and_is_started_again(running: Running) -> None:
 
 def test_it_ends_when_the_shard_is_gone(running: Running) -> None:
     pid = running.train()
+    await_idle_priority(pid)
     speed_up(pid)
     process = running.trainer._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
     assert process.wait(WAIT_S) == 0
+
+
+def await_idle_priority(pid: int) -> None:
+    """It steps back before it imports anything large."""
+    end = time.monotonic() + WAIT_S / 2
+    while os.sched_getscheduler(pid) != os.SCHED_IDLE:
+        assert alive(pid) and time.monotonic() < end
+        time.sleep(0.001)
 
 
 def speed_up(pid: int) -> None:
