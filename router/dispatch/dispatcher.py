@@ -89,7 +89,9 @@ class Dispatcher:
         await self._members.stop()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for error in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(error, Exception):
+                raise error
 
     async def drain(self, timeout: float) -> bool:
         """Reject new requests and wait for the running ones. False where some had to be failed after `timeout`."""

@@ -108,6 +108,33 @@ async def test_the_reason_for_no_connection_is_logged_once(
     assert address in line and "Connection refused" in line
 
 
+async def test_an_error_of_the_health_watch_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def follow(self: ShardClient, health: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(ShardClient, "_follow_health", follow)
+    listener, address = Listener(0), f"unix:{tmp_path}/shard.sock"
+    server, _, steps = await simulated_shard.start(address, SimulatedModel(0.005, 4))
+    listener.client = ShardClient(address, listener)
+    running = asyncio.create_task(listener.client.run())
+    try:
+        async with asyncio.timeout(20):
+            await listener.ended.wait()
+            steps.cancel()
+            await server.stop(0)
+            printed = ""
+            while "health_watch_failed" not in printed:
+                await asyncio.sleep(0.01)
+                output = capfd.readouterr()
+                printed += output.out + output.err
+        assert address in printed
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
 async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
