@@ -118,7 +118,7 @@ def activations_of(is_integers: bool, wanted: str | None, device: str) -> str:
         )
     if not device.startswith("cpu"):
         if wanted == "int8":
-            raise ValueError(f"activations are rounded to 8 bits on CPU only, not on {device}")
+            raise ValueError(f"8-bit activations are supported on CPU only, not on {device}")
         return "none"
     return wanted or "int8" if is_integers else "none"
 

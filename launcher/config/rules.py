@@ -56,7 +56,7 @@ def check_device(settings: Settings, device: str) -> None:
         refuse(f"{settings.given[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
     if settings["quantize-activations"] == "int8" and device != "cpu" and not settings["shard-address"]:
         origin = settings.given["quantize-activations"]
-        refuse(f"{origin} int8 is refused on {device}: activations are rounded to 8 bits on the CPU only")
+        refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
 

@@ -182,9 +182,9 @@ class ShardClient:
                 if watch is not None:
                     watch.cancel()
                     # not awaited itself: a cancellation of this task would look like that of `watch`
-                    (error,) = await asyncio.gather(watch, return_exceptions=True)
-                    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AioRpcError):
-                        log.error("health_watch_failed", address=self.address, exc_info=error)
+                    (ended,) = await asyncio.gather(watch, return_exceptions=True)
+                    if isinstance(ended, Exception) and not isinstance(ended, grpc.aio.AioRpcError):
+                        log.error("health_watch_failed", address=self.address, exc_info=ended)
 
     async def _explain(self, channel: grpc.aio.Channel) -> None:
         """Log why there is no connection, once per reason: a call that waits for a connection never fails. Shards

@@ -198,7 +198,9 @@ def _load(config: ShardConfig, options: dict[str, Any], method: str | None) -> n
         options |= quantized.loading(method, options["config"], options["dtype"], config.device)
         network = AutoModelForCausalLM.from_pretrained(config.model_path, **options)
         if method in quantization.INTEGERS and device.type != "cpu" and any(map(experts.is_experts, network.modules())):
-            raise ValueError("experts of mixture models are rounded on CPU only: fp8 leaves them in --dtype")
+            raise ValueError(
+                "mixture-of-experts models are supported on CPU only: use fp8, which keeps experts in --dtype"
+            )
         quantized.quantize_loaded(network, method, options["dtype"], config.device, rounds)
     except (ImportError, RuntimeError, ValueError, AssertionError) as failure:
         sentence = (str(failure).strip() or type(failure).__name__).splitlines()[0]

@@ -4,6 +4,7 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -19,6 +20,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else NEWEST
 
 
+@cache
 def has_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run on the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None

@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         "a router that stops while a connection to a shard ends connects again",
         "router/shards/client.py",
-        "                    (error,) = await asyncio.gather(watch, return_exceptions=True)",
-        "                    error = None\n                    try:\n                        await watch\n"
+        "                    (ended,) = await asyncio.gather(watch, return_exceptions=True)",
+        "                    ended = None\n                    try:\n                        await watch\n"
         "                    except asyncio.CancelledError:\n                        pass",
         "tests/router/shards/test_client.py::test_a_cancelled_client_ends_even_while_it_ends_a_connection",
     ),

@@ -10,36 +10,39 @@ from torch.nn import functional
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.system import gpu
 
-ELEMENTS_AT_ONCE = 1 << 26
-"""Weights that are dequantised for one product: 128 MiB in 16 bits."""
+CHUNK_ELEMENTS = 1 << 26
+"""Most elements of a weight that are dequantised at once: 128 MiB in 16 bits."""
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+"""Activations that the kernels for few rows multiply."""
 
 
 class DeviceIntegers:
     """A weight in the layout of the kernels, with its bias."""
 
-    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None) -> None:
-        """bias: [out] in the dtype of activations."""
+    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """bias: [out]; `dtype`: of activations and of the bias."""
         self.num_out, self.num_in = weight.values.shape
         self.bits, self.bias = weight.bits, bias
         if self.bits == 4 and self.num_out % 2:
-            weight = _with_one_more(weight)
+            weight = _padded(weight)
             self.bias = None if bias is None else functional.pad(bias, (0, 1))
         values, half = weight.values, len(weight.values) // 2
         # [out, in] int8, or [out / 2, in] uint8 whose upper four bits are output o, the lower ones output o + out / 2
-        self.stored = (values[:half] << 4 | values[half:]) if self.bits == 4 else values.contiguous()
+        self.stored = ((values[:half] << 4 | values[half:]) if self.bits == 4 else values).contiguous()
         # [out, groups] float32
         self.scales = weight.scales.contiguous()
         # [out, groups] float32 or None
         self.minimums = None if weight.minimums is None else weight.minimums.contiguous()
+        self.has_kernel = dtype in KERNEL_DTYPES and self._is_supported()
+        """Whether few rows are multiplied by the stored integers."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
         return sum(each.nbytes for each in (self.stored, self.scales, self.minimums) if each is not None)
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether few rows are multiplied by the stored integers."""
+    def _is_supported(self) -> bool:
+        """Whether the kernels read this layout here."""
         if not gpu.has_triton(self.stored.device):
             return False
         from lorikeet.shard.model.kernels.products_triton import DEPTH, depth_of
@@ -54,16 +57,16 @@ class DeviceIntegers:
     def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         bias = self.bias if with_bias else None
-        few = self._of_few(x, bias) if self.has_kernel else None
-        y = self._of_many(x, bias) if few is None else few
+        few = self._multiply_stored(x, bias) if self.has_kernel else None
+        y = self._multiply_dequantised(x, bias) if few is None else few
         return y if y.shape[1] == self.num_out else y[:, : self.num_out].contiguous()
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in], dequantised."""
-        return torch.cat([rows.dense().to(dtype) for rows in self._parts()])[: self.num_out]
+        return torch.cat([rows.dense().to(dtype) for rows in self._chunks()])[: self.num_out]
 
-    def _of_few(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """None of more rows than the kernels compute, or in another dtype."""
+    def _multiply_stored(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """None for more rows than the kernels compute, and for another dtype."""
         from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton
 
         if self.bits == 4:
@@ -77,25 +80,25 @@ class DeviceIntegers:
         scales = self.scales[:, 0] if self._is_by_output else self.scales
         return eight_bits_triton.multiply(x, self.stored, scales, bias, self.minimums)
 
-    def _of_many(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As many outputs at a time as are dequantised at once."""
-        parts = self._parts()
-        biases = [None] * len(parts) if bias is None else bias.split(len(parts[0].values))
-        pairs = zip(parts, biases, strict=True)
+    def _multiply_dequantised(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A chunk of the outputs at a time."""
+        chunks = self._chunks()
+        biases = [None] * len(chunks) if bias is None else bias.split(len(chunks[0].values))
+        pairs = zip(chunks, biases, strict=True)
         products = [functional.linear(x, rows.dense().to(x.dtype), own) for rows, own in pairs]
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
-    def _parts(self) -> list[IntegerWeight]:
-        """The weight as rows that are dequantised together."""
+    def _chunks(self) -> list[IntegerWeight]:
+        """The rows of the weight, those together that are dequantised at once."""
         values = torch.cat([self.stored >> 4, self.stored & 15]) if self.bits == 4 else self.stored
-        size = max(1, ELEMENTS_AT_ONCE // self.num_in)
-        parts = [each.split(size) for each in (values, self.scales)]
-        minimums = [None] * len(parts[0]) if self.minimums is None else self.minimums.split(size)
-        return [IntegerWeight(self.bits, *each) for each in zip(*parts, minimums, strict=True)]
+        size = max(1, CHUNK_ELEMENTS // self.num_in)
+        values, scales = values.split(size), self.scales.split(size)
+        minimums = [None] * len(scales) if self.minimums is None else self.minimums.split(size)
+        return [IntegerWeight(self.bits, *each) for each in zip(values, scales, minimums, strict=True)]
 
 
-def _with_one_more(weight: IntegerWeight) -> IntegerWeight:
-    """With a row of zeros behind it."""
+def _padded(weight: IntegerWeight) -> IntegerWeight:
+    """With one more row, of zeros."""
     values, scales = (functional.pad(each, (0, 0, 0, 1)) for each in (weight.values, weight.scales))
     minimums = None if weight.minimums is None else functional.pad(weight.minimums, (0, 0, 0, 1))
     return replace(weight, values=values, scales=scales, minimums=minimums)

@@ -63,7 +63,8 @@ class IntegerLinear(nn.Module):
         if self._packed is None:
             bias = None if self.bias is None else self.bias.detach()
             if self.is_on_device:
-                self._packed = DeviceIntegers(self.integers, None if bias is None else bias.to(self.sample.dtype))
+                dtype = self.sample.dtype
+                self._packed = DeviceIntegers(self.integers, None if bias is None else bias.to(dtype), dtype)
             else:
                 self._packed = PackedIntegers(self.integers, None if bias is None else bias.float())
         return self._packed

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from lorikeet.shard.model.kernels.device_integers import KERNEL_DTYPES
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
 from lorikeet.shard.system import gpu
 
@@ -148,7 +149,7 @@ class GroupedMatrix(QuantizedMatrix):
         return super().product(x, bias) if few is None else few
 
     def reads_few_bytes(self, device: torch.device) -> bool:
-        return gpu.has_triton(device) and self._is_in_nibbles
+        return gpu.has_triton(device) and self._is_in_nibbles and self.dtype in KERNEL_DTYPES
 
     def _of_few(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x: [..., in]. Returns [..., out], None of more rows than the kernel computes."""
@@ -191,7 +192,7 @@ class Float8Matrix(QuantizedMatrix):
         return super().product(x, bias) if few is None else few
 
     def reads_few_bytes(self, device: torch.device) -> bool:
-        return gpu.has_triton(device)
+        return gpu.has_triton(device) and self.dtype in KERNEL_DTYPES
 
 
 class GptqMatrix(QuantizedMatrix):

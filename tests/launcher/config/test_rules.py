@@ -91,7 +91,9 @@ def test_activations_are_rounded_on_the_cpu_only(method: str) -> None:
             rules.check_device(given, "cuda:0")
         given = settings(*flags, "--quantize-activations", "int8")
         rules.check_device(given, "cpu")
-        with pytest.raises(LauncherError, match="--quantize-activations int8 is refused on cuda:0: activations are"):
+        with pytest.raises(
+            LauncherError, match="--quantize-activations int8 is refused on cuda:0: 8-bit activations are"
+        ):
             rules.check_device(given, "cuda:0")
     rounding = settings("--quantize-activations", "none")
     for config in ({"lorikeet_gguf": "model.gguf"}, {"quantization_config": GPTQ}):

@@ -101,7 +101,7 @@ def test_it_ends_when_the_shard_is_gone(running: Running) -> None:
 
 
 def await_idle_priority(pid: int) -> None:
-    """It steps back before it imports anything large."""
+    """The process lowers its own priority before it imports anything large."""
     end = time.monotonic() + WAIT_S / 2
     while os.sched_getscheduler(pid) != os.SCHED_IDLE:
         assert alive(pid) and time.monotonic() < end

@@ -16,6 +16,7 @@ from lorikeet.shard.system import gpu
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+DTYPE = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_products_are_those_of_the_dequantised_weight(
 ) -> None:
     weight = drawn(192, num_out, bits, group, has_minimums)
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    held = DeviceIntegers(weight, bias)
+    held = DeviceIntegers(weight, bias, dtype)
     assert held.has_kernel
     assert torch.equal(held.dense(torch.float32), weight.dense())
     for count, with_bias in ((1, True), (17, False), (MOST_ROWS + 1, True)):
@@ -71,34 +72,41 @@ def test_a_product_of_a_real_size(bits: int, dtype: torch.dtype) -> None:
     weight = drawn(4096, 1024, bits, 4096 if bits == 8 else 128, False)
     x = rows_of(2, 4096, dtype)
     wanted = x.double() @ dequantised(weight, dtype).t()
-    found = DeviceIntegers(weight, None).product(x, with_bias=False)
+    found = DeviceIntegers(weight, None, dtype).product(x, with_bias=False)
     assert float((found.double() - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize(("bits", "group", "has_minimums"), KINDS)
 def test_a_row_has_equal_bits_in_any_batch(bits: int, group: int, has_minimums: bool) -> None:
-    held, x = DeviceIntegers(drawn(192, 80, bits, group, has_minimums), None), rows_of(40, 192, torch.bfloat16)
+    held, x = DeviceIntegers(drawn(192, 80, bits, group, has_minimums), None, DTYPE), rows_of(40, 192, torch.bfloat16)
     together = held.product(x, with_bias=False)
     for rows in (slice(0, 1), slice(5, 9), slice(13, 38)):
         assert torch.equal(held.product(x[rows], with_bias=False), together[rows])
 
 
-def test_many_rows_dequantise_a_part_of_the_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_dequantise_a_chunk_of_the_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = drawn(64, 80, 4, 32, True), rows_of(MOST_ROWS + 1, 64, torch.bfloat16)
     bias = torch.randn(80, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
-    whole = DeviceIntegers(weight, bias).product(x, with_bias=True)
-    monkeypatch.setattr(device_integers, "ELEMENTS_AT_ONCE", 64 * 33)
-    assert len(DeviceIntegers(weight, bias)._parts()) == 3
-    assert torch.equal(DeviceIntegers(weight, bias).product(x, with_bias=True), whole)
+    whole = DeviceIntegers(weight, bias, DTYPE).product(x, with_bias=True)
+    monkeypatch.setattr(device_integers, "CHUNK_ELEMENTS", 64 * 33)
+    assert len(DeviceIntegers(weight, bias, DTYPE)._chunks()) == 3
+    assert torch.equal(DeviceIntegers(weight, bias, DTYPE).product(x, with_bias=True), whole)
 
 
 def test_groups_that_no_pass_divides_are_dequantised() -> None:
     weight, x = drawn(24, 80, 4, 8, False), rows_of(3, 24, torch.bfloat16)
-    held = DeviceIntegers(weight, None)
+    held = DeviceIntegers(weight, None, DTYPE)
     assert not held.has_kernel
     wanted = x.double() @ dequantised(weight, torch.bfloat16).t()
     found = held.product(x, with_bias=False)
     assert float((found.double() - wanted).abs().max()) <= TOLERANCE[torch.bfloat16] * float(wanted.abs().max())
+
+
+def test_float32_is_dequantised() -> None:
+    weight, x = drawn(64, 80, 4, 32, False), rows_of(3, 64, torch.float32)
+    held = DeviceIntegers(weight, None, torch.float32)
+    assert not held.has_kernel
+    assert torch.allclose(held.product(x, with_bias=False), x @ weight.dense().t(), atol=1e-6)
 
 
 def test_a_rounded_layer_multiplies_few_rows_by_its_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +115,7 @@ def test_a_rounded_layer_multiplies_few_rows_by_its_integers(monkeypatch: pytest
     layer = IntegerLinear(weight, None, False, torch.bfloat16)
     matrix = IntegerMatrix(layer, torch.bfloat16)
     matrix.copy_from_mmap()
-    wanted = DeviceIntegers(weight, None).product(x, with_bias=False)
+    wanted = DeviceIntegers(weight, None, DTYPE).product(x, with_bias=False)
     assert torch.equal(matrix(x), wanted) and torch.equal(layer(x[None]), wanted[None])
     assert matrix.reads_few_bytes(DEVICE) and matrix.nbytes == 128 * 40 // 2 + 4 * 40 * 4
     assert torch.equal(matrix.dense(), weight.dense().bfloat16())

@@ -130,7 +130,7 @@ def test_every_kind_of_product_is_tried_at_start(monkeypatch: pytest.MonkeyPatch
 
 def test_experts_are_rejected_on_devices(tmp_path: Path) -> None:
     config = ShardConfig("m", str(tiny.make("mixtral", tmp_path)), "unix:/dev/null", device="cuda:0")
-    with pytest.raises(ValueError, match="quantised by int4: experts of mixture models are rounded on CPU only"):
+    with pytest.raises(ValueError, match="quantised by int4: mixture-of-experts models are supported on CPU only"):
         load_network(config, read_config(config), torch.bfloat16, "int4", is_whole=False)
 
 
