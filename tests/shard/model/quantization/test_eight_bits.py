@@ -11,6 +11,6 @@ class TestEightBits(KernelsApart):
     )
     sample = (
         "(dequantised and shape1 and bfloat16) or matrix_in_fp8 or matrix_of_hqq or rounded_layer"
-        " or chunk_of_the_outputs or float32_is or (dequantised and 33 and dtype0 and (8-32 or 4-64))"
+        " or chunk_of_the_outputs or float32_is or (dequantised and 33 and dtype0 and (8-32 or 4-64 or 4-96))"
     )
     compiles = "tests.shard.model.quantization.compile_eight_bits"
