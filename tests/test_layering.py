@@ -46,7 +46,7 @@ FOLDERS = {
         "live", "api/pooled", "api/routes", "api", "",
     ),
     "shard": (
-        "system", "scheduler/speculation", "scheduler", "batch", "sampling", "attention",
+        "system", "scheduler/speculation", "scheduler", "batch", "drafts", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
         "model/adapters", "model/fusion", "model/pooling", "model/gguf", "model", "ranks", "grpc", "grammar",
         "learning", "engine", "adapters", "startup", "",

@@ -110,6 +110,9 @@ class AttentionBackend(ABC):
     can_capture: bool = False
     """Whether a forward under `StepInputs.bounds` depends, in what it reads and launches, on these bounds alone."""
 
+    can_add_accepted: bool = False
+    """Whether `prepare` moves segments by the drafts that the device accepted (`Segment.num_uncertain`)."""
+
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes of one page in one layer of a model that computes in `dtype`."""
         head = (spec.key_dim + spec.value_dim) * (self.kv_dtype or dtype).itemsize

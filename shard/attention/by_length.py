@@ -23,7 +23,7 @@ MOST_SHORT = 512
 class ByLengthAttention(AttentionBackend):
     """The layers that both kernels support."""
 
-    can_capture = True
+    can_capture = can_add_accepted = True
 
     def __init__(self, short: PagedAttention, long: VarlenAttention, most_short: int = MOST_SHORT) -> None:
         """Both have pages of one size, and store K and V alike."""
@@ -88,4 +88,5 @@ def _part(inputs: StepInputs, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
     part = copy.copy(inputs)
     part.starts, part.counts = inputs.starts[chosen], inputs.counts[chosen]
     part.first_rows, part.page_table = inputs.first_rows[chosen], inputs.page_table[chosen]
+    part.num_uncertain, part.device_rows = inputs.num_uncertain[chosen], inputs.device_rows[chosen]
     return part

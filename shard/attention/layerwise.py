@@ -42,6 +42,11 @@ class LayerwiseAttention(AttentionBackend):
         """Whether all backends in use can."""
         return all(backend.can_capture for backend in self._used or self._backends[:1])
 
+    @property
+    def can_add_accepted(self) -> bool:  # type: ignore[override]
+        """Whether all backends in use can."""
+        return all(backend.can_add_accepted for backend in self._used or self._backends[:1])
+
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> PlacedKV:
         *others, owner = self._backends
         reasons: list[str] = []

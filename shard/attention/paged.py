@@ -9,9 +9,10 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV, StepMetadata
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack
+from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack, starts_of
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.system import gpu
 
 PAGE_STEP = 64
@@ -26,7 +27,7 @@ PARTIAL_FLOATS = 1 << 24
 class PagedAttention(AttentionBackend):
     """Float32, float16 and bfloat16, on CUDA or in Triton's interpreter."""
 
-    can_capture = True
+    can_capture = can_add_accepted = True
 
     def __init__(
         self,
@@ -89,15 +90,29 @@ class PagedAttention(AttentionBackend):
             return
         assert self._num_programs is not None
         kinds = list(self._kinds)
-        num_pages = -(-(inputs.starts + inputs.counts) // self.page_size)
+        num_pages = -(-(inputs.starts + inputs.num_uncertain + inputs.counts) // self.page_size)
         offsets = np.cumsum(num_pages) - num_pages
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
-        rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets.astype(np.int32))
+        offsets = offsets.astype(np.int32)
+        rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets, inputs.num_uncertain)
         self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
         size = 0
         if inputs.bounds is not None:
             size = capacity(kinds, inputs.bounds, self.page_size, self._num_programs, self._span)
         self._numbers = self._metadata.send(self._tables.numbers, inputs.device, inputs.bounds, size)
+        if inputs.num_uncertain.any():
+            self._add_accepted(inputs, rows)
+
+    def _add_accepted(self, inputs: StepInputs, rows: Rows) -> None:
+        """Move uncertain segments to their true positions. Spans reach as far as they may: a key that a row
+        does not see leaves its bits unchanged.
+        """
+        assert inputs.num_accepted is not None
+        at, segments = starts_of(self._tables, rows)
+        numbers = torch.from_numpy(np.stack([at, inputs.device_rows[segments]]).astype(np.int64))
+        places, device_rows = to_device(numbers, inputs.device)
+        accepted = inputs.num_accepted.index_select(0, device_rows)
+        self._numbers.index_add_(0, places, accepted.to(torch.int32))
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

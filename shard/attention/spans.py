@@ -17,6 +17,8 @@ SPAN = 512
 """Positions of a span."""
 HEADER = 4
 """Numbers per kind in `StepTables.numbers`: offset and number of its items, offset and number of its folds."""
+START = 3
+"""Which number of an item is the segment's first position."""
 RECORD = 8
 """Numbers of an item (first row of the segment in T, first row of the tile in the segment, rows, the segment's first
 position, offset of its pages, first span, end of spans, the fold that the span belongs to or -1) and of a fold, a tile
@@ -48,6 +50,8 @@ class Rows:
     first_rows: Numbers
     page_offsets: Numbers
     """Offset of the segment's pages in the pages of all segments."""
+    num_uncertain: Numbers
+    """Positions that the device may add to `starts`, at most."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,19 @@ def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, s
     return StepTables(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
 
 
+def starts_of(tables: StepTables, rows: Rows) -> tuple[Numbers, Numbers]:
+    """Where `tables.numbers` has the first position of an uncertain segment: [n] indices, and [n] the segments."""
+    found, segments = [], []
+    for kind, num_items in enumerate(tables.num_items):
+        at = int(tables.numbers[kind * HEADER])
+        items = tables.numbers[at : at + num_items * RECORD].reshape(-1, RECORD)
+        owners = np.searchsorted(rows.first_rows, items[:, 0], side="right") - 1
+        moved = np.flatnonzero(rows.num_uncertain[owners])
+        found.append(at + RECORD * moved + START)
+        segments.append(owners[moved])
+    return np.concatenate(found), np.concatenate(segments)
+
+
 def header_size(num_kinds: int) -> int:
     """Size of the header, which precedes the records."""
     return -(-num_kinds * HEADER // RECORD) * RECORD
@@ -97,7 +114,7 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     """[items, RECORD], the longest first, and [folds, RECORD]."""
     owners, first, count = _split(rows.counts * kind.group, kind.tile_rows)
     starts = rows.starts[owners]
-    ends = (starts + (first + count - 1) // kind.group) // span + 1
+    ends = (starts + rows.num_uncertain[owners] + (first + count - 1) // kind.group) // span + 1
     begins = np.zeros_like(ends)
     if kind.window is not None:
         begins = np.maximum(starts + first // kind.group - kind.window + 1, 0) // span

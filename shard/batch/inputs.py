@@ -5,7 +5,7 @@ before each forward.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,12 @@ class Segment:
     """Position of the first token of the second text of a pair, 0 for a single text."""
     per_token: bool = False
     """Whether each of its tokens has a result, in place of one that is pooled."""
+    num_uncertain: int = 0
+    """The step before may accept up to as many drafts. `start` is what it is if none is accepted; each moves the
+    segment by one position. Pages cover these too.
+    """
+    device_row: int = -1
+    """Where `StepInputs.num_accepted` has their number; -1 without `num_uncertain`."""
 
     @property
     def kv_len(self) -> int:
@@ -106,10 +112,17 @@ class StepInputs:
         self.page_size = page_size
         self.device = device
         self.segments: list[Segment] = []
+        # [rows of device state] int64: drafts that the step before accepted; None where the host always knows them
+        self.num_accepted: torch.Tensor | None = None
+        self.adds_on_device = device.type != "cpu"
+        """Whether the device adds the accepted drafts to positions. On CPU the host reads them without waiting."""
         # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
         self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.first_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        # [R] `num_uncertain` and `device_row` of each segment
+        self.num_uncertain: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self.device_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
         # [R, most pages of a segment] page ids, 0 where a segment has fewer
         self.page_table: npt.NDArray[np.int32] = np.empty((0, 1), np.int32)
         # [T] token ids
@@ -162,7 +175,8 @@ class StepInputs:
         `host_rows` repeats for the host; heads: draft tokens that are wanted too.
         """
         self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
-        self.segments, self.heads, self._host_rows = list(segments), list(heads), host_rows
+        self.segments = [self._settled(each) for each in segments]
+        self.heads, self._host_rows = list(heads), host_rows
         self.bounds = None
         if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
@@ -176,6 +190,7 @@ class StepInputs:
         else:
             self._frame.fill(self.bounds, input_ids, logits_rows, positions)
             self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds)
+        self._add_accepted()
         self._fill_adapters()
         if self.head_groups is not None:
             self.head_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_drafts)
@@ -186,16 +201,48 @@ class StepInputs:
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
         self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
         self.first_rows = (np.cumsum(self.counts) - self.counts).astype(np.int32)
-        num_pages = -(-(self.starts + self.counts) // self.page_size)
+        self.num_uncertain = np.fromiter((segment.num_uncertain for segment in segments), np.int32, num_segments)
+        self.device_rows = np.fromiter((segment.device_row for segment in segments), np.int32, num_segments)
+        num_pages = -(-(self.starts + self.num_uncertain + self.counts) // self.page_size)
         self.page_table = np.zeros((num_segments, int(num_pages.max(initial=1))), np.int32)
         for row, segment, count in zip(self.page_table, segments, num_pages.tolist(), strict=True):
             row[:count] = segment.page_ids[:count]
         # [T] segment and position of each token
         owners = np.repeat(np.arange(num_segments), self.counts)
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
-        slots = self.page_table[owners, positions // self.page_size].astype(np.int64) * self.page_size
-        slots += positions % self.page_size
-        return np.stack([positions, slots])
+        return np.stack([positions, self._slots(owners, positions)])
+
+    def _slots(self, owners: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the K and V of these positions of these segments go, in the same shape."""
+        pages = self.page_table[owners, positions // self.page_size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = pages * self.page_size + positions % self.page_size
+        return slots
+
+    def _settled(self, segment: Segment) -> Segment:
+        """The segment at its true position where the host can read it."""
+        if segment.num_uncertain == 0 or self.adds_on_device:
+            return segment
+        assert self.num_accepted is not None
+        start = segment.start + int(self.num_accepted[segment.device_row])
+        return replace(segment, start=start, num_uncertain=0, device_row=-1)
+
+    def _add_accepted(self) -> None:
+        """Move the tokens of uncertain segments to their true positions, on the device."""
+        if not self.num_uncertain.any():
+            return
+        assert self.num_accepted is not None
+        owners = np.repeat(np.arange(len(self.counts)), self.counts)
+        tokens = np.flatnonzero(self.num_uncertain[owners])
+        owners = owners[tokens]
+        positions = tokens + (self.starts - self.first_rows).astype(np.int64)[owners]
+        # [tokens, most accepted drafts + 1] where K and V go, by the number of accepted drafts
+        steps = np.minimum(np.arange(self.num_uncertain.max() + 1), self.num_uncertain[owners][:, None])
+        slots = self._slots(owners[:, None], positions[:, None] + steps)
+        numbers = np.concatenate([tokens[:, None], self.device_rows[owners][:, None], slots], axis=1)
+        table = to_device(torch.from_numpy(numbers), self.device)
+        accepted = self.num_accepted.index_select(0, table[:, 1])
+        self.position_ids.index_add_(0, table[:, 0], accepted)
+        self.kv_slots.index_copy_(0, table[:, 0], table[:, 2:].gather(1, accepted[:, None])[:, 0])
 
     def token_types(self) -> torch.Tensor | None:
         """[T] 1 for tokens of the second text of a pair, else 0; None where there are none."""

@@ -11,11 +11,10 @@ import structlog
 import torch
 
 from lorikeet.shard.batch.inputs import Network
-from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
 from lorikeet.shard.engine.intake import Intake
-from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs
+from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs, sample
 from lorikeet.shard.engine.step_watch import StepWatch
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
@@ -24,8 +23,6 @@ from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
 from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.sampling.filters import arg_max
-from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
@@ -202,7 +199,8 @@ class Engine:
         try:
             self._refresh_rows()
             logits, draws = self._forward(step)
-            self._sample(step, logits, draws)
+            sample(step, logits, self._sampler, self._masks, draws)
+            self._idle.start()
         except Exception as error:
             if is_device_broken(error):
                 raise
@@ -231,7 +229,8 @@ class Engine:
                 continue
             rejects = request.speculation.verify is Verification.REJECTION
             known = (request.token_ids, request.num_prompt)
-            self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects)
+            most_tokens = request.num_prompt + request.max_new_tokens if request.drafts_on_device else 0
+            self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects, most_tokens)
             self._rows.add(request.row)
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, DraftDraws | None]:
@@ -251,29 +250,6 @@ class Engine:
         step.hidden = self.learning.take_rows()
         step.timer.mark(Phase.VERIFY)
         return logits, draws
-
-    def _sample(self, step: Step, logits: torch.Tensor, draws: DraftDraws | None) -> None:
-        """logits: [S + M + E, V]."""
-        layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
-        num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
-        if scheduled:
-            self._masks.apply(logits[:num_sampled])
-            rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
-            drafts = [item.draft_ids for item in scheduled]
-            if any(drafts):
-                step.sampled = self._sampler.verify(logits[:num_sampled], rows, positions, drafts, draws)
-            else:
-                step.sampled = self._sampler.sample(logits[:num_sampled], rows, positions)
-        step.timer.mark(Phase.ACCEPT)
-        if layout.heads:
-            step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))
-        if layout.target_ids:
-            target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
-            scored = logits[num_sampled : num_sampled + num_scored]
-            step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
-        if layout.pooled_indices:
-            step.pooled = HostCopy(logits[num_sampled + num_scored :])
-        self._idle.start()
 
     def _commit_all_but(self, num_steps: int) -> None:
         """Commit the launched steps except the newest `num_steps`."""
@@ -309,6 +285,8 @@ class Engine:
         if item.request.pooling is not None:
             self._commit_pooled(part, results)
             return
+        if item.is_on_device:
+            item.draft_ids = results.draft_ids[part.on_device]
         token_ids = part.accepted_ids(results.sampled)
         if error := item.request.constraint.error:
             if not item.request.finish_reason and self._intake.match_apart(item.request):

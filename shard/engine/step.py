@@ -12,9 +12,14 @@ import torch
 
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.transfer import HostCopy, to_device
-from lorikeet.shard.engine.timing import PhaseTimer
+from lorikeet.shard.drafts.device_drafts import NO_TOKEN, StepDrafts
+from lorikeet.shard.engine.timing import Phase, PhaseTimer
+from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.grpc.outbox import DRAFTED, Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
+from lorikeet.shard.sampling.drafting import DraftDraws
+from lorikeet.shard.sampling.filters import arg_max
+from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.request import FinishReason, Request, Rows
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.speculation.throughput import Load
@@ -35,6 +40,8 @@ class Part(NamedTuple):
     """Entries of the step's `head_ids`, `item.num_heads` for each sampled row."""
     pooled: range
     """Rows of the step's vectors or scores."""
+    on_device: int
+    """Index of the drafts that the device made, -1 without."""
 
     def accepted_ids(self, sampled: HostSampled) -> list[int]:
         """The target's tokens up to the first that is no draft. Empty if the first row's logits are bad; where a later
@@ -46,7 +53,7 @@ class Part(NamedTuple):
             if sampled.bad[row]:
                 break
             token_ids.append(sampled.token_ids[row])
-            if index < len(draft_ids) and token_ids[-1] != draft_ids[index]:
+            if index >= len(draft_ids) or token_ids[-1] != draft_ids[index]:
                 break
         return token_ids
 
@@ -123,6 +130,10 @@ class Layout:
     num_heads: int = 0
     """Their number."""
     parts: list[Part] = field(default_factory=list)
+    on_device: StepDrafts = field(default_factory=StepDrafts)
+    """Requests whose drafts the device makes."""
+    num_sampling: int = 0
+    """Requests for which the step samples."""
 
     def add(self, item: ScheduledRequest) -> None:
         """Append a request's tokens."""
@@ -141,6 +152,9 @@ class Layout:
         if heads:
             self.heads += [HeadsRow(row, request.heads_slot, item.num_heads) for row in sampled]
             self.num_heads = heads.stop
+        if sampled and request.drafts_on_device:
+            self._add_on_device(item, sampled, heads)
+        self.num_sampling += bool(sampled)
         scored = range(len(self.score_indices), len(self.score_indices))
         if span := scored_span(item):
             scored = range(scored.start, scored.start + len(span))
@@ -150,7 +164,16 @@ class Layout:
         pooled = pooled_rows(item)
         first = len(self.pooled_indices)
         self.pooled_indices += range(pooled.start + offset, pooled.stop + offset)
-        self.parts.append(Part(item, sampled, scored, heads, range(first, len(self.pooled_indices))))
+        pooled = range(first, len(self.pooled_indices))
+        on_device = len(self.on_device.rows) - 1 if item.is_on_device else -1
+        self.parts.append(Part(item, sampled, scored, heads, pooled, on_device))
+
+    def _add_on_device(self, item: ScheduledRequest, sampled: range, heads: range) -> None:
+        step, row = self.on_device, item.request.row
+        of_heads = heads.start, item.num_heads if heads else 0
+        step.add(self.num_sampling, row, sampled, item.source, of_heads, is_moved=item.num_uncertain > 0)
+        first = len(self.input_ids) - len(item.draft_ids)
+        step.inputs += [(first + depth, step.sources[-1], row, depth) for depth in range(len(item.draft_ids))]
 
 
 def scored_span(item: ScheduledRequest) -> range:
@@ -183,6 +206,8 @@ class HostResults:
     pooled: torch.Tensor
     # [S, H], of requests whose outputs heads are learned from
     hidden: torch.Tensor | None = None
+    draft_ids: Sequence[Sequence[int]] = ()
+    """Drafts of each request of `Layout.on_device`, made by the device."""
 
 
 @dataclass
@@ -203,6 +228,8 @@ class Step:
     """One row per scored prompt token, in order of requests."""
     head_ids: HostCopy | None = None
     """[E] draft tokens of heads after the sampled tokens, in order of requests, positions and heads."""
+    draft_ids: HostCopy | None = None
+    """[n, MOST_DRAFTS] drafts that the device made for the requests of `layout.on_device`, -1 where it had none."""
     pooled: HostCopy | None = None
     """[S, size] float32 vectors or scores, in order of requests."""
     # [S, H], of requests whose outputs heads are learned from
@@ -220,6 +247,7 @@ class Step:
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
             self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
             self.hidden,
+            [] if self.draft_ids is None else [_until_end(ids) for ids in self.draft_ids.wait()[0].tolist()],
         )
 
 
@@ -233,14 +261,53 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
         input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
     host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
     logits_rows = to_device(torch.tensor(host_rows, dtype=torch.long), device)
+    sampler.device_drafts.fill(input_ids, layout.on_device)
     items = [part.item for part in layout.parts]
     segments = [_segment(item) for item in items]
     inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
 
 
+def _until_end(draft_ids: list[int]) -> list[int]:
+    """The drafts before the first place that has none."""
+    return draft_ids[: draft_ids.index(NO_TOKEN)] if NO_TOKEN in draft_ids else draft_ids
+
+
+def sample(step: Step, logits: torch.Tensor, sampler: Sampler, masks: GrammarMasks, draws: DraftDraws | None) -> None:
+    """Start what follows the forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads'
+    drafts; draws: the draft model's drafts in this step.
+    """
+    layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
+    num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
+    if scheduled:
+        masks.apply(logits[:num_sampled])
+        rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
+        drafts = [item.draft_ids for item in scheduled]
+        if any(drafts):
+            step.sampled = sampler.verify(logits[:num_sampled], rows, positions, drafts, draws, layout.on_device)
+        else:
+            step.sampled = sampler.sample(logits[:num_sampled], rows, positions, layout.on_device)
+    step.timer.mark(Phase.ACCEPT)
+    head_ids = None
+    if layout.heads:
+        head_ids = arg_max(logits[num_sampled + num_scored :])
+        step.head_ids = HostCopy(head_ids)
+    if layout.on_device.rows and step.sampled is not None:
+        found = step.sampled
+        sampler.device_drafts.advance(layout.on_device, found.token_ids, found.num_accepted, head_ids)
+        step.draft_ids = None if found.drafted is None else HostCopy(found.drafted)
+    if layout.target_ids:
+        target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
+        scored = logits[num_sampled : num_sampled + num_scored]
+        step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
+    if layout.pooled_indices:
+        step.pooled = HostCopy(logits[num_sampled + num_scored :])
+
+
 def _segment(item: ScheduledRequest) -> Segment:
     request = item.request
     where = (item.start, item.num_tokens, request.page_ids, request.slot, request.adapter_start)
+    if item.num_uncertain:
+        return Segment(*where, num_uncertain=item.num_uncertain, device_row=request.row)
     if (pooling := request.pooling) is None:
         return Segment(*where)
     return Segment(*where, pooling.second_text, pooling.per_token)

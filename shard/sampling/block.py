@@ -1,6 +1,6 @@
 """The positions of a step at which drafts are verified: several per row, and how far each row gets."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -49,18 +49,20 @@ class Block:
             if row.reads_history and len(ids) > depth
         ]
 
-    def last_emitted(
-        self, token_ids: torch.Tensor, bad: torch.Tensor, tensor: Callable[[Sequence[int]], torch.Tensor]
-    ) -> torch.Tensor:
-        """token_ids: [S] the target's own; bad: [S]. Returns [R]: the index of the last token that is emitted."""
-        firsts = tensor(self.firsts)
-        last = firsts.clone()
-        is_open = torch.ones_like(last, dtype=torch.bool)
-        for depth in range(max(map(len, self.drafts))):
-            # [R] the draft after this depth; -1, which no token equals, where there is none
-            drafted = tensor([ids[depth] if depth < len(ids) else -1 for ids in self.drafts])
-            here = (firsts + depth).clamp(max=len(token_ids) - 1)
-            ahead = (here + 1).clamp(max=len(token_ids) - 1)
-            is_open &= (token_ids.index_select(0, here) == drafted) & ~bad.index_select(0, ahead)
-            last += is_open
-        return last
+    def padded_drafts(self) -> list[list[int]]:
+        """[R][D] each row's drafts; -1, which no token equals, where it has fewer."""
+        width = max(map(len, self.drafts))
+        return [[*ids, *[-1] * (width - len(ids))] for ids in self.drafts]
+
+
+def num_accepted(
+    token_ids: torch.Tensor, bad: torch.Tensor, firsts: torch.Tensor, drafted: torch.Tensor
+) -> torch.Tensor:
+    """token_ids: [S] the target's own; bad: [S]; firsts: [R] each row's first index in S; drafted: [R, D], -1 for no
+    draft. Returns [R]: the drafts of each row that are emitted.
+    """
+    here = firsts[:, None] + torch.arange(drafted.shape[1], device=firsts.device)
+    ahead = (here + 1).clamp(max=len(token_ids) - 1)
+    here = here.clamp(max=len(token_ids) - 1)
+    is_accepted = (token_ids[here] == drafted) & ~bad[ahead]
+    return is_accepted.cumprod(dim=1).sum(dim=1)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.drafts.device_drafts import Emitted, Texts
+from lorikeet.shard.drafts.lookup_triton import propose
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Fused, Row, filters_of
 from lorikeet.shard.sampling.report import Sampled
@@ -39,8 +41,12 @@ class DeviceRows:
         self._factors = torch.zeros(max_rows, 8, device=device)
         self._changes: dict[int, torch.Tensor] = {}
 
+    def propose(self, texts: Texts, emitted: Emitted, ngrams: range) -> None:
+        """Make the next drafts of rows, as device_drafts.propose."""
+        propose(texts, emitted, ngrams)
+
     def warm_up(self, vocab_size: int) -> None:
-        """Compile every kernel: sample row 0, which no request has."""
+        """Compile every kernel of sampling: sample row 0, which no request has."""
         zeros, logits = (
             torch.zeros(1, dtype=torch.long, device=self._device),
             torch.zeros(1, vocab_size, device=self._device),

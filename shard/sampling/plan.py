@@ -56,12 +56,12 @@ class Row:
     @property
     def depends_on_history(self) -> bool:
         """Whether its distribution depends on earlier tokens by more than the logits."""
-        return self.slot >= 0 or self.params.watermark or self.reads_history
+        return self.params.depends_on_history
 
     @property
     def reads_history(self) -> bool:
         """Whether its masks depend on several tokens before."""
-        return any(len(word) > 1 for word in self.params.bad_words)
+        return self.params.reads_history
 
     @property
     def seed(self) -> int:

@@ -12,7 +12,8 @@ import structlog
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.sampling.block import Block
+from lorikeet.shard.drafts.device_drafts import DeviceDrafts, StepDrafts
+from lorikeet.shard.sampling.block import Block, num_accepted
 from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.plan import Chunk, Plan, Row
@@ -39,9 +40,10 @@ class Sampler:
         watermark_delta: float = 2.0,
         tile: "Tile | None" = None,
         has_kernels: bool = True,
+        ngrams: tuple[int, int] = (1, 8),
     ) -> None:
         """`tile`: sample by Triton kernels of this size what they support; by default on CUDA, if there is triton and
-        `has_kernels`.
+        `has_kernels`. `ngrams`: tokens of the shortest and the longest match of prompt lookup on the device.
         """
         self.vocab_size = vocab_size
         self._device = torch.device(device)
@@ -55,6 +57,8 @@ class Sampler:
         if kernels is not None:
             state = self._state.last_tokens, self._state.counts
             self._on_device = kernels.DeviceRows(max_rows, self._device, *state, tile or kernels.Tile())
+        kernel = None if self._on_device is None else self._on_device.propose
+        self.device_drafts = DeviceDrafts(max_rows, self.last_tokens, ngrams, kernel)
         self._slow_rows = SlowRows()
         self._plan: Plan | None = None
         self._planned: list[int] = []
@@ -68,20 +72,21 @@ class Sampler:
         token_ids: list[int],
         num_prompt: int,
         rejects: bool = False,
+        most_tokens: int = 0,
     ) -> None:
         """Add a request as `row`; its first `num_prompt` known tokens are prompt, the others earlier output. With
         `rejects` the drafts of a draft model are verified by the rejection rule, where tokens are sampled at all.
+        `most_tokens`: all tokens that the request may get, if the device makes its drafts, else 0.
         """
         state = self._state
         if row in state.rows:
             raise ValueError(f"row {row} is taken")
-        penalised = params.repetition_penalty != 1.0 or params.frequency_penalty != 0 or params.presence_penalty != 0
         alternatives = min(logprobs.alternatives, state.vocab_size)
         added = state.rows[row] = Row(
             row=row,
             params=replace(params, logit_bias=_summed(params.logit_bias)),
             logprobs=replace(logprobs, wanted=logprobs.wanted or logprobs.alternatives > 0, alternatives=alternatives),
-            slot=state.counts.take(token_ids, num_prompt) if penalised else -1,
+            slot=state.counts.take(token_ids, num_prompt) if params.is_penalised else -1,
             by_rejection=rejects,
             num_prompt=num_prompt,
             allowed=self._kept(params.allowed_ids) if params.allowed_ids else None,
@@ -90,6 +95,8 @@ class Sampler:
             state.history.begin(row, token_ids)
         if self._on_device is not None and added.is_fused:
             self._on_device.put(added)
+        if most_tokens:
+            self.device_drafts.add(row, token_ids, most_tokens)
         self.last_tokens[row] = token_ids[-1]
         self._forget_plans()
 
@@ -105,12 +112,23 @@ class Sampler:
         """Compile the device's kernels, before there are requests."""
         if self._on_device is not None:
             self._on_device.warm_up(self.vocab_size)
+            self.device_drafts.warm_up()
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        on_device: StepDrafts | None = None,
+    ) -> Sampled:
+        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`. `on_device`
+        names the rows whose drafts the device makes.
+        """
         plan = self._plan_for(list(rows))
         found = self._begin(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
         at = self._state.planner.tensor(positions) if plan.needs_positions else None
+        if at is not None and on_device is not None:
+            self.device_drafts.move(at, on_device)
         self._sample_plan(plan, logits, at, found, updates=True)
         if plan.is_fused:
             return found.start_copy()
@@ -131,18 +149,23 @@ class Sampler:
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         draws: DraftDraws | None = None,
+        on_device: StepDrafts | None = None,
     ) -> Sampled:
         """The target's own token at every position of every row, as if all drafts before it had been emitted.
 
         logits: [S, V], of each of `rows` one more than it has drafts; its first token is at `positions`. The row's
         state continues after the last token that is emitted: the first that is no draft, or the one after all drafts.
         `draws` are those of the draft model in this step; their drafts may be verified by the rejection rule.
+        `on_device` names the rows whose drafts the device made: `drafts` has their number.
         """
         planner = self._state.planner
         block = Block([self._state.rows[row] for row in rows], positions, drafts)
         any_plain = any(row.plain and not planner.is_fused(row) for row in block.rows)
         found = self._begin(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
         at = planner.tensor(block.positions)
+        if on_device is not None and on_device.rows:
+            self.device_drafts.move(at, on_device)
+            found.drafted = self.device_drafts.drafted(on_device)
         distributions = None if draws is None else draws.distributions(block)
         for depth, members in enumerate(block.dependency_levels()):
             if depth:
@@ -153,7 +176,7 @@ class Sampler:
                 for chunk in planner.plan_some(rejecting).chunks:
                     self._sample_chunk(chunk, logits, at, found, distributions)
             self._sample_plan(planner.plan_some(members), logits, at, found, updates=False)
-        self._commit_state(block, found)
+        self._commit_state(block, found, on_device)
         return found.start_copy()
 
     def begin_drafts(self) -> DraftDraws:
@@ -189,10 +212,16 @@ class Sampler:
         if recorded := block.recorded_drafts(depth - 1):
             self._state.history.write(*columns(recorded))
 
-    def _commit_state(self, block: Block, found: Sampled) -> None:
+    def _commit_state(self, block: Block, found: Sampled, on_device: StepDrafts | None) -> None:
         """Move the rows' state to the last emitted token."""
         tensor, columns, counts = self._state.planner.tensor, self._state.planner.columns, self._state.counts
-        last = block.last_emitted(found.token_ids, found.bad, tensor)
+        firsts = tensor(block.firsts)
+        drafted = to_device(torch.tensor(block.padded_drafts(), dtype=torch.long), self._device)
+        if found.drafted is not None and on_device is not None:
+            width = drafted.shape[1]
+            drafted.index_copy_(0, tensor(on_device.requests), found.drafted[:, :width])
+        found.num_accepted = num_accepted(found.token_ids, found.bad, firsts, drafted)
+        last = firsts + found.num_accepted
         token_ids = found.token_ids.index_select(0, last)
         self.last_tokens.index_copy_(0, tensor([row.row for row in block.rows]), token_ids)
         recorded = [(index, row.row) for index, row in enumerate(block.rows) if row.reads_history]

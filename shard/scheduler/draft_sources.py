@@ -40,6 +40,8 @@ class DraftSources:
     has_draft_model: bool = False
     history: NoHistory = field(default_factory=NoHistory)
     """The outputs of earlier requests."""
+    most_on_device: int = 0
+    """Most draft tokens of a step that the device makes for a request, 0 where the host makes all drafts."""
 
     def may_draft(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now."""
@@ -51,6 +53,23 @@ class DraftSources:
         if params.method is Method.OFF:
             return False
         return params.num_tokens > 0 or self.num_heads(request) > 0
+
+    def are_on_device(self, request: Request) -> bool:
+        """Whether the device makes the drafts of a running request: by prompt lookup in its own text, and by heads. The
+        tokens of such a request depend on nothing that the host keeps.
+        """
+        params = request.speculation
+        if not self.most_on_device or params.method in (Method.OFF, Method.DRAFT) or request.pooling is not None:
+            return False
+        is_plain = not (request.constraint.is_constrained or request.sampling.depends_on_history)
+        needs_texts = bool(request.tenant or request.learner or params.prediction_ids)
+        num_tokens = max(params.num_tokens, self.num_heads(request))
+        return (
+            is_plain
+            and not needs_texts
+            and not self.takes_draft_model(request)
+            and (0 < num_tokens <= self.most_on_device)
+        )
 
     def num_heads(self, request: Request) -> int:
         """Draft tokens that the request takes from heads in a step."""

@@ -67,12 +67,16 @@ class Proposer:
             item.num_heads = num_heads
         takes_draft_model = sources.takes_draft_model(request) and not self.draft_length.skips(request, Source.DRAFT)
         room = request.max_new_tokens - request.num_output - 1
+        if request.drafts_on_device:  # what is being sampled may all be accepted
+            room -= request.num_in_flight - 1 + item.num_uncertain
         offer = None
         if room > 0 and item.is_decode:
             offer = _allowed(sources.offer(request, room, item.num_heads > 0, takes_draft_model))
         is_drawn = offer is not None and offer.source is Source.DRAFT
         if takes_draft_model and (is_drawn or not item.is_decode):
             self._catch_up(item, budget, taken_in)
+        if request.drafts_on_device and item.num_heads:
+            request.head_ids = request.head_ids or [0] * item.num_heads  # the next step may take them
         return None if is_drawn and item.draft_end != item.end else offer
 
     def _catch_up(self, item: ScheduledRequest, budget: Budget, taken_in: set[int]) -> None:
@@ -94,13 +98,15 @@ class Proposer:
 
     def _add(self, item: ScheduledRequest, offer: Offer, width: int) -> None:
         """Add up to `width` draft tokens of an offer, as many as there are pages for."""
-        while width > 0 and not self._cache.grow(item.request, item.end + width):
+        request = item.request
+        while width > 0 and not self._cache.grow(request, item.end_of_pages + width):
             width -= 1
         if width <= 0:
             return
-        item.draft_ids = offer.draft_ids[:width] or [0] * width
+        item.draft_ids = [0] * width if request.drafts_on_device else offer.draft_ids[:width] or [0] * width
         item.source, item.draft_state = offer.source, offer.draft_state
-        item.request.is_draft = True
+        item.is_on_device = request.drafts_on_device
+        request.is_draft = not item.is_on_device
 
 
 def _allowed(offer: Offer | None) -> Offer | None:

@@ -60,6 +60,21 @@ class SamplingParams:
     seed: int = 0
 
     @property
+    def is_penalised(self) -> bool:
+        """Whether tokens that occurred before have other scores."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether masks depend on several tokens before."""
+        return any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def depends_on_history(self) -> bool:
+        """Whether the distribution depends on earlier tokens by more than the logits."""
+        return self.is_penalised or self.watermark or self.reads_history
+
+    @property
     def has_masks(self) -> bool:
         """Whether any token is excluded, at least at some positions."""
         return bool(self.allowed_ids or self.bad_words or (self.min_tokens and self.min_tokens_stop_ids))
@@ -177,6 +192,9 @@ class Request:
     """Whether a launched step has drafts of this request, so that its number of accepted tokens is not known yet."""
     num_launched: int = 0
     """Launched steps, not yet committed, that write this request's pages."""
+    drafts_on_device: bool = False
+    """Whether the device makes its drafts: the next step is then launched before the tokens of the last one are known.
+    """
     num_scored: int = 0
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None

@@ -21,7 +21,8 @@ class ScheduledRequest:
     """Whether the step ends at the newest known token, so that the next one is sampled."""
     draft_ids: Sequence[int] = ()
     """Draft tokens from position `end` on: computed along, and kept as far as the target agrees. Of a draft model only
-    their number is planned: it draws them in the step itself.
+    their number is planned: it draws them in the step itself; of drafts that the device makes too, and they are known
+    with the step's result.
     """
     source: Source = Source.TARGET
     """What proposed them."""
@@ -32,6 +33,14 @@ class ScheduledRequest:
     """The draft model takes in the request's tokens from `draft_start` up to `draft_end` before it drafts."""
     num_heads: int = 0
     """Draft tokens of heads that are wanted after each sampled token."""
+    num_uncertain: int = 0
+    """Draft tokens of the step before, if it is not committed. `start` and `end` are what they are if it accepts none;
+    the device adds the number that it accepts.
+    """
+    is_on_device: bool = False
+    """Whether the device made its draft tokens."""
+    next: "ScheduledRequest | None" = None
+    """The request's part of the step after, if that was launched before this one's result was known."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,11 +63,24 @@ class ScheduledRequest:
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is the newest token alone, known to the host: drafts may follow only such a one."""
+        """Whether this is the newest token alone, known to what makes drafts: these may follow only such a one."""
         request = self.request
-        return (
-            self.samples and self.end - self.start == 1 and self.end == len(request.token_ids) and not request.is_fresh
-        )
+        if not self.samples or self.end - self.start > 1:
+            return False
+        if request.drafts_on_device:
+            return not request.is_fresh or request.num_in_flight > 1
+        return self.end == len(request.token_ids) and not request.is_fresh
+
+    @property
+    def end_of_pages(self) -> int:
+        """Tokens that the request's pages must hold for this step."""
+        return self.end + self.num_uncertain + len(self.draft_ids)
+
+    def settle(self, num_accepted: int) -> None:
+        """The step before accepted this number of drafts."""
+        self.start += num_accepted
+        self.end += num_accepted
+        self.num_uncertain = 0
 
 
 def load_of(step: Sequence[ScheduledRequest]) -> Load:

@@ -46,6 +46,8 @@ class Scheduler:
         self.num_preempted = 0
         self._rows = list(reversed(range(limits.max_running)))
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
+        self._drafted: dict[Request, ScheduledRequest] = {}
+        """Launched, with drafts that the device made: how many it accepts is not known."""
         self._num_arrived = 0
         self._capped_adapters_skipped = False
         self._isolated: Request | None = None
@@ -112,6 +114,8 @@ class Scheduler:
             self._plan(scheduled, budget)
         if not self.oom_backoff.is_active:
             self.proposer.propose(scheduled, len(self.running), budget)
+            drafted = (item for item in scheduled if item.is_on_device)
+            self._drafted.update((item.request, item) for item in drafted)
         return scheduled
 
     def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
@@ -123,7 +127,7 @@ class Scheduler:
             num_tokens = budget.grant(request) if self._may_compute(request) and not self._must_wait(request) else 0
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
-                num_wanted = request.num_computed + num_tokens
+                num_wanted = request.num_computed + num_tokens + self._num_uncertain(request)
                 if num_wanted > num_covered and not self._make_room(request, num_wanted):
                     return False
                 scheduled.append(self._launch(request, num_tokens, budget))
@@ -136,8 +140,9 @@ class Scheduler:
         """Record the result of a launched step for one request: its KV, and the target's tokens up to the end of the
         request. Returns how many tokens were taken, -1 if the request had ended before.
         """
-        request = item.request
+        request, following = item.request, item.next
         request.num_launched -= 1
+        self._forget_drafted(item)
         if request.finish_reason:
             self._release_unless_launched(request)
             return -1
@@ -151,15 +156,18 @@ class Scheduler:
             if request.draft_source is not None:
                 request.draft_source.extend(taken)
         num_accepted = max(0, len(taken) - 1)
+        if following is not None:
+            following.settle(num_accepted)
         request.num_computed += num_accepted
         request.num_committed = item.end + num_accepted
         self.proposer.committed(item, num_accepted, bool(reason))
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
-        if item.draft_ids:
-            self.cache.shrink(
-                request, len(request.token_ids)
-            )  # frees pages of rejected drafts; their KV in the last page is overwritten
+        if (
+            item.draft_ids or item.is_on_device
+        ):  # frees pages of rejected drafts; their KV in the last page is overwritten
+            num_needed = 0 if following is None else following.end_of_pages
+            self.cache.shrink(request, max(num_needed, len(request.token_ids)))
         if reason:
             self.finish(request, reason)
         return len(taken)
@@ -182,6 +190,7 @@ class Scheduler:
         """A launched step failed: end this request of it in error. False if it had ended before."""
         request = item.request
         request.num_launched -= 1
+        self._forget_drafted(item)
         if request.finish_reason:
             self._release_unless_launched(request)
             return False
@@ -192,6 +201,7 @@ class Scheduler:
         """A launched step failed: compute this request of it again. No later step of the request is launched."""
         request = item.request
         request.num_launched -= 1
+        self._forget_drafted(item)
         if request.finish_reason:
             self._release_unless_launched(request)
         elif request.row >= 0:
@@ -256,7 +266,19 @@ class Scheduler:
         request.isolation_steps = max(0, request.isolation_steps - samples)
         request.num_in_flight += samples
         request.num_launched += 1
-        return ScheduledRequest(request, start, end, samples)
+        item = ScheduledRequest(request, start, end, samples, num_uncertain=self._num_uncertain(request))
+        if item.num_uncertain:
+            self._drafted.pop(request).next = item
+        return item
+
+    def _num_uncertain(self, request: Request) -> int:
+        """Draft tokens that the newest launched step of the request may accept."""
+        drafted = self._drafted.get(request)
+        return 0 if drafted is None else len(drafted.draft_ids)
+
+    def _forget_drafted(self, item: ScheduledRequest) -> None:
+        if self._drafted.get(item.request) is item:
+            del self._drafted[item.request]
 
     @property
     def awaits_commit(self) -> bool:
@@ -279,6 +301,8 @@ class Scheduler:
         """
         if request.is_draft or not request.num_in_flight:
             return request.is_draft
+        if request.drafts_on_device:
+            return request.num_launched > 1  # the device adds what one step accepts, not two
         return request.constraint.is_constrained or self.proposer.may_draft(request, len(self.running))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
@@ -323,6 +347,7 @@ class Scheduler:
             self.num_waiting_tokens -= len(request.token_ids)
             if request.num_cached is None:
                 request.num_cached = min(request.num_computed, request.num_prompt)
+            request.drafts_on_device = self.proposer.draft_sources.are_on_device(request)
             request.row = self._rows.pop()
             self.running.append(request)
             self.admitted.append(request)

@@ -13,6 +13,7 @@ from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grammar.compiler import GrammarCompiler, read_tokenizer
@@ -69,18 +70,25 @@ def build_engine(
     limits = Limits(
         config.step_tokens, config.max_running, chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
     )
-    ngrams = config.ngram_min, config.ngram_max, config.ngram_long
-    has_draft_model, history = draft_model is not None, build_history(config)
-    sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history)
-    scheduler = Scheduler(cache, limits, adapters, sources)
     info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
     has_kernels = config.fusions != "none"
-    sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels)
+    ngrams = config.ngram_min, config.ngram_max
+    sampler = Sampler(
+        info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels, ngrams=ngrams
+    )
     if info.pooled is None:
         sampler.warm_up()
     lag = config.commit_lag
     if lag is None:
         lag = 1 if info.device.type == "cuda" else 0
+    most_on_device = 0
+    if lag and can_draft_on_device(config, model, sampler):
+        most_on_device, model.inputs.num_accepted = MOST_DRAFTS, sampler.device_drafts.num_accepted
+    has_draft_model, history = draft_model is not None, build_history(config)
+    sources = DraftSources(
+        config.speculation_max_batch_size, *ngrams, config.ngram_long, has_draft_model, history, most_on_device
+    )
+    scheduler = Scheduler(cache, limits, adapters, sources)
     drafter = None
     if draft_model is not None:
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
@@ -88,6 +96,12 @@ def build_engine(
     grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
     learning = build_learning(config, model, scheduler, inbox)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
+
+
+def can_draft_on_device(config: ShardConfig, model: Model, sampler: Sampler) -> bool:
+    """Whether drafts can be made and accepted without the host. Other ranks get positions from the host."""
+    moves_segments = model.info.device.type == "cpu" or model.backend.can_add_accepted
+    return config.num_ranks == 1 and moves_segments and sampler.device_drafts.is_available
 
 
 def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> NoLearning:

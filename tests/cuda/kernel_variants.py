@@ -8,6 +8,8 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.drafts import lookup_triton
+from lorikeet.shard.drafts.device_drafts import FIRST_WIDTH, MOST_DRAFTS, SOURCES, Emitted, Texts
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
@@ -162,6 +164,14 @@ def sample() -> None:
     )
 
 
+def look_up() -> None:
+    texts = Texts(
+        tensor(256, FIRST_WIDTH, dtype=I32), tensor(256, dtype=I64), tensor(len(SOURCES), 256, MOST_DRAFTS, dtype=I64),
+        tensor(256, dtype=I64),
+    )  # fmt: skip
+    lookup_triton.propose(texts, Emitted(tensor(4, T, dtype=I64), *[tensor(T, dtype=I64)] * 3), range(1, 9))
+
+
 TURING, AMPERE, ADA, NEWEST = (7, 5), (8, 0), (8, 9), (12, 0)
 
 
@@ -208,6 +218,7 @@ def _variants() -> Iterator[Variant]:
         "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
     )
     yield Variant("sampling", sample)
+    yield Variant("prompt lookup", look_up)
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

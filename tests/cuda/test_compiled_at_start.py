@@ -10,10 +10,12 @@ import torch
 from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.shard.attention.layerwise import trial_steps
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.drafts.device_drafts import StepDrafts
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.model import Model
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Source
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     from lorikeet.shard.sampling.device import Tile
@@ -94,7 +96,13 @@ def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
         logits = torch.empty(8, SHAPE.vocabulary, device=META)
         sampler.sample(logits[:3], range(3), [2] * 3)
         sampler.verify(logits[:5], range(3), [3] * 3, [[1], [], [2]])
-    assert {launch.kernel for launch in found.launches} >= {"scan", "resolve"}
+        sampler.add(3, SamplingParams(), LogprobParams(), [1, 2], 2, most_tokens=5000)
+        step = StepDrafts()
+        step.add(1, 3, range(1, 4), Source.LOOKUP, heads=(3, 2), is_moved=True)
+        sampled = sampler.verify(logits[:4], [0, 3], [3] * 2, [[], [0, 0]], None, step)
+        head_ids = torch.empty(9, dtype=torch.long, device=META)
+        sampler.device_drafts.advance(step, sampled.token_ids, sampled.num_accepted, head_ids)
+    assert {launch.kernel for launch in found.launches} >= {"scan", "resolve", "draft"}
     assert set(found.launches) <= compiled
 
 

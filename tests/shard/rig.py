@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from lorikeet.shard.batch.inputs import Network
+from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
@@ -39,6 +40,7 @@ class Setup:
     draft_network: Network | None = None
     """Replaces the fake model's draft model; both have this vocabulary."""
     vocab_size: int = VOCAB_SIZE
+    drafts_on_device: bool = False
     grammars: NoGrammars | None = None
 
 
@@ -51,11 +53,13 @@ class Rig:
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
-        self.scheduler = Scheduler(cache, limits, draft_sources=setup.draft_sources)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
-        sampler = self.sampler = Sampler(
-            setup.vocab_size, setup.max_running, (setup.network or self.model).inputs.device
-        )
+        inputs, draft_sources = (setup.network or self.model).inputs, setup.draft_sources
+        sampler = self.sampler = Sampler(setup.vocab_size, setup.max_running, inputs.device)
+        if setup.drafts_on_device:
+            draft_sources = replace(draft_sources, most_on_device=MOST_DRAFTS)
+            inputs.num_accepted = sampler.device_drafts.num_accepted
+        self.scheduler = Scheduler(cache, limits, draft_sources=draft_sources)
         config = LoopConfig(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
             setup.network or self.model,

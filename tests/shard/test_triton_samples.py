@@ -6,6 +6,7 @@ import pytest
 
 from tests.shard.apart import KernelsApart, run
 from tests.shard.attention import test_paged
+from tests.shard.drafts import test_lookup
 from tests.shard.grammar import test_triton as test_masks
 from tests.shard.model.fusion import test_cuda_parts
 from tests.shard.model.lora import test_triton as test_lora
@@ -23,6 +24,7 @@ KINDS: tuple[type[KernelsApart], ...] = (
     test_masks.TestMasks,
     test_eight_bits.TestEightBits,
     test_sampling.TestSampling,
+    test_lookup.TestLookup,
 )
 
 

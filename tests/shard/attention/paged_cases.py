@@ -358,3 +358,34 @@ def test_by_length_padded_steps_have_short_segments_alone() -> None:
     runner = Runner(backend, AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
     with pytest.raises(RuntimeError, match="more than 4 rows are not padded"):
         runner.fill([Segment(0, 5, [1])], Bounds(8, 256))
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "window beyond a span", "alibi", "sinks"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_accepted_drafts_move_segments_on_the_device(name: str, is_padded: bool) -> None:
+    """Bits are those of segments whose positions the host knows, whatever number of drafts was accepted."""
+    spec = spec_of(name)
+    places = [(125, 1, LONG, 5), (61, 4, SHORT, 3), (120, 3, THIRD, 4), (0, 9, [10], 0), (40, 1, [11], 0)]
+    total = sum(count for _, count, *_ in places)
+    rows = draw(spec, total, FLOAT32)
+    for accepted in ((0, 0, 0), (5, 3, 4), (2, 3, 1), (3, 2, 2)):
+        known, moved = (ours(spec, FLOAT32).remember() for _ in range(2))
+        moved.inputs.adds_on_device = True
+        moved.inputs.num_accepted = torch.tensor([9, *accepted], device=DEVICE)
+        added = [*accepted, 0, 0]
+        segments = [
+            [Segment(start + more, count, pages) for (start, count, pages, _), more in zip(places, added, strict=True)],
+            [
+                Segment(start, count, pages, num_uncertain=most, device_row=1 + index if most else -1)
+                for index, (start, count, pages, most) in enumerate(places)
+            ],
+        ]
+        found = []
+        for runner, each in zip((known, moved), segments, strict=True):
+            runner.fill(each, Bounds(32, 256) if is_padded else None)
+            found.append(runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value))
+        assert torch.equal(known.inputs.position_ids, moved.inputs.position_ids)
+        assert torch.equal(known.inputs.kv_slots, moved.inputs.kv_slots)
+        assert torch.equal(*found), accepted
+        assert isinstance(known.kv, PagedKV) and isinstance(moved.kv, PagedKV)
+        assert torch.equal(known.kv.keys, moved.kv.keys)

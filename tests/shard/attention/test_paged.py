@@ -15,6 +15,7 @@ class TestPaged(KernelsApart):
     cases = (Path(__file__).with_name("paged_cases.py"),)
     sample = (
         "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds"
+        " or (accepted and (grouped or beyond))"
     )
     compiles = "tests.shard.attention.compile_paged"
 
@@ -22,7 +23,7 @@ class TestPaged(KernelsApart):
 def rows_of(*segments: tuple[int, int]) -> Rows:
     """Start and tokens of each segment, with 100 pages each."""
     starts, counts = (np.array(each, np.int32) for each in zip(*segments, strict=True))
-    return Rows(starts, counts, np.cumsum(counts) - counts, 100 * np.arange(len(counts)))
+    return Rows(starts, counts, np.cumsum(counts) - counts, 100 * np.arange(len(counts)), np.zeros_like(counts))
 
 
 NO_PAGES = np.empty(0, np.int32)

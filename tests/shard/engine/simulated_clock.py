@@ -47,13 +47,13 @@ class Clock:
 
 
 @contextmanager
-def simulated(rig: Rig) -> Iterator[Clock]:
+def simulated(rig: Rig, host: float = HOST) -> Iterator[Clock]:
     """Passes and waits of a rig take time on a clock."""
     clock, ends = Clock(), dict[int, float]()
     launch, to_host, drafts_to_host = Engine._launch, Step.to_host, DraftDraws.to_host
 
     def launch_timed(engine: Engine, scheduled: list[ScheduledRequest]) -> None:
-        clock.now += HOST
+        clock.now += host
         launch(engine, scheduled)
         ends[engine._num_steps] = clock.device
 
@@ -88,9 +88,11 @@ def simulated(rig: Rig) -> Iterator[Clock]:
         yield clock
 
 
-def run_staggered(rig: Rig, requests: Sequence[Request], interval: float) -> tuple[Clock, dict[int, Output]]:
+def run_staggered(
+    rig: Rig, requests: Sequence[Request], interval: float, host: float = HOST
+) -> tuple[Clock, dict[int, Output]]:
     """Run requests that arrive one after the other, `interval` apart."""
-    with simulated(rig) as clock:
+    with simulated(rig, host) as clock:
         num_arrived = 0
         while num_arrived < len(requests) or not rig.scheduler.is_idle:
             if rig.scheduler.is_idle and clock.now < interval * num_arrived:

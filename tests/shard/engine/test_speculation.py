@@ -11,15 +11,20 @@ from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculati
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 from tests.shard.sampling.oracle import Case, excluded
-from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources
+from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources, script_device
 
 SETUPS = {
     "default": Setup(),
     "chunks of 7": Setup(step_tokens=7),
     "lag 1": Setup(commit_lag=1),
+    "lag 1, drafts on the device": Setup(commit_lag=1, drafts_on_device=True),
     "few pages": Setup(num_pages=26),
     "few pages, lag 1, chunks of 7, no prefixes": Setup(26, commit_lag=1, step_tokens=7, prefix_caching=False),
+    "few pages, lag 1, drafts on the device, chunks of 7": Setup(
+        26, commit_lag=1, step_tokens=7, drafts_on_device=True
+    ),
     "pages of one token": Setup(page_size=1),
+    "pages of one token, lag 1, drafts on the device": Setup(page_size=1, commit_lag=1, drafts_on_device=True),
     "one at a time": Setup(max_running=1),
 }
 DISTRIBUTIONS = {
@@ -52,7 +57,12 @@ DISTRIBUTIONS |= {
     "masks, penalties": {"sampling": replace(MASKED, repetition_penalty=1.3), "stop_ids": frozenset({7, 8})},
 }
 SOURCES = {Source.LOOKUP, Source.RESAMPLE, Source.BONUS}
-SAMPLE = (("default", 0.0), ("few pages, lag 1, chunks of 7, no prefixes", 0.7))
+SAMPLE = (
+    ("default", 0.0),
+    ("few pages, lag 1, chunks of 7, no prefixes", 0.7),
+    ("lag 1, drafts on the device", 0.7),
+    ("few pages, lag 1, drafts on the device, chunks of 7", 1.0),
+)
 
 
 def make_mix(**values: object) -> list[Request]:
@@ -114,6 +124,7 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
     rig = Rig(replace(setup, draft_sources=ScriptedDraftSources(texts=texts, chance=chance)))
+    script_device(rig, texts, chance)
     outputs = rig.run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])

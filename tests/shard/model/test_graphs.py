@@ -217,20 +217,23 @@ def test_new_pages_drop_the_graphs() -> None:
     assert graphed.inputs.bounds is None
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_an_engine_gives_the_same_texts_with_graphs(lag: int) -> None:
+@pytest.mark.parametrize(("lag", "drafts_on_device"), [(0, False), (1, False), (1, True)])
+def test_an_engine_gives_the_same_texts_with_graphs(lag: int, drafts_on_device: bool) -> None:
     plain = model_with()
     plain.allocate_kv(NUM_PAGES)
     graphed, recorder = captured()
-    texts = [texts_of(model, lag) for model in (plain, graphed)]
+    texts = [texts_of(plain, 0), texts_of(graphed, lag, drafts_on_device)]
     assert texts[0] == texts[1]
     assert recorder.num_replayed > 5
 
 
-def texts_of(model: Model, lag: int) -> list[list[int]]:
+def texts_of(model: Model, lag: int, drafts_on_device: bool = False) -> list[list[int]]:
     """The texts of six requests: greedy, sampled, with speculative decoding, one longer than any graph."""
     draft_sources = DraftSources(8, 1, 8, 4)
-    rig = Rig(Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=draft_sources))
+    rig = Rig(
+        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=draft_sources,
+              drafts_on_device=drafts_on_device)
+    )  # fmt: skip
     requests = []
     for index in range(6):
         prompt = [(5 * index + 3 * (place % 4)) % VOCAB for place in range(3 + 4 * index)]

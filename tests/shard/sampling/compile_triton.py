@@ -9,8 +9,9 @@ from tests.cuda.kernel_variants import VARIANTS, launches
 from tests.shard.model.medusa.compile_triton import registers
 
 
-def main() -> None:
-    [variant] = [variant for variant in VARIANTS if variant.name == "sampling"]
+def check(name: str) -> None:
+    """Compile the kernels of a variant, and look for atomic operations and spilt registers."""
+    [variant] = [variant for variant in VARIANTS if variant.name == name]
     found, kernels = launches(variant)
     for launch in found:
         places = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
@@ -22,4 +23,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check("sampling")

@@ -4,10 +4,15 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from lorikeet.shard.drafts import device_drafts
+from lorikeet.shard.drafts.device_drafts import Emitted, Texts
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.fake_model import VOCAB_SIZE
+from tests.shard.rig import Rig
 
 
 class ScriptedDraftSource:
@@ -33,6 +38,22 @@ class ScriptedDraftSource:
         if position < len(self._text) and choice.random() < self._chance:
             return self._text[position]
         return choice.randrange(VOCAB_SIZE)
+
+
+def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float) -> None:
+    """Let the device propose the same tokens, by the number of tokens that it knows itself."""
+
+    def propose(known: Texts, emitted: Emitted, ngrams: range) -> None:
+        device_drafts.propose(known, emitted, ngrams)
+        requests = {request.row: request for request in [*rig.scheduler.running, *rig.scheduler._ending]}
+        for row in emitted.table[0].tolist():
+            text, length = texts[requests[row].key[1]], int(known.lengths[row])
+            assert known.token_ids[row, : min(length, len(text))].tolist() == list(text[:length])
+            ids = ScriptedDraftSource(text, length, chance).propose(device_drafts.MOST_DRAFTS)
+            known.draft_ids[0, row].fill_(device_drafts.NO_TOKEN)
+            known.draft_ids[0, row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+
+    rig.sampler.device_drafts._propose = propose
 
 
 @dataclass(frozen=True)

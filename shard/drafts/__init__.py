@@ -1,0 +1,1 @@
+"""Drafts that the device makes, without the host."""

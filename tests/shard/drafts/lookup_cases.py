@@ -1,0 +1,94 @@
+"""The kernel of drafts on the device against its specification: run by test_lookup.py in a process of its own."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from lorikeet.shard.drafts.device_drafts import (
+    FIRST_WIDTH,
+    MOST_DRAFTS,
+    NO_TOKEN,
+    DeviceDrafts,
+    StepDrafts,
+    propose,
+)
+from lorikeet.shard.drafts.lookup_triton import propose as by_kernel
+from lorikeet.shard.scheduler.speculation.types import Source
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+MAX_ROWS = 6
+
+
+class Both:
+    """The same rows, drafted by the specification and by the kernel."""
+
+    def __init__(self, texts: dict[int, list[int]], most_tokens: int, ngrams: tuple[int, int]) -> None:
+        self.texts = texts
+        self.drafts = []
+        for device, function in ((torch.device("cpu"), propose), (DEVICE, by_kernel)):
+            last_tokens = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)
+            drafts = DeviceDrafts(MAX_ROWS, last_tokens, ngrams, function)
+            for row, text in texts.items():
+                drafts.add(row, text, most_tokens)
+            self.drafts.append(drafts)
+
+    def advance(self, rng: random.Random, vocabulary: int) -> None:
+        """A step of random tokens, some of which are drafts that are accepted."""
+        step, first, first_head = StepDrafts(), 0, 0
+        accepted = []
+        for index, row in enumerate(rng.sample(sorted(self.texts), rng.randrange(1, len(self.texts) + 1))):
+            width, num_heads = rng.randrange(MOST_DRAFTS + 1), rng.choice((0, 0, 3, MOST_DRAFTS))
+            sampled = range(first, first + width + 1)
+            step.add(index, row, sampled, rng.choice((Source.LOOKUP, Source.MEDUSA)), (first_head, num_heads), False)
+            accepted.append(rng.randrange(width + 1))
+            first, first_head = sampled.stop, first_head + len(sampled) * num_heads
+        token_ids = [rng.randrange(vocabulary) for _ in range(first)]
+        head_ids = [rng.randrange(vocabulary) for _ in range(first_head)]
+        for drafts in self.drafts:
+            device = drafts.num_accepted.device
+            numbers = (torch.tensor(each, dtype=torch.long, device=device) for each in (token_ids, accepted, head_ids))
+            drafts.advance(step, *numbers)
+        for row, first, count in zip(step.rows, step.firsts, accepted, strict=True):
+            self.texts[row] += token_ids[first : first + count + 1]
+
+    def assert_equal(self) -> None:
+        plain, fused = self.drafts
+        assert torch.equal(plain._draft_ids, fused._draft_ids.cpu())
+        assert torch.equal(plain._last_tokens, fused._last_tokens.cpu())
+        assert torch.equal(plain.num_accepted, fused.num_accepted.cpu())
+        for row, text in self.texts.items():
+            assert fused._texts[row, : len(text)].tolist() == text
+            assert int(fused._lengths[row]) == len(text)
+
+
+@pytest.mark.parametrize("ngrams", [(1, 8), (2, 3), (3, 3)])
+@pytest.mark.parametrize("vocabulary", [2, 5, 30])
+def test_drafts_equal_those_of_the_specification(vocabulary: int, ngrams: tuple[int, int]) -> None:
+    rng = random.Random(vocabulary * 10 + ngrams[0])
+    texts = {row: [rng.randrange(vocabulary) for _ in range(rng.randrange(1, 90))] for row in range(MAX_ROWS)}
+    texts[0] = texts[1] + texts[1]
+    both, num_found = Both(texts, 400, ngrams), torch.zeros(2)
+    for _ in range(6):
+        both.advance(rng, vocabulary)
+        both.assert_equal()
+        num_found += (both.drafts[1]._draft_ids != NO_TOKEN).sum(dim=(1, 2)).cpu()
+    assert num_found.min() > 0
+
+
+def test_texts_longer_than_a_block_are_searched_whole() -> None:
+    rng = random.Random(5)
+    texts = {row: [rng.randrange(30_000) for _ in range(2 * FIRST_WIDTH + 10 * row)] for row in range(3)}
+    for text in texts.values():
+        text[40:47] = text[-7:] = list(range(1, 8))
+    both = Both(texts, 4 * FIRST_WIDTH, (1, 8))
+    for row in (0, 2):
+        for drafts in both.drafts:
+            step = StepDrafts()
+            step.add(0, row, range(1), Source.LOOKUP, (0, 0), False)
+            token_ids = torch.tensor([texts[row][47]], device=drafts.num_accepted.device)
+            drafts.advance(step, token_ids, None, None)
+        texts[row].append(texts[row][47])
+        both.assert_equal()
+        assert both.drafts[1]._draft_ids[0, row].tolist() == texts[row][48 : 48 + MOST_DRAFTS]
