@@ -78,10 +78,11 @@ def _layerwise(
             from lorikeet.shard.attention.paged import store
         if splits:
             from lorikeet.shard.attention.by_length import ByLengthAttention
+            from lorikeet.shard.attention.kernel_limits import read_limits
             from lorikeet.shard.attention.paged import PagedAttention
 
-            long = VarlenAttention(page_size, store=store)
-            backends.append(ByLengthAttention(PagedAttention(long.page_size), long))
+            table, long = read_limits(gpu.capability(device), implementation), VarlenAttention(page_size, store=store)
+            backends.append(ByLengthAttention(PagedAttention(long.page_size), long, table))
         if not splits or implementation == FA2:  # FA3's bits of a short segment would depend on the step's longest one
             backends.append(VarlenAttention(page_size, store=store))
         page_size = backends[0].page_size

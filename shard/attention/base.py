@@ -5,6 +5,7 @@ transfer of a step's metadata to the device.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,11 @@ class AttentionBackend(ABC):
     """Format of K and V in pages, with a scale per token and head; None is the model's dtype, without scales."""
     can_capture: bool = False
     """Whether a forward under `StepInputs.bounds` depends, in what it reads and launches, on these bounds alone."""
+
+    @property
+    def parts(self) -> "Sequence[AttentionBackend]":
+        """The backends whose kernels it launches, each of which can compute every step by itself."""
+        return (self,)
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes of one page in one layer of a model that computes in `dtype`."""
