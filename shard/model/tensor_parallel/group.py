@@ -65,6 +65,15 @@ class Group:
         distributed.all_gather_object(values, value, self._readers)
         return min(values)
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ValueError on every rank if their attention takes KV pages of different sizes, in tokens."""
+        smallest, largest = self.least(page_size), -self.least(-page_size)
+        if smallest != largest:
+            raise ValueError(
+                f"attention takes KV pages of {smallest} tokens on one rank and of {largest} on another: use devices "
+                "of one kind, with the same packages"
+            )
+
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """y: [..., n] of each rank. Returns their sum, in y."""
         if self._is_cpu and self.size > 2:

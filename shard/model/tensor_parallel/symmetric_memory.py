@@ -31,6 +31,7 @@ class OneShotAllReduce:
         module = _module()
         self._group_name, self._add = _group_name(), _operator()
         most = MOST_BYTES_OF_FEW if size <= FEW_RANKS else MOST_BYTES_OF_MANY
+        torch.cuda.set_device(device)  # torch takes the memory from a pool of the current device
         try:
             # [bytes of the largest tensor] uint8, at one address, which captured graphs hold
             self._memory: torch.Tensor = module.empty(most, dtype=torch.uint8, device=device)

@@ -55,6 +55,7 @@ def install(found: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_memory, "_module", lambda: found)
     monkeypatch.setattr(symmetric_memory, "_operator", lambda: found.one_shot_all_reduce_copy_out)
     monkeypatch.setattr(symmetric_memory, "_group_name", lambda: "all")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.calls.append(f"set {device}"))
 
 
 def test_this_torch_has_the_operator_with_these_arguments() -> None:
@@ -72,7 +73,7 @@ def test_small_tensors_are_added_in_place_in_memory_that_is_mapped_once(fake: Fa
         y = torch.arange(rows * 64, dtype=dtype).view(rows, 64)
         wanted = SIZE * y
         assert one_shot.takes(y) and one_shot.sum(y) is y and torch.equal(y, wanted)
-    assert fake.calls == ["rendezvous in all", *(f"sum of ({rows}, 64) in all" for rows in (1, 4, 3))]
+    assert fake.calls == ["set cuda:0", "rendezvous in all", *(f"sum of ({rows}, 64) in all" for rows in (1, 4, 3))]
 
 
 @pytest.mark.parametrize(("size", "most"), [(2, 512 << 10), (4, 512 << 10), (8, 256 << 10)])
