@@ -84,7 +84,7 @@ LAST = {"max_context": None, "max_query": 512}
         ({"default": [{**LAST, "max_context": 9}, {**LAST, "max_context": 9}, LAST]}, "ascending"),
     ],
 )
-def test_an_invalid_file_is_rejected_by_name(content: object, message: str) -> None:
+def test_an_invalid_file_is_rejected_with_the_part_that_is_wrong(content: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"limits.json.*{message}"):
         kernel_limits.parse(json.dumps(content), "limits.json")
 

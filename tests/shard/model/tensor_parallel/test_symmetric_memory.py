@@ -94,7 +94,7 @@ def test_tensors_that_the_operator_rejects_are_nccl_s(fake: Fake) -> None:
     ("device", "size", "reason"),
     [(CUDA, 1, "it is for --num-shard 2 or more"), (CPU, 2, "needs CUDA devices, not cpu")],
 )
-def test_where_it_cannot_work_the_flag_is_refused_by_name(device: torch.device, size: int, reason: str) -> None:
+def test_where_it_cannot_work_the_error_names_the_flag(device: torch.device, size: int, reason: str) -> None:
     with pytest.raises(ValueError, match=f"--symmetric-memory-all-reduce is refused: .*{reason}"):
         OneShotAllReduce(device, size)
 
