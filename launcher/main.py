@@ -50,7 +50,7 @@ def _run(read: Settings) -> int:
     if read["env"]:
         log.info("runtime_environment: %s", devices.describe_runtime())
     device, num_ranks = _device(read)
-    rules.check_device(read, device)
+    rules.check_device(read, device, num_ranks)
     slow = "" if read["engine"] == "ray" or read["shard-address"] else devices.warning(read["device"])
     warnings = [("flag_deprecated", sentence) for sentence in read.deprecated]
     warnings += [("cuda_unavailable", slow)] if slow else []

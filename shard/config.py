@@ -33,6 +33,8 @@ class ShardConfig(ConfigFile):
     """Rendezvous host."""
     master_port: int = 0
     """Rendezvous port; 0 is any free one."""
+    symmetric_memory_all_reduce: bool = False
+    """Whether ranks on CUDA add small tensors by one kernel over symmetric memory, in place of NCCL."""
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None is the checkpoint's (float32 for float16 on CPU)."""
     quantize: str | None = None
@@ -66,7 +68,7 @@ class ShardConfig(ConfigFile):
     page_size: int | None = None
     """Tokens per KV page; None is the attention backend's default."""
     attention: str = "auto"
-    """Attention backend: `auto`, `reference`, `cpu`, …"""
+    """Attention backend: `auto`, `varlen`, `triton`, `cpu` or `reference`."""
     fusions: str = "auto"
     """`auto` uses our fused kernels for chains of small operators, `none` PyTorch's operators; `device` uses the CUDA
     kernels on any device, for tests."""

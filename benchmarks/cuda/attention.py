@@ -3,18 +3,23 @@
 The layers that are called one after the other have pages of their own, so that none is found in a cache.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
 
 from benchmarks.cuda import speeds
-from benchmarks.cuda.setup import LlamaShape, Setup, Step, steps
+from benchmarks.cuda.setup import LlamaShape, Setup, Step, limit_steps, steps
 from benchmarks.cuda.timing import seconds_of
 from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.attention.flash import choose_implementation, current_implementation
+from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, write_limits
+from lorikeet.shard.attention.varlen import OLDEST
 from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.system import gpu
 
 BACKENDS = ("varlen", "triton")
 MOST_BYTES = 4 << 30
@@ -27,7 +32,7 @@ def measure(setup: Setup) -> Cases:
     """One case per shape, with the seconds of every backend and what reading K and V takes at least."""
     found = speeds.measured(setup, setup.small)
     for step in steps(setup):
-        times = {name: _seconds(setup, name, step) for name in BACKENDS}
+        times = seconds_by_backend(setup, step)
         num_bytes = step.requests * step.context * setup.large.kv_bytes_per_token / setup.large.layers
         flops = 4 * setup.large.hidden * step.requests * _pairs(step)
         floor = max(num_bytes / found.copy, flops / found.flops)
@@ -45,10 +50,11 @@ def spec_of(shape: LlamaShape) -> AttentionSpec:
 
 
 @torch.inference_mode()
-def _seconds(setup: Setup, name: str, step: Step) -> float:
-    """Seconds of one layer."""
-    work = _work(setup, name, step)
-    return seconds_of(work, torch.device(setup.device), setup.repeats)
+def seconds_by_backend(setup: Setup, step: Step) -> dict[str, float]:
+    """Seconds of one layer, with the implementation of FlashAttention that `auto` uses on this device."""
+    device = torch.device(setup.device)
+    choose_implementation(device)
+    return {name: seconds_of(_work(setup, name, step), device, setup.repeats) for name in BACKENDS}
 
 
 def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
@@ -79,3 +85,35 @@ def triton_over_varlen(raw: Raw) -> float:
 def share_of_floor(raw: Raw) -> float:
     """What K and V, or the products, take at least over the faster backend's time."""
     return float(raw["floor"] / min(raw[name] for name in BACKENDS))
+
+
+def measure_limits(setup: Setup) -> Cases:
+    """One case per query and context length, with the seconds of both backends. On CUDA, the limits of the card replace
+    those in the table that shards read, at the end.
+    """
+    found: dict[tuple[int, int], Mapping[str, float]] = {}
+    for step in limit_steps(setup):
+        times = seconds_by_backend(setup, step)
+        found[step.tokens, step.context] = times
+        yield Case(step.name, times)
+    limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
+    key = key_of(capability, current_implementation())
+    print(f"limits of {key}: {json.dumps([limit._asdict() for limit in limits])}", flush=True)
+    if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
+        write_limits(key, limits)
+
+
+def limits_of(seconds: Mapping[tuple[int, int], Mapping[str, float]]) -> Sequence[Limit]:
+    """seconds: of each backend, by query length and context length. A limit is the longest measured query up to which
+    the paged kernel takes no longer than FlashAttention; that of the longest context is for all longer ones.
+    """
+    limits: list[Limit] = []
+    for context in sorted({context for _, context in seconds}):
+        most = LEAST_QUERY
+        for query in sorted(query for query, end in seconds if end == context):
+            times = seconds[query, context]
+            if times["triton"] > times["varlen"]:
+                break
+            most = max(most, query)
+        limits.append(Limit(context, most))
+    return [*limits[:-1], limits[-1]._replace(max_context=None)]

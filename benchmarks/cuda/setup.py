@@ -80,6 +80,8 @@ class Setup:
     """Requests that run meanwhile."""
     contexts: tuple[int, ...] = (1024, 8192, 32_768)
     prefill: int = 2048
+    queries: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    """Query lengths of prompts by which the kernel of attention is chosen."""
     full_loads: tuple[int, ...] = (128, 256)
     """Requests that decode at once at the shortest context, in addition."""
     long_loads: tuple[int, ...] = (1, 8)
@@ -105,7 +107,7 @@ class Setup:
 SMOKE = Setup(
     "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
     text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, ranks=(1, 2, 4), rank=2, starts=1,
+    queries=(4, 8), full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, ranks=(1, 2, 4), rank=2, starts=1,
     is_smoke=True,
 )  # fmt: skip
 
@@ -148,6 +150,12 @@ def steps(setup: Setup) -> list[Step]:
         found += [Step(min(8, setup.requests), setup.width + 1, context)]
         found += [Step(1, min(setup.prefill, context), context)]
     return found
+
+
+def limit_steps(setup: Setup) -> list[Step]:
+    """Chunks of one prompt, of every query length up to every context length."""
+    pairs = ((query, context) for context in setup.contexts for query in setup.queries if query <= context)
+    return [Step(1, query, context) for query, context in pairs]
 
 
 def module_shapes(setup: Setup) -> list[tuple[int, int, int]]:

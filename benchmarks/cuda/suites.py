@@ -1,7 +1,7 @@
 """The suites and figures of a CUDA device. Imports no torch, so that they can be listed anywhere."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,7 +17,7 @@ SOURCES = ("shard/**/*", "benchmarks/cuda/*.py", "benchmarks/models/*.py", "test
 
 def suites(setup: Setup) -> tuple[Suite, ...]:
     """In the order in which they are best run: what others depend on first."""
-    tables = (_bandwidth, _decode, _loads, _adapters, _swap, _speculation, _start, _kernels)
+    tables = (_bandwidth, _attention, _decode, _loads, _adapters, _swap, _speculation, _start, _kernels)
     return tuple(suite for table in tables for suite in table(setup))
 
 
@@ -54,6 +54,14 @@ def _bandwidth(setup: Setup) -> list[Suite]:
         Figure("best matrix product of the model's shapes", _of("speeds.tera"), unit="TFLOP/s"),
         Figure(f"slowest matrix product of {rows} rows", _of("speeds.rate_of_rows", rows), unit="TFLOP/s"),
     ])]  # fmt: skip
+
+
+def _attention(setup: Setup) -> list[Suite]:
+    """Before the others, which run with the table that it writes. A change of the table alone does not repeat it."""
+    suite = _suite("attention", setup, len(sizes.limit_steps(setup)), "attention.measure_limits", figures=[
+        Figure("attention of prompts: triton's time over varlen's", _of("attention.triton_over_varlen"), unit="times"),
+    ])  # fmt: skip
+    return [replace(suite, sources=(*SOURCES, "!shard/attention/kernel_limits.json"))]
 
 
 def _decode(setup: Setup) -> list[Suite]:

@@ -24,6 +24,7 @@ ENGINE = (
     "!shard/**/*triton*.py",
     "!shard/**/cuda*.py",
     "!shard/**/tuned/*",
+    "!shard/attention/kernel_limits.json",
 )
 """The shard on a CPU."""
 ADAPTERS = ("adapters/**/*.py", "!adapters/medusa/*.py")

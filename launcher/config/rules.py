@@ -49,8 +49,8 @@ def is_closed(settings: Settings) -> bool:
     return settings["api-keys"] is not None or bool(settings["api-key"])
 
 
-def check_device(settings: Settings, device: str) -> None:
-    """The same for settings that `device` does not support."""
+def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
+    """The same for settings that `device`, or that number of ranks, does not support."""
     if kv_cache_dtype(settings) == "fp8" and device == "cpu" and not settings["shard-address"]:
         name = "quantize" if settings["quantize"] == quantization.FP8_KV else "kv-cache-dtype"
         refuse(f"{settings.given[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
@@ -59,6 +59,12 @@ def check_device(settings: Settings, device: str) -> None:
         refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
+    if settings["symmetric-memory-all-reduce"] and not settings["shard-address"]:
+        origin = settings.given["symmetric-memory-all-reduce"]
+        if device == "cpu":
+            refuse(f"{origin} is refused on the CPU: only CUDA devices have symmetric memory")
+        if num_ranks == 1:
+            refuse(f"{origin} is refused: a model on one device has nothing to add up; it needs --num-shard 2 or more")
 
 
 def kv_cache_dtype(settings: Settings) -> str:

@@ -2,9 +2,10 @@
 
 `auto` picks, in this order:
 
-- on CUDA from compute capability 8.0 on, for float16 and bfloat16 with pages of a multiple of 256 tokens and K and V
-  not in fp8, `triton` for rows of short segments and `varlen`, torch's FlashAttention, for long prompts (by_length.py);
-  without triton `varlen` alone; layers that `varlen` does not support run on `triton`;
+- on CUDA from compute capability 8.0 on, for float16 and bfloat16 with K and V not in fp8, `triton` for short segments
+  and `varlen`, torch's FlashAttention, for long prompts (by_length.py), with pages of a multiple of 256 tokens, or of
+  64 where FlashAttention 3 runs (flash.py); without triton `varlen` alone; layers that `varlen` does not support run
+  on `triton`;
 - on CUDA otherwise `triton`, our own kernels, if the package triton is installed;
 - on CPU `cpu`, our own C kernel, for float32 and bfloat16 if there is a C compiler;
 - else `reference`, which is slow.
@@ -69,19 +70,22 @@ def _layerwise(
     backends: list[AttentionBackend] = []
     on_cuda = has_triton() and device.type == "cuda"
     if name == "varlen":
-        from lorikeet.shard.attention.varlen import PAGE_SIZE, VarlenAttention, copy_rows
+        from lorikeet.shard.attention.flash import FA2, current_implementation
+        from lorikeet.shard.attention.varlen import VarlenAttention, copy_rows
 
-        page_size = page_size or PAGE_SIZE
-        store = copy_rows
+        implementation, store = current_implementation(), copy_rows
         if on_cuda:
             from lorikeet.shard.attention.paged import store
         if splits:
             from lorikeet.shard.attention.by_length import ByLengthAttention
+            from lorikeet.shard.attention.kernel_limits import read_limits
             from lorikeet.shard.attention.paged import PagedAttention
 
-            long = VarlenAttention(page_size, store=store)
-            backends.append(ByLengthAttention(PagedAttention(page_size), long))
-        backends.append(VarlenAttention(page_size, store=store))
+            table, long = read_limits(gpu.capability(device), implementation), VarlenAttention(page_size, store=store)
+            backends.append(ByLengthAttention(PagedAttention(long.page_size), long, table))
+        if not splits or implementation == FA2:  # FA3's bits of a short segment would depend on the step's longest one
+            backends.append(VarlenAttention(page_size, store=store))
+        page_size = backends[0].page_size
     if name == "triton" or on_cuda:
         from lorikeet.shard.attention.paged import PagedAttention
 
@@ -95,13 +99,19 @@ def has_triton() -> bool:
 
 
 def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, kv_dtype: torch.dtype | None) -> str:
-    """The backend that `auto` stands for. Logs a warning if it is the reference although another one could run."""
+    """The backend that `auto` stands for. Activates FlashAttention 3 where it runs. Logs a warning if it returns the
+    reference although another one could run.
+    """
     if device.type == "cuda":
-        from lorikeet.shard.attention.varlen import DTYPES, OLDEST, PAGE_SIZE, has_page_tables
+        from lorikeet.shard.attention.flash import PAGE_SIZES, choose_implementation, current_implementation
+        from lorikeet.shard.attention.varlen import DTYPES, OLDEST, has_page_tables
 
         is_supported = has_page_tables() and gpu.capability(device) >= OLDEST
-        if dtype in DTYPES and is_supported and (page_size or PAGE_SIZE) % PAGE_SIZE == 0 and kv_dtype is None:
-            return "varlen"
+        if dtype in DTYPES and is_supported and kv_dtype is None:
+            # FA3 is for long prompts alone, and without triton FlashAttention computes everything
+            in_use = choose_implementation(device) if has_triton() else current_implementation()
+            if (page_size or 0) % PAGE_SIZES[in_use] == 0:
+                return "varlen"
         if has_triton():
             return "triton"
         logger.warning("attention runs on the slow reference backend: the package triton is not installed")

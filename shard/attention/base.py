@@ -5,6 +5,7 @@ transfer of a step's metadata to the device.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,6 +113,11 @@ class AttentionBackend(ABC):
 
     can_add_accepted: bool = False
     """Whether `prepare` moves segments by the drafts that the device accepted (`Segment.num_uncertain`)."""
+
+    @property
+    def parts(self) -> "Sequence[AttentionBackend]":
+        """The backends whose kernels it launches, each of which can compute every step by itself."""
+        return (self,)
 
     def page_bytes(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
         """Bytes of one page in one layer of a model that computes in `dtype`."""

@@ -1,23 +1,23 @@
-"""Attention on CUDA by two kernels: ours for rows of short segments, torch's FlashAttention for long prompts.
+"""Attention on CUDA by two kernels: the paged kernel for short segments, torch's FlashAttention for long prompts.
 
-Ours reads the keys of a group of query heads once and divides long contexts among programs, which matters where few
-rows see many keys: decoding and verification. FlashAttention multiplies faster, which matters in long prompts. Which
-kernel computes a row depends on the number of the step's tokens of its own request, never on other requests.
+The paged kernel reads the keys of a group of query heads once and divides long contexts among programs, which matters
+where few rows see many keys: decoding and verification. FlashAttention multiplies faster, which matters in long
+prompts. Which kernel computes a row depends on the query length and the context length of its own request in the step,
+by the device's table (kernel_limits.py), never on other requests.
 """
 
 import copy
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
+from lorikeet.shard.attention.kernel_limits import BUILT_IN, KernelLimits
 from lorikeet.shard.attention.paged import PagedAttention, destination, store
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import to_device
-
-MOST_SHORT = 512
-"""Tokens of a short segment. A padded step has no more rows, so that it launches our kernel alone."""
 
 
 class ByLengthAttention(AttentionBackend):
@@ -25,42 +25,53 @@ class ByLengthAttention(AttentionBackend):
 
     can_capture = can_add_accepted = True
 
-    def __init__(self, short: PagedAttention, long: VarlenAttention, most_short: int = MOST_SHORT) -> None:
+    def __init__(self, paged: PagedAttention, flash: VarlenAttention, table: KernelLimits = BUILT_IN) -> None:
         """Both have pages of one size, and store K and V alike."""
-        self.page_size = long.page_size
-        self._short, self._long, self._most_short = short, long, most_short
-        self._has_short = True
-        # [rows of long segments] indices into T; None where no segment is long
-        self._long_rows: torch.Tensor | None = None
+        self.page_size = flash.page_size
+        self._paged, self._flash, self._table = paged, flash, table
+        self._has_paged = True
+        # [rows of FlashAttention's segments] indices into T; None where it has no segment
+        self._flash_rows: torch.Tensor | None = None
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
 
+    @property
+    def parts(self) -> Sequence[AttentionBackend]:
+        """Each kernel is verified by itself: a table may send all segments of the trial steps to one of them."""
+        return self._paged, self._flash
+
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
-        reason = self._long.unsupported_reason(spec, dtype, device)
-        return reason or self._short.unsupported_reason(spec, dtype, device)
+        reason = self._flash.unsupported_reason(spec, dtype, device)
+        return reason or self._paged.unsupported_reason(spec, dtype, device)
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
-        return self._short.allocate(spec, num_pages, dtype, device)
+        return self._paged.allocate(spec, num_pages, dtype, device)
 
     def prepare(self, inputs: StepInputs) -> None:
-        """Raises RuntimeError for a padded step of more rows than a short segment may have."""
+        """Raises RuntimeError for a padded step of so many rows that a segment might be FlashAttention's: a captured
+        step launches the paged kernel alone.
+        """
         self._kv_slots = inputs.kv_slots
-        is_long = inputs.counts > self._most_short
-        if inputs.bounds is not None and inputs.bounds.num_rows > self._most_short:
-            raise RuntimeError(f"steps of more than {self._most_short} rows are not padded with this attention")
-        self._has_short = not is_long.all()
-        self._long_rows = None
-        if not is_long.any():
-            self._short.prepare(inputs)
+        most = self._table.most_captured
+        if inputs.bounds is not None and inputs.bounds.num_rows > most:
+            raise RuntimeError(
+                f"a step is padded to {inputs.bounds.num_rows} rows, but only up to {most} rows are certain to be "
+                "computed by the paged kernel alone"
+            )
+        is_paged = self._table.is_paged(inputs.counts, inputs.starts + inputs.counts)
+        self._has_paged = bool(is_paged.any())
+        self._flash_rows = None
+        if is_paged.all():
+            self._paged.prepare(inputs)
             return
-        if self._has_short:
-            self._short.prepare(_part(inputs, ~is_long))
-        part = _part(inputs, is_long)
+        if self._has_paged:
+            self._paged.prepare(_part(inputs, is_paged))
+        part = _part(inputs, ~is_paged)
         spans = zip(part.first_rows.tolist(), part.counts.tolist(), strict=True)
         rows = np.concatenate([np.arange(first, first + count) for first, count in spans])
-        self._long_rows = to_device(torch.from_numpy(rows), inputs.device)
+        self._flash_rows = to_device(torch.from_numpy(rows), inputs.device)
         part.first_rows = (np.cumsum(part.counts) - part.counts).astype(np.int32)
-        self._long.prepare(part)
+        self._flash.prepare(part)
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -74,13 +85,13 @@ class ByLengthAttention(AttentionBackend):
 
     def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
         assert isinstance(kv, PagedKV)
-        if self._long_rows is None:
-            return self._short.read(spec, kv, query)
-        if not self._has_short:
-            return self._long.read(spec, kv, query)
-        output = self._short.read(spec, kv, query)
-        of_long = self._long.read(spec, kv, query.index_select(0, self._long_rows))
-        return output.index_copy_(0, self._long_rows, of_long)
+        if self._flash_rows is None:
+            return self._paged.read(spec, kv, query)
+        if not self._has_paged:
+            return self._flash.read(spec, kv, query)
+        output = self._paged.read(spec, kv, query)
+        of_flash = self._flash.read(spec, kv, query.index_select(0, self._flash_rows))
+        return output.index_copy_(0, self._flash_rows, of_flash)
 
 
 def _part(inputs: StepInputs, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> StepInputs:

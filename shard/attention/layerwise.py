@@ -97,7 +97,8 @@ class LayerwiseAttention(AttentionBackend):
         shape = (spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim)
         kind = (id(backend), *shape, spec.scaling, spec.window, spec.softcap, spec.is_causal, *has, dtype)
         if kind not in self._verified:
-            self._verified[kind] = _compare(backend, spec, dtype, device)
+            reasons = (_compare(part, spec, dtype, device) for part in backend.parts)
+            self._verified[kind] = next(filter(None, reasons), "")
         return self._verified[kind]
 
 

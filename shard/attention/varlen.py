@@ -13,11 +13,10 @@ import torch
 from torch.nn.attention import varlen
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
+from lorikeet.shard.attention.flash import FA3, PAGE_SIZES, current_implementation
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.system import gpu
 
-PAGE_SIZE = 256
-"""Tokens; the kernel needs a multiple of it."""
 MOST_DIM, DIM_STEP = 256, 8
 """Head sizes that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,10 +39,14 @@ class VarlenAttention(AttentionBackend):
     can_capture = True
 
     def __init__(self, page_size: int | None = None, kernel: Kernel | None = None, store: Store = copy_rows) -> None:
-        """Raises ValueError for page sizes that the kernel does not support. `kernel` replaces torch's."""
-        self.page_size = page_size or PAGE_SIZE
-        if self.page_size % PAGE_SIZE:
-            raise ValueError(f"the varlen attention backend needs a page size that is a multiple of {PAGE_SIZE}")
+        """Runs the implementation that is in use in this process (flash.py). Raises ValueError for page sizes that it
+        does not support. `kernel` replaces torch's.
+        """
+        implementation = current_implementation()
+        self._is_fa3, least = implementation == FA3, PAGE_SIZES[implementation]
+        self.page_size = page_size or least
+        if self.page_size % least:
+            raise ValueError(f"the varlen attention backend needs a page size that is a multiple of {least}")
         self._kernel = kernel or cast(Kernel, varlen.varlen_attn)
         self._store = store
         self._metadata = StepMetadata()
@@ -68,6 +71,9 @@ class VarlenAttention(AttentionBackend):
         for name in ("softcap", "sinks", "alibi_slopes"):
             if getattr(spec, name) is not None:
                 return f"torch's FlashAttention does not support {name}"
+        if self._is_fa3 and spec.window is not None:
+            # it ignores a window that no request of the step exceeds, with tiles of another size
+            return "FA3 chooses the kernel of a layer with a window by the longest request of a step"
         if spec.key_dim != spec.value_dim or spec.key_dim % DIM_STEP or spec.key_dim > MOST_DIM:
             return f"torch's FlashAttention does not support heads of {spec.key_dim} and {spec.value_dim}"
         return ""
@@ -105,8 +111,9 @@ class VarlenAttention(AttentionBackend):
         """query: the rows of its segments alone."""
         assert isinstance(kv, PagedKV)
         most_rows, most_tokens = self._most
-        # torch requires cu_seqlens of the keys too, but only the page table determines which keys there are
-        arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, self._cu_rows, most_rows, most_tokens)
+        # FA2 requires cu_seqlens of the keys too, and FA3 that there are none; the page table determines the keys
+        cu_keys = None if self._is_fa3 else self._cu_rows
+        arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, cu_keys, most_rows, most_tokens)
         named = {
             "scale": spec.scaling,
             "window_size": (-1 if spec.window is None else spec.window - 1, 0),

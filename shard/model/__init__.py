@@ -54,6 +54,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     probe(config, checkpoint, group)
     dtype = choose_dtype(config, checkpoint)
     backend = attention.create(config.attention, device, dtype, config.page_size, config.kv_cache_dtype)
+    if group is not None:
+        group.check_page_size(backend.page_size)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
     inputs = StepInputs(backend.page_size, device)
     stated = describe(method, activations)

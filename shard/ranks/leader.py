@@ -63,9 +63,10 @@ class Leader:
         return self._group
 
     def meet(self) -> Group:
-        """Wait for the other ranks. Raises RuntimeError if they do not connect."""
-        device = torch.device(self._config.device)
-        self._group = Group(0, self._config.num_ranks, self._store, device, RENDEZVOUS_S)
+        """Wait for the other ranks. Raises RuntimeError if they do not connect, ValueError as `Group` does."""
+        config, device = self._config, torch.device(self._config.device)
+        has_symmetric_memory = config.symmetric_memory_all_reduce
+        self._group = Group(0, config.num_ranks, self._store, device, RENDEZVOUS_S, has_symmetric_memory)
         return self._group
 
     def end(self) -> None:

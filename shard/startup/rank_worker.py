@@ -125,7 +125,8 @@ def run_rank(link: Connection) -> None:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     store = TCPStore(begin.host, begin.port, config.num_ranks, is_master=False)
-    group = Group(begin.rank, config.num_ranks, store, torch.device(config.device), RENDEZVOUS_S)
+    device, has_symmetric_memory = torch.device(config.device), config.symmetric_memory_all_reduce
+    group = Group(begin.rank, config.num_ranks, store, device, RENDEZVOUS_S, has_symmetric_memory)
     model = load_model(config, group)
     logs.adopt_libraries()
     worker = RankWorker(config, model, group)

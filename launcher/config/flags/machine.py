@@ -104,6 +104,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             differs="a free port by default, so that several servers run on one machine",
         ),
         Flag(
+            "symmetric-memory-all-reduce",
+            "add small tensors of tensor-parallel ranks by one kernel over torch's symmetric memory in place of NCCL",
+            SWITCH, False, SHARD, new=True,
+        ),
+        Flag(
             "compile", "run steps as CUDA graphs; exit at startup if they cannot be captured", SWITCH, False, SHARD,
             computed=True, default_text="CUDA graphs if possible, else a warning", no_effect=_CPU_GRAPHS,
             no_effect_on="cpu",
@@ -130,6 +135,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             differs="on CPU too; attention, adapters and masks of grammars keep their kernels",
         ),
         Flag("disable-sgmv", "disable the SGMV kernel", SWITCH, False, no_effect=_OWN_KERNELS),
+        Flag(
+            "attention",
+            "attention backend: `varlen` is torch's FlashAttention, `triton` our paged kernel, `cpu` our compiled "
+            "kernel, `reference` slow; `auto` chooses by device, model and length", default="auto", to=SHARD,
+            choices=("auto", "varlen", "triton", "cpu", "reference"), new=True,
+        ),
         Flag("backend", "attention library", default="fa2", choices=("fa2", "flashinfer"), no_effect=_OWN_KERNELS),
     ),
     "Server": (

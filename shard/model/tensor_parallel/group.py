@@ -15,6 +15,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from lorikeet.shard.model.tensor_parallel.symmetric_memory import OneShotAllReduce
 from lorikeet.shard.system.process import end_process
 
 log = structlog.get_logger()
@@ -29,9 +30,17 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Group:
     """All ranks. Each of them must call the same methods in the same order."""
 
-    def __init__(self, rank: int, size: int, store: TCPStore, device: torch.device, timeout_s: float) -> None:
-        """Raises RuntimeError where the other ranks do not connect within `timeout_s`. From then on the ranks wait for
-        each other for LOADING_S, until `serve`.
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: TCPStore,
+        device: torch.device,
+        timeout_s: float,
+        has_symmetric_memory: bool = False,
+    ) -> None:
+        """Raises RuntimeError where the other ranks do not connect within `timeout_s`, and ValueError where symmetric
+        memory is asked for and not supported. From then on the ranks wait for each other for LOADING_S, until `serve`.
         """
         self.rank, self.size = rank, size
         self._is_cpu = device.type == "cpu"
@@ -43,6 +52,7 @@ class Group:
             device_id=None if self._is_cpu else device,
         )  # fmt: skip
         self._readers = distributed.new_group(backend="gloo", timeout=timeout)
+        self._one_shot = OneShotAllReduce(device, size) if has_symmetric_memory else None
 
     def serve(self, timeout_s: float) -> None:
         """The model is loaded: from now on a rank that waits longer for another one gives up."""
@@ -55,6 +65,15 @@ class Group:
         distributed.all_gather_object(values, value, self._readers)
         return min(values)
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ValueError on every rank if their attention takes KV pages of different sizes, in tokens."""
+        smallest, largest = self.least(page_size), -self.least(-page_size)
+        if smallest != largest:
+            raise ValueError(
+                f"attention takes KV pages of {smallest} tokens on one rank and of {largest} on another: use devices "
+                "of one kind, with the same packages"
+            )
+
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """y: [..., n] of each rank. Returns their sum, in y."""
         if self._is_cpu and self.size > 2:
@@ -63,6 +82,8 @@ class Group:
             for other in others:
                 y += other
             return y
+        if self._one_shot is not None and self._one_shot.takes(y):
+            return self._one_shot.sum(y)
         distributed.all_reduce(y)
         return y
 

@@ -331,6 +331,17 @@ def test_a_split_model_has_no_fused_kernels_on_cpu() -> None:
     assert said.startswith("--disable-custom-kernels has no effect: a model that is split")
 
 
+def test_symmetric_memory_needs_several_cuda_devices() -> None:
+    given = settings("--symmetric-memory-all-reduce")
+    rules.check(given)
+    rules.check_device(given, "cuda:0", num_ranks=2)
+    with pytest.raises(LauncherError, match="--symmetric-memory-all-reduce is refused on the CPU"):
+        rules.check_device(given, "cpu", num_ranks=2)
+    with pytest.raises(LauncherError, match=r"--symmetric-memory-all-reduce is refused: .* needs --num-shard 2"):
+        rules.check_device(given, "cuda:0", num_ranks=1)
+    rules.check_device(settings("--symmetric-memory-all-reduce", "--shard-address", "127.0.0.1:1"), "cpu")
+
+
 FP8_KV_FLAGS = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
 
 

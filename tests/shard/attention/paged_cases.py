@@ -13,6 +13,8 @@ import torch
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, paged
 from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.by_length import ByLengthAttention
+from lorikeet.shard.attention.kernel_limits import KernelLimits, Limit
+from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
 from lorikeet.shard.attention.varlen import VarlenAttention
@@ -324,15 +326,20 @@ def test_a_whole_network_agrees_with_transformers(tmp_path: Path) -> None:
 BY_LENGTH: dict[str, list[tuple[int, int, list[int]]]] = {
     "short segments": [(3, 1, [5]), (0, 4, [7])],
     "long segments": [(0, 9, [5]), (6, 5, [7])],
-    "both": [(4, 1, [5]), (0, 11, [9]), (11, 3, [7]), (2, 6, [2])],
+    "both": [(4, 1, [5]), (0, 11, [9]), (11, 3, [7]), (2, 6, [2]), (20, 6, [3]), (20, 7, [4])],
 }
+LIMITS = KernelLimits((Limit(20, 4), Limit(None, 6)))
+
+
+def by_length() -> ByLengthAttention:
+    return ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), LIMITS)
 
 
 @pytest.mark.parametrize("name", BY_LENGTH)
 def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) -> None:
     spec = AttentionSpec(4, 2, 16, 16, 0.25)
     paged_only, varlen_only = PagedAttention(256, num_programs=3), VarlenAttention(256, written_out)
-    both = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), most_short=4)
+    both = by_length()
     segments = [Segment(start, count, pages) for start, count, pages in BY_LENGTH[name]]
     total = sum(segment.num_tokens for segment in segments)
     rows, outputs = draw(spec, total, BFLOAT16), []
@@ -347,16 +354,32 @@ def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) 
     first = 0
     for segment in segments:
         own = slice(first, first + segment.num_tokens)
-        of_kernel = outputs[1] if segment.num_tokens > 4 else outputs[0]
+        of_kernel = outputs[1] if segment.num_tokens > (4 if segment.kv_len <= 20 else 6) else outputs[0]
         assert torch.equal(outputs[2][own], of_kernel[own])
         first = own.stop
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_by_length_padded_steps_have_short_segments_alone() -> None:
-    backend = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), most_short=4)
-    runner = Runner(backend, AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
-    with pytest.raises(RuntimeError, match="more than 4 rows are not padded"):
+def test_by_length_a_prompt_in_chunks_of_both_kernels_agrees() -> None:
+    """A prompt of which one chunk is long and others are short, next to another request, against the reference."""
+    spec = AttentionSpec(4, 2, 16, 16, 0.25)
+    prompt, other = draw(spec, 18, BFLOAT16), draw(spec, 3, BFLOAT16, 1)
+    outputs = []
+    for backend in (by_length(), ReferenceAttention(256)):
+        runner, start, parts = Runner(backend, spec, BFLOAT16), 0, []
+        for step, size in enumerate((9, 4, 5)):
+            both = (start, [5], prompt.part(start, size)), (step, [7], other.part(step, 1))
+            parts += runner.step(*both)
+            start += size
+        outputs.append(torch.cat(parts).float())
+    torch.testing.assert_close(*outputs, rtol=TOLERANCE[BFLOAT16], atol=TOLERANCE[BFLOAT16])
+
+
+def test_by_length_padded_steps_are_the_paged_kernel_s() -> None:
+    runner = Runner(by_length(), AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
+    runner.fill([Segment(0, 4, [1])], Bounds(4, 256))
+    assert isinstance(runner.backend, ByLengthAttention) and runner.backend._flash_rows is None
+    with pytest.raises(RuntimeError, match="padded to 8 rows, but only up to 4 rows"):
         runner.fill([Segment(0, 5, [1])], Bounds(8, 256))
 
 
@@ -389,3 +412,16 @@ def test_accepted_drafts_move_segments_on_the_device(name: str, is_padded: bool)
         assert torch.equal(*found), accepted
         assert isinstance(known.kv, PagedKV) and isinstance(moved.kv, PagedKV)
         assert torch.equal(known.kv.keys, moved.kv.keys)
+
+
+def test_by_length_each_kernel_is_verified_at_start() -> None:
+    """Also one that the table chooses for none of the trial steps."""
+
+    def wrong(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.ones_like(query)
+
+    paged_only = KernelLimits((Limit(None, 10**6),))
+    both = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, wrong), paged_only)
+    layerwise = LayerwiseAttention([both, ReferenceAttention(256)])
+    reason = layerwise.verify_backend(both, AttentionSpec(2, 1, 16, 16, 0.25), BFLOAT16, DEVICE)
+    assert "VarlenAttention is off by" in reason

@@ -14,8 +14,8 @@ from tests.shard.apart import KernelsApart
 class TestPaged(KernelsApart):
     cases = (Path(__file__).with_name("paged_cases.py"),)
     sample = (
-        "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds"
-        " or (accepted and (grouped or beyond))"
+        "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds "
+        "or (by_length and (both or padded)) or (accepted and (grouped or beyond))"
     )
     compiles = "tests.shard.attention.compile_paged"
 
