@@ -8,6 +8,8 @@ CACHE, SCHEDULER, REQUEST, STEP = (
     "shard/scheduler/request.py",
     "shard/engine/step.py",
 )
+SPECULATION = "tests/shard/engine/test_speculation.py::test_every_text_is_what_it_is_without"
+HEADS = "tests/shard/engine/test_heads_step.py::test_every_text_is_what_it_is_without"
 CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard/engine/test_engine.py"
 
 MUTANTS = [
@@ -31,6 +33,41 @@ MUTANTS = [
         "if self.scheduler.awaits_commit:",
         "if self.scheduler.awaits_commit and self._config.commit_lag > 1:",
         "tests/shard/engine/test_commit_lag.py::test_requests_that_arrive_one_by_one_share_their_passes[lookup]",
+    ),
+    Mutant(
+        "requests whose drafts the device makes wait for their newest token",
+        "shard/scheduler/scheduler.py",
+        "return request.num_launched > 1  #",
+        "return request.num_launched > 0  #",
+        "tests/shard/engine/test_commit_lag.py::test_with_drafts_on_the_device_the_host_never_waits[lookup]",
+    ),
+    Mutant(
+        "drafts after the last one that the device made count as accepted",
+        "shard/engine/step.py",
+        "if index >= len(draft_ids) or",
+        "if index < len(draft_ids) and",
+        f"{HEADS}[lag 1, drafts on the device-auto]",
+    ),
+    Mutant(
+        "a launched step keeps its position after the step before accepted drafts",
+        "shard/scheduler/scheduler.py",
+        "following.settle(num_accepted)",
+        "following.settle(0)",
+        f"{SPECULATION}[lag 1, drafts on the device-0.7]",
+    ),
+    Mutant(
+        "pages of a launched step are freed with those of rejected drafts",
+        "shard/scheduler/scheduler.py",
+        "num_needed = 0 if following is None else following.end_of_pages",
+        "num_needed = 0",
+        f"{SPECULATION}[few pages, lag 1, drafts on the device, chunks of 7-1.0]",
+    ),
+    Mutant(
+        "positions of sampled tokens ignore the drafts that the device accepted",
+        "shard/sampling/sampler.py",
+        "self.device_drafts.move(at, on_device)\n            found.drafted",
+        "found.drafted",
+        f"{SPECULATION}[lag 1, drafts on the device-0.7]",
     ),
     Mutant(
         "a prefix cache hit covers the whole prompt, including its last token",
