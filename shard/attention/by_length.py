@@ -14,6 +14,7 @@ from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Desti
 from lorikeet.shard.attention.paged import PagedAttention, destination, store
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.transfer import to_device
 
 MOST_SHORT = 512
@@ -41,6 +42,9 @@ class ByLengthAttention(AttentionBackend):
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         return self._short.allocate(spec, num_pages, dtype, device)
+
+    def num_numbers(self, bounds: Bounds) -> int:
+        return self._short.num_numbers(bounds)
 
     def prepare(self, inputs: StepInputs) -> None:
         """Raises RuntimeError for a padded step of more rows than a short segment may have."""

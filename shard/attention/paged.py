@@ -7,7 +7,7 @@ of prompts. K and V may be kept in eight bits. Tables and launches are here, the
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV, StepMetadata
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
 from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack
 from lorikeet.shard.batch.inputs import StepInputs
@@ -45,7 +45,6 @@ class PagedAttention(AttentionBackend):
         self._span = span
         self._num_programs = num_programs
         self._kinds: dict[Kind, int] = {}
-        self._metadata = StepMetadata()
         self._bounds: Bounds | None = None
         self._tables = StepTables(np.empty(0, np.int32), (), ())
         # int32 of `pack`, on the device
@@ -82,22 +81,25 @@ class PagedAttention(AttentionBackend):
             return f"the triton attention backend does not support heads of {spec.key_dim} and {spec.value_dim}"
         return ""
 
+    def num_numbers(self, bounds: Bounds) -> int:
+        if not self._kinds:
+            return 0
+        assert self._num_programs is not None
+        return capacity(list(self._kinds), bounds, self.page_size, self._num_programs, self._span)
+
     def prepare(self, inputs: StepInputs) -> None:
         self._kv_slots = inputs.kv_slots
         self._bounds = inputs.bounds
         if not self._kinds:
             return
         assert self._num_programs is not None
-        kinds = list(self._kinds)
         num_pages = -(-(inputs.starts + inputs.counts) // self.page_size)
         offsets = np.cumsum(num_pages) - num_pages
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
         rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets.astype(np.int32))
-        self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
-        size = 0
-        if inputs.bounds is not None:
-            size = capacity(kinds, inputs.bounds, self.page_size, self._num_programs, self._span)
-        self._numbers = self._metadata.send(self._tables.numbers, inputs.device, inputs.bounds, size)
+        self._tables = pack(list(self._kinds), rows, pages, self._num_programs, self._span)
+        size = 0 if inputs.bounds is None else self.num_numbers(inputs.bounds)
+        [self._numbers] = inputs.upload.add(self._tables.numbers, capacity=size)
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

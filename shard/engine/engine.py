@@ -258,12 +258,12 @@ class Engine:
         num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
         if scheduled:
             self._masks.apply(logits[:num_sampled])
-            rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
-            drafts = [item.draft_ids for item in scheduled]
+            rows, drafts = [item.request.row for item in scheduled], [item.draft_ids for item in scheduled]
             if any(drafts):
+                positions = [item.end for item in scheduled]
                 step.sampled = self._sampler.verify(logits[:num_sampled], rows, positions, drafts, draws)
             else:
-                step.sampled = self._sampler.sample(logits[:num_sampled], rows, positions)
+                step.sampled = self._sampler.sample(logits[:num_sampled], rows, self._network.inputs.next_positions)
         step.timer.mark(Phase.ACCEPT)
         if layout.heads:
             step.head_ids = HostCopy(arg_max(logits[num_sampled + num_scored :]))

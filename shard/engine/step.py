@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
-from lorikeet.shard.batch.transfer import HostCopy, to_device
+from lorikeet.shard.batch.newest import NewestTokens
+from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.engine.timing import PhaseTimer
 from lorikeet.shard.grpc.outbox import DRAFTED, Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
@@ -225,17 +226,13 @@ class Step:
 
 def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
     """Describe the step to the model: one flat row of tokens, those of the last step straight from the device."""
-    device = inputs.device
-    input_ids = to_device(torch.tensor(layout.input_ids, dtype=torch.long), device)
+    newest = None
     if layout.device_indices:
-        positions = torch.tensor([layout.device_indices, layout.device_rows], dtype=torch.long)
-        indices, rows = to_device(positions, device)
-        input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
+        newest = NewestTokens(layout.device_indices, layout.device_rows, sampler.last_tokens)
     host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
-    logits_rows = to_device(torch.tensor(host_rows, dtype=torch.long), device)
-    items = [part.item for part in layout.parts]
-    segments = [_segment(item) for item in items]
-    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
+    input_ids, logits_rows = (torch.tensor(each, dtype=torch.long) for each in (layout.input_ids, host_rows))
+    segments = [_segment(part.item) for part in layout.parts]
+    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads, newest)
 
 
 def _segment(item: ScheduledRequest) -> Segment:

@@ -106,11 +106,15 @@ class Sampler:
         if self._on_device is not None:
             self._on_device.warm_up(self.vocab_size)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
-        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`."""
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int] | torch.Tensor) -> Sampled:
+        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`: S of them,
+        on the device perhaps with others behind.
+        """
         plan = self._plan_for(list(rows))
         found = self._begin(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
-        at = self._state.planner.tensor(positions) if plan.needs_positions else None
+        at = None
+        if plan.needs_positions:
+            at = positions if isinstance(positions, torch.Tensor) else self._state.planner.tensor(positions)
         self._sample_plan(plan, logits, at, found, updates=True)
         if plan.is_fused:
             return found.start_copy()

@@ -54,6 +54,8 @@ def build_engine(
 ) -> Engine:
     """Allocates memory and builds the scheduler, the sampler and the loop. `leader`: of a model split over ranks."""
     model.others = leader
+    sampler = build_sampler(config, model)
+    model.inputs.last_tokens = sampler.last_tokens  # which captured steps read
     adapters = build_adapters(config, model, inbox, leader)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
     if leader is not None:
@@ -73,9 +75,7 @@ def build_engine(
     has_draft_model, history = draft_model is not None, build_history(config)
     sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history)
     scheduler = Scheduler(cache, limits, adapters, sources)
-    info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
-    has_kernels = config.fusions != "none"
-    sampler = Sampler(info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels)
+    info = model.info
     if info.pooled is None:
         sampler.warm_up()
     lag = config.commit_lag
@@ -88,6 +88,13 @@ def build_engine(
     grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
     learning = build_learning(config, model, scheduler, inbox)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
+
+
+def build_sampler(config: ShardConfig, model: Model) -> Sampler:
+    """The sampler of the running requests."""
+    info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
+    has_kernels = config.fusions != "none"
+    return Sampler(info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels)
 
 
 def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> NoLearning:

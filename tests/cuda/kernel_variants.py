@@ -8,6 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.batch import newest_triton
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
@@ -208,6 +209,8 @@ def _variants() -> Iterator[Variant]:
         "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
     )
     yield Variant("sampling", sample)
+    ids = lambda: tensor(T, dtype=I64)
+    yield Variant("newest tokens", lambda: newest_triton.put_newest_tokens(ids(), tensor(T, dtype=I32), ids()))
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

@@ -57,6 +57,7 @@ def step(model: Model, segments: list[Segment], heads: list[HeadsRow] | None = N
     wanted = range(len(segments))
     model.inputs.fill(segments, ids, ids[: len(segments)], wanted, heads or [])
     model.backend.prepare(model.inputs)
+    model.inputs.send()
     model.compute()
 
 

@@ -2,11 +2,10 @@
 
 from tests.mutants.mutant import Mutant
 
-CACHE, SCHEDULER, REQUEST, STEP = (
+CACHE, SCHEDULER, REQUEST = (
     "shard/scheduler/kv_cache.py",
     "shard/scheduler/scheduler.py",
     "shard/scheduler/request.py",
-    "shard/engine/step.py",
 )
 CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard/engine/test_engine.py"
 
@@ -69,9 +68,9 @@ MUTANTS = [
     ),
     Mutant(
         "a step reads token 0 instead of the last sampled token on the device",
-        STEP,
-        "sampler.last_tokens.index_select(0, rows)",
-        "torch.zeros_like(rows)",
+        "shard/batch/newest.py",
+        "newest = last_tokens.index_select(0, token_rows.clamp(min=0))",
+        "newest = torch.zeros_like(input_ids)",
         f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
     ),
     Mutant(

@@ -23,6 +23,7 @@ from lorikeet.shard.model.loader import read_config
 from lorikeet.shard.model.probe import probe
 from tests import tiny
 from tests.shard.attention.test_varlen import written_out
+from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 PAGE = 64
@@ -99,12 +100,16 @@ class Runner:
         self.kv = backend.allocate(spec, NUM_PAGES, dtype, DEVICE)
         self.inputs = StepInputs(backend.page_size, DEVICE)
 
-    def fill(self, segments: list[Segment], bounds: Bounds | None = None) -> None:
+    def pad(self, bounds: Bounds) -> None:
+        self.inputs.num_attention_numbers = self.backend.num_numbers
+        self.inputs.pad(Always(bounds))
+
+    def fill(self, segments: list[Segment]) -> None:
         total = sum(segment.num_tokens for segment in segments)
         ids = torch.zeros(total, dtype=torch.long, device=DEVICE)
         self.inputs.fill(segments, ids, ids[:1])
-        self.inputs.bounds = bounds
         self.backend.prepare(self.inputs)
+        self.inputs.send()
 
     def step(self, *parts: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
         """Start, pages and rows of each segment. Returns [rows, heads, D] of each."""
@@ -270,8 +275,8 @@ def test_eight_bits_take_half_the_memory() -> None:
 def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a captured graph sees it: launches stay the same, and read the latest metadata."""
     spec = spec_of("grouped")
-    bounds = Bounds(num_rows=8, max_kv_len=4 * PAGE)
     runner, reference = ours(spec, BFLOAT16, programs=5), Runner(ReferenceAttention(PAGE), spec, BFLOAT16)
+    runner.pad(Bounds(num_rows=8, max_kv_len=4 * PAGE))
     for each in (runner, reference):
         each.remember()
     launches: list[list[object]] = []
@@ -291,7 +296,7 @@ def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.Monkey
     )
     for step, plan in enumerate(plans):
         x = draw(spec, 8, BFLOAT16, 2 + step)
-        runner.fill(plan, bounds)
+        runner.fill(plan)
         found = runner.backend.attend(spec, runner.kv, x.query, x.key, x.value)
         reference.fill(plan)
         wanted = reference.backend.attend(spec, reference.kv, x.query, x.key, x.value)
@@ -301,8 +306,9 @@ def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.Monkey
 
 def test_a_step_beyond_its_bounds_is_an_error() -> None:
     runner = ours(spec_of("grouped"), BFLOAT16)
+    runner.pad(Bounds(num_rows=9, max_kv_len=PAGE))
     with pytest.raises(RuntimeError, match="are reserved"):
-        runner.fill([Segment(0, 1, [page]) for page in range(9)], Bounds(num_rows=2, max_kv_len=PAGE))
+        runner.fill([Segment(8 * PAGE, 1, range(9)) for _ in range(9)])
 
 
 def test_unsupported_layers_are_rejected() -> None:
@@ -356,5 +362,6 @@ def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) 
 def test_by_length_padded_steps_have_short_segments_alone() -> None:
     backend = ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), most_short=4)
     runner = Runner(backend, AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
+    runner.pad(Bounds(8, 256))
     with pytest.raises(RuntimeError, match="more than 4 rows are not padded"):
-        runner.fill([Segment(0, 5, [1])], Bounds(8, 256))
+        runner.fill([Segment(0, 5, [1])])

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet.shard.batch.newest import put_newest
+from lorikeet.shard.batch.newest_triton import BLOCK, put_newest_tokens
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
@@ -160,3 +162,16 @@ def test_a_vocabulary_of_a_real_model() -> None:
     plain, fused = both.sample(logits_of(8, 3, vocab_size, scale=4.0), 0)
     check(plain, fused)
     assert fused.num_overflowed == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, BLOCK, 2 * BLOCK + 3])
+def test_a_step_takes_the_newest_tokens_that_were_sampled(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids, last_tokens = torch.arange(num_tokens), torch.randint(1000, 2000, (9,), generator=generator)
+    rows = torch.randint(-1, 9, (num_tokens,), generator=generator, dtype=torch.int32)
+    wanted, found, rows, last_tokens = (each.to(DEVICE) for each in (ids.clone(), ids, rows, last_tokens))
+    put_newest(wanted, rows, last_tokens)
+    for _ in range(2):  # again: the first of several ranks does it before it sends them, and in its graph
+        put_newest_tokens(found, rows, last_tokens)
+        assert torch.equal(found, wanted)
+    assert torch.equal(found >= 1000, rows >= 0)
