@@ -195,7 +195,7 @@ class StepInputs:
         self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
         self._fill_rows(input_ids, logits_rows, *self._lay_out())
         self._fill_adapters()
-        if self.head_groups is not None:
+        if self.head_groups is not None and self.num_draft_rows:
             num_padded = None if self.bounds is None else self.bounds.num_drafts
             self.head_groups.fill(as_array(self.heads), self.upload, num_padded)
 

@@ -12,6 +12,7 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.scheduler.request import SamplingParams
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+    from tests.cuda import host_time
     from tests.cuda.decode_step import count_outside, count_pass, count_sampling, model_of, without_values
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -63,6 +64,11 @@ def test_a_step_copies_its_inputs_at_once(models: dict[bool, list[Model]], has_a
         found, launches = count_outside(models[has_adapters][0], batch, has_adapters)
     assert (found.to_device, found.operators, found.to_host) == (1, 0, 1)
     assert launches == SAMPLING["greedy"][1]
+
+
+def test_the_host_s_time_of_a_step_is_measured(models: dict[bool, list[Model]]) -> None:
+    with without_values():
+        assert host_time.ratio_of(models[True][0], batch=1, has_adapters=True, repeats=2, rounds=2) > 0
 
 
 def test_a_pass_with_sampling_launches_at_most_300() -> None:
