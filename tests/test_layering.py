@@ -69,6 +69,7 @@ SHORT = {
     "proto/memory.py": SHARED,
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,
+    "shard/batch/device_tokens_triton.py": SPECIALIZED,
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/operators.py": "used by the Triton modules of every folder",
     "launcher/processes/tether.py": "runs as a script, without imports of the package",

@@ -1,20 +1,16 @@
 """The interface of an attention backend, which keeps K and V in pages and computes a step's queries over them.
 
-A backend gets the segments once per step, then one call per layer. Backends share the usual layout of pages and the
-transfer of a step's metadata to the device.
+A backend gets the segments once per step, then one call per layer. Backends share the usual layout of pages.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
-from lorikeet.shard.batch.transfer import sendable, to_device
 
 
 @dataclass(frozen=True)
@@ -134,9 +130,15 @@ class AttentionBackend(ABC):
         pages = (num_pages, self.page_size)
         return PagedKV(spec, pages, self.kv_dtype or dtype, device, has_scales=self.kv_dtype is not None)
 
+    def num_numbers(self, bounds: Bounds) -> int:
+        """Most int32 numbers that `prepare` adds to the arrays of a step of these bounds."""
+        return 0
+
     @abstractmethod
     def prepare(self, inputs: StepInputs) -> None:
-        """Called once per step, after `inputs` was filled and before the first layer."""
+        """Called once per step, after `inputs` was filled and before it is sent. What the kernels read on the device is
+        added to `inputs.upload`.
+        """
 
     @abstractmethod
     def attend(
@@ -159,30 +161,3 @@ class AttentionBackend(ABC):
     def native(self, kv: LayerKV) -> NativeAttention | None:
         """How compiled code calls `attend` without returning to Python; None if it cannot."""
         return None
-
-
-class StepMetadata:
-    """int32 metadata of a step on the device, sent as one pinned copy. Steps of the same bounds use the same address,
-    which a captured graph reads.
-    """
-
-    def __init__(self) -> None:
-        # [capacity of the bounds] int32 of each bounds
-        self._fixed: dict[tuple[Bounds, torch.device], torch.Tensor] = {}
-
-    def send(
-        self, numbers: npt.NDArray[np.int32], device: torch.device, bounds: Bounds | None = None, capacity: int = 0
-    ) -> torch.Tensor:
-        """Copy `numbers` without waiting for it. Returns as many numbers, or with `bounds` the `capacity` numbers
-        reserved for these. Raises RuntimeError if the capacity is too small.
-        """
-        host = torch.from_numpy(numbers)
-        if bounds is None:
-            return to_device(host, device)
-        memory = self._fixed.get((bounds, device))
-        if memory is None:
-            memory = self._fixed[bounds, device] = torch.zeros(capacity, dtype=torch.int32, device=device)
-        if len(numbers) > memory.numel():
-            raise RuntimeError(f"a step needs {len(numbers)} numbers for attention, {memory.numel()} are reserved")
-        memory[: len(numbers)].copy_(sendable(host, device), non_blocking=True)
-        return memory

@@ -17,6 +17,7 @@ from lorikeet.shard.attention.kernel_limits import BUILT_IN, KernelLimits
 from lorikeet.shard.attention.paged import PagedAttention, destination, store
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.transfer import to_device
 
 
@@ -46,6 +47,9 @@ class ByLengthAttention(AttentionBackend):
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
         return self._paged.allocate(spec, num_pages, dtype, device)
+
+    def num_numbers(self, bounds: Bounds) -> int:
+        return self._paged.num_numbers(bounds)
 
     def prepare(self, inputs: StepInputs) -> None:
         """Raises RuntimeError for a padded step of so many rows that a segment might be FlashAttention's: a captured

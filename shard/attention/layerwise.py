@@ -12,6 +12,7 @@ from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Desti
 from lorikeet.shard.attention.reference import ReferenceAttention
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.padding import Bounds
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ class LayerwiseAttention(AttentionBackend):
             logger.warning("attention runs on the slow reference backend: %s", reasons)
         else:
             logger.info("attention runs on %s: %s", type(owner).__name__, reasons)
+
+    def num_numbers(self, bounds: Bounds) -> int:
+        return sum(backend.num_numbers(bounds) for backend in self._used)
 
     def prepare(self, inputs: StepInputs) -> None:
         for backend in self._used:

@@ -7,12 +7,11 @@ of prompts. K and V may be kept in eight bits. Tables and launches are here, the
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV, StepMetadata
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
 from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack, starts_of
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
-from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.system import gpu
 
 PAGE_STEP = 64
@@ -46,7 +45,6 @@ class PagedAttention(AttentionBackend):
         self._span = span
         self._num_programs = num_programs
         self._kinds: dict[Kind, int] = {}
-        self._metadata = StepMetadata()
         self._bounds: Bounds | None = None
         self._tables = StepTables(np.empty(0, np.int32), (), ())
         # int32 of `pack`, on the device
@@ -83,36 +81,27 @@ class PagedAttention(AttentionBackend):
             return f"the triton attention backend does not support heads of {spec.key_dim} and {spec.value_dim}"
         return ""
 
+    def num_numbers(self, bounds: Bounds) -> int:
+        if not self._kinds:
+            return 0
+        assert self._num_programs is not None
+        return capacity(list(self._kinds), bounds, self.page_size, self._num_programs, self._span)
+
     def prepare(self, inputs: StepInputs) -> None:
         self._kv_slots = inputs.kv_slots
         self._bounds = inputs.bounds
         if not self._kinds:
             return
         assert self._num_programs is not None
-        kinds = list(self._kinds)
         num_pages = -(-(inputs.starts + inputs.num_uncertain + inputs.counts) // self.page_size)
-        offsets = np.cumsum(num_pages) - num_pages
+        offsets = (np.cumsum(num_pages) - num_pages).astype(np.int32)
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
-        offsets = offsets.astype(np.int32)
         rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets, inputs.num_uncertain)
-        self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
-        size = 0
-        if inputs.bounds is not None:
-            size = capacity(kinds, inputs.bounds, self.page_size, self._num_programs, self._span)
-        self._numbers = self._metadata.send(self._tables.numbers, inputs.device, inputs.bounds, size)
+        self._tables = pack(list(self._kinds), rows, pages, self._num_programs, self._span)
+        size = 0 if inputs.bounds is None else self.num_numbers(inputs.bounds)
+        [self._numbers] = inputs.upload.add(self._tables.numbers, capacity=size)
         if inputs.num_uncertain.any():
-            self._add_accepted(inputs, rows)
-
-    def _add_accepted(self, inputs: StepInputs, rows: Rows) -> None:
-        """Move uncertain segments to their true positions. Spans reach as far as they may: a key that a row
-        does not see leaves its bits unchanged.
-        """
-        assert inputs.num_accepted is not None
-        at, segments = starts_of(self._tables, rows)
-        numbers = torch.from_numpy(np.stack([at, inputs.device_rows[segments]]).astype(np.int64))
-        places, device_rows = to_device(numbers, inputs.device)
-        accepted = inputs.num_accepted.index_select(0, device_rows)
-        self._numbers.index_add_(0, places, accepted.to(torch.int32))
+            inputs.move(self._numbers, *starts_of(self._tables, rows))
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -26,6 +26,7 @@ whose spans are shared (partial row of its first span, its first span, number of
 """
 
 Numbers = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, s
     return StepTables(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
 
 
-def starts_of(tables: StepTables, rows: Rows) -> tuple[Numbers, Numbers]:
+def starts_of(tables: StepTables, rows: Rows) -> tuple[Indices, Indices]:
     """Where `tables.numbers` has the first position of an uncertain segment: [n] indices, and [n] the segments."""
     found, segments = [], []
     for kind, num_items in enumerate(tables.num_items):
@@ -90,7 +91,7 @@ def starts_of(tables: StepTables, rows: Rows) -> tuple[Numbers, Numbers]:
         moved = np.flatnonzero(rows.num_uncertain[owners])
         found.append(at + RECORD * moved + START)
         segments.append(owners[moved])
-    return np.concatenate(found), np.concatenate(segments)
+    return np.concatenate(found).astype(np.int64), np.concatenate(segments).astype(np.int64)
 
 
 def header_size(num_kinds: int) -> int:

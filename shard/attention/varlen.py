@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.nn.attention import varlen
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV, StepMetadata
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
 from lorikeet.shard.attention.flash import FA3, PAGE_SIZES, current_implementation
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.system import gpu
 
 MOST_DIM, DIM_STEP = 256, 8
@@ -49,7 +50,6 @@ class VarlenAttention(AttentionBackend):
             raise ValueError(f"the varlen attention backend needs a page size that is a multiple of {least}")
         self._kernel = kernel or cast(Kernel, varlen.varlen_attn)
         self._store = store
-        self._metadata = StepMetadata()
         self._splits = {"num_splits": 1}
         self._most = (0, 0)
         # [R + 1] int32 first row of each segment, and T
@@ -78,6 +78,9 @@ class VarlenAttention(AttentionBackend):
             return f"torch's FlashAttention does not support heads of {spec.key_dim} and {spec.value_dim}"
         return ""
 
+    def num_numbers(self, bounds: Bounds) -> int:
+        return 2 * bounds.num_rows + 1 + bounds.num_rows * -(-bounds.max_kv_len // self.page_size)
+
     def prepare(self, inputs: StepInputs) -> None:
         """With bounds there are as many segments and pages as these allow; the missing segments have no rows."""
         num_segments, num_pages = inputs.page_table.shape
@@ -95,7 +98,7 @@ class VarlenAttention(AttentionBackend):
         rows[num_segments + 1 :] = ends[-1:]
         lens[:num_segments] = kv_lens
         table.reshape(most_segments, most_pages)[:num_segments, :num_pages] = inputs.page_table
-        on_device = self._metadata.send(numbers, inputs.device, inputs.bounds, numbers.size)
+        [on_device] = inputs.upload.add(numbers)
         self._cu_rows, self._kv_lens, pages = on_device.split(sizes)
         self._page_table = pages.view(most_segments, most_pages)
         self._kv_slots = inputs.kv_slots

@@ -1,7 +1,6 @@
-"""Draft tokens of Medusa heads grouped by adapter and head, in device memory at a fixed address, as kernels read them.
+"""Draft tokens of Medusa heads grouped by adapter and head, as device kernels read them.
 
-A task is up to TASK_ROWS draft tokens of one head of one slot. Filled from the host without waiting for the device, as
-RowGroups is; empty tasks follow the used ones.
+A task is up to TASK_ROWS draft tokens of one head of one slot. Empty tasks follow the used ones, as in RowGroups.
 """
 
 from collections.abc import Sequence
@@ -10,28 +9,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.row_groups import ALIGNMENT, group, send
+from lorikeet.shard.batch.row_groups import extended, group
+from lorikeet.shard.batch.upload import Upload
 
 
 class HeadGroups:
     """The tasks of one step at a time."""
 
-    def __init__(self, max_drafts: int, device: torch.device) -> None:
+    def __init__(self, max_drafts: int) -> None:
         """`max_drafts`: most draft tokens of a step."""
         self.max_drafts = max_drafts
-        self._memory = torch.zeros(6 * max_drafts + 3 * ALIGNMENT, dtype=torch.int32, device=device)
         self.num_drafts = 0
         """Rows of draft tokens in the step's output, E: those wanted, and their padding."""
         # [tasks, 4] slot, head, first index into sources and places, number of draft tokens
-        self.tasks = self._memory[:0].view(-1, 4)
+        self.tasks = torch.empty(0, 4, dtype=torch.int32)
         # [E] the row of each draft token, one of those whose logits are wanted; those of one task are adjacent
-        self.sources = self._memory[:0]
+        self.sources = torch.empty(0, dtype=torch.int32)
         # [E] the place of each among the rows of draft tokens
-        self.places = self._memory[:0]
+        self.places = torch.empty(0, dtype=torch.int32)
 
-    def fill(self, wanted: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
+    @staticmethod
+    def num_numbers(num_padded: int) -> int:
+        """Elements of the arrays of a step that is padded to this many draft tokens."""
+        return 6 * num_padded
+
+    def fill(self, wanted: npt.NDArray[np.int32], upload: Upload, num_padded: int | None = None) -> None:
         """wanted: [n, 3] row, slot, number of draft tokens of each HeadsRow. num_padded: draft tokens that the step is
-        padded to; what is launched, and its addresses, depend on that number alone.
+        padded to; what is launched depends on that number alone. Raises RuntimeError for more than were reserved.
         """
         rows, slots, counts = wanted.T
         num_wanted = int(counts.sum())
@@ -47,8 +51,8 @@ class HeadGroups:
         num_launched = len(tasks) if num_padded is None else num_padded
         self.num_drafts = num_drafts
         sources = rows[owners][order].astype(np.int32)
-        parts = (tasks.ravel(), 4 * num_launched), (sources, num_drafts), (order, num_drafts)
-        sent, self.sources, self.places = send(self._memory, *parts)
+        arrays = extended(tasks.ravel(), 4 * num_launched), extended(sources, num_drafts), extended(order, num_drafts)
+        sent, self.sources, self.places = upload.add(*arrays)
         self.tasks = sent.view(-1, 4)
 
 

@@ -4,7 +4,7 @@
 before each forward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet.shard.batch.device_tokens import DeviceTokens, put, put_in_graph
 from lorikeet.shard.batch.head_groups import HeadGroups, as_array
+from lorikeet.shard.batch.moves import Move, Moves
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups
-from lorikeet.shard.batch.transfer import sendable, to_device
+from lorikeet.shard.batch.transfer import ALIGNED, to_device
+from lorikeet.shard.batch.upload import DeviceArrays, Upload
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class AdapterRows:
 
 
 NO_ADAPTERS = AdapterRows()
+MOST_ARRAYS = 32
+"""Arrays of a padded step, those of the attention backend included."""
+Positions = npt.NDArray[np.int64]
 
 
 def slot_runs(segment: Segment) -> Iterator[tuple[int, int]]:
@@ -106,7 +112,9 @@ def rows_of(slots: Sequence[int]) -> AdapterRows:
 
 
 class StepInputs:
-    """What a forward pass reads apart from weights and KV."""
+    """What a forward pass reads apart from weights and KV. Each step calls `fill`, then the attention backend's
+    `prepare`, then `send`.
+    """
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
@@ -115,7 +123,7 @@ class StepInputs:
         # [rows of device state] int64: drafts that the step before accepted; None where the host always knows them
         self.num_accepted: torch.Tensor | None = None
         self.adds_on_device = device.type != "cpu"
-        """Whether the device adds the accepted drafts to positions. On CPU the host reads them without waiting."""
+        """Whether the device adds them to positions. On CPU the host reads them without waiting."""
         # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
         self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -131,8 +139,12 @@ class StepInputs:
         self.position_ids = torch.empty(0, dtype=torch.long, device=device)
         # [T] where each token's K and V go: page id * P + offset in page
         self.kv_slots = torch.empty(0, dtype=torch.long, device=device)
+        # [T] int32 where the device has a token that the host does not know, -1 for others
+        self.token_places = torch.empty(0, dtype=torch.int32, device=device)
         # [S] indices into T whose logits are wanted
         self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
+        # [S] position of the token that follows each of these; empty where only the device knows the indices
+        self.next_positions = torch.empty(0, dtype=torch.long, device=device)
         self.heads: list[HeadsRow] = []
         """Rows of heads' draft tokens follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
@@ -146,22 +158,31 @@ class StepInputs:
         self._host_rows: Sequence[int] | None = None
         self.head_groups: HeadGroups | None = None
         """The wanted draft tokens of heads on the device, where kernels read them there."""
+        self.upload = Upload(device)
+        """Takes the arrays of the step to the device."""
+        self.num_attention_numbers: Callable[[Bounds], int] = lambda bounds: 0
+        """Most int32 numbers that the attention backend adds to a padded step."""
+        # [N] int64 from which captured steps take the tokens that the host does not know; or None
+        self.device_tokens: torch.Tensor | None = None
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
-        self._frame = Frame(0, device)
+        self._arrays: dict[Bounds, DeviceArrays] = {}
+        self._on_device: DeviceTokens | None = None
+        self._moves = Moves()
+        # of a padded step: destination and source, on the device
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reserve_groups(self, max_rows: int, max_slots: int, max_drafts: int = 0) -> None:
         """From now on describe to the device too which rows belong to which adapter, and which draft tokens to which
         head, in steps of up to `max_rows` rows, and `max_drafts` draft tokens with them at the output head.
         """
-        head_rows = RowGroups(max_rows + max_drafts, max_slots, self.device)
-        self._groups = RowGroups(max_rows, max_slots, self.device), head_rows
-        self.head_groups = HeadGroups(max_drafts, self.device)
+        self._groups = RowGroups(max_rows, max_slots), RowGroups(max_rows + max_drafts, max_slots)
+        self.head_groups = HeadGroups(max_drafts)
 
     def pad(self, padding: Padding | None) -> None:
-        """From now on pad the steps that fit, and keep what the device reads of them at fixed addresses."""
+        """From now on pad the steps that fit, and keep what the device reads of them at addresses of their bounds."""
         self._padding = padding
-        self._frame = Frame(0 if padding is None else padding.most_rows, self.device)
+        self._arrays = {}
 
     def fill(
         self,
@@ -170,33 +191,110 @@ class StepInputs:
         logits_rows: torch.Tensor,
         host_rows: Sequence[int] | None = None,
         heads: Sequence[HeadsRow] = (),
+        on_device: DeviceTokens | None = None,
     ) -> None:
-        """Describe the next step. input_ids: [T] on the device; logits_rows: [S] indices into T on the device, which
-        `host_rows` repeats for the host; heads: draft tokens that are wanted too.
+        """Describe the next step. input_ids: [T]; logits_rows: [S] indices into T. Each is on the host or the device;
+        `host_rows` repeats indices on the device for the host. heads: draft tokens that are wanted too; on_device:
+        tokens that only the device knows.
         """
         self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
         self.segments = [self._settled(each) for each in segments]
         self.heads, self._host_rows = list(heads), host_rows
-        self.bounds = None
+        if host_rows is None and _is_on_host(logits_rows):
+            self._host_rows = logits_rows.tolist()
+        self.bounds, self._on_device = None, on_device
+        self._moves.clear()
         if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
                 self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
-        positions = self._lay_out()
-        if self.bounds is None:
-            self.input_ids, self.logits_rows = input_ids, logits_rows
-            self.position_ids, self.kv_slots = to_device(torch.from_numpy(positions), self.device)
-        else:
-            self._frame.fill(self.bounds, input_ids, logits_rows, positions)
-            self.input_ids, self.logits_rows, self.position_ids, self.kv_slots = self._frame.views(self.bounds)
-        self._add_accepted()
+        self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
+        self._fill_rows(input_ids, logits_rows, *self._lay_out())
         self._fill_adapters()
-        if self.head_groups is not None:
-            self.head_groups.fill(as_array(self.heads), None if self.bounds is None else self.bounds.num_drafts)
+        if self.head_groups is not None and self.num_draft_rows:
+            num_padded = None if self.bounds is None else self.bounds.num_drafts
+            self.head_groups.fill(as_array(self.heads), self.upload, num_padded)
 
-    def _lay_out(self) -> npt.NDArray[np.int64]:
-        """Set the host's arrays of the segments. Returns [2, T] each token's position, and where its K and V go."""
+    def send(self) -> None:
+        """Start to copy a padded step to the device, after `fill` and the attention backend's `prepare`."""
+        self.upload.send()
+        for destination, source in self._copies:
+            destination.copy_(source)
+        if self.bounds is not None and self._on_device is not None and self.device_tokens is None:
+            put(self.input_ids, self.token_places, self._on_device.tokens)
+        self._moves.apply(self.num_accepted)
+
+    def move(self, numbers: torch.Tensor, places: Positions, segments: Positions) -> None:
+        """Let `send` add the drafts that were accepted before uncertain segments to numbers[places]. segments: [n]."""
+        self._moves.add(Move(numbers, places, self.device_rows[segments].astype(np.int64)))
+
+    def put_device_tokens(self) -> None:
+        """Put the tokens that only the device knows into `input_ids`: part of a captured step. Others have them."""
+        if self.bounds is not None and self.device_tokens is not None:
+            put_in_graph(self.input_ids, self.token_places, self.device_tokens)
+
+    def _fill_rows(
+        self, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: Positions, kv_slots: Positions
+    ) -> None:
+        """positions, kv_slots: [T] of the bounds."""
+        num_rows, num_wanted = len(positions), self.num_wanted if self.bounds is None else self.bounds.num_wanted
+        ids, rows = _on_host(input_ids, num_rows), np.zeros(num_wanted, np.int64)
+        if self._host_rows is not None:
+            rows[: self.num_wanted] = self._host_rows
+        token_places = np.full(num_rows, -1, np.int32)
+        if self._on_device is not None:
+            token_places[self._on_device.indices] = self._on_device.places
+        arrays = ids, rows, positions, kv_slots, positions[rows] + 1, token_places
+        self.input_ids, self.logits_rows, self.position_ids, self.kv_slots, *others = self.upload.add(*arrays)
+        self.next_positions, self.token_places = others
+        if self._host_rows is None:
+            self.next_positions = self.next_positions[:0]
+        if self.num_uncertain.any():
+            self._move_segments(positions, rows)
+        self._copies = []
+        if self.bounds is not None:
+            pairs = (self.input_ids, input_ids), (self.logits_rows, logits_rows)
+            self._copies = [(to[: len(given)], given) for to, given in pairs if not _is_on_host(given)]
+            return
+        if not _is_on_host(input_ids):
+            self.input_ids = input_ids
+        if not _is_on_host(logits_rows):
+            self.logits_rows = logits_rows
+        if self._on_device is not None:
+            put(self.input_ids, self.token_places, self._on_device.tokens)
+
+    def _move_segments(self, positions: Positions, wanted: Positions) -> None:
+        """positions: [T] before any draft is accepted; wanted: [S] indices into T."""
+        owners = np.repeat(np.arange(len(self.counts)), self.counts)
+        tokens = np.flatnonzero(self.num_uncertain[owners])
+        self.move(self.position_ids, tokens, owners[tokens])
+        if self._host_rows is not None:
+            rows = np.flatnonzero(self.num_uncertain[owners[wanted]])
+            self.move(self.next_positions, rows, owners[wanted][rows])
+        owners = owners[tokens]
+        steps = np.minimum(np.arange(self.num_uncertain.max() + 1), self.num_uncertain[owners][:, None])
+        slots = self._slots(owners[:, None], positions[tokens][:, None] + steps)
+        self._moves.add(Move(self.kv_slots, tokens, self.device_rows[owners].astype(np.int64), slots))
+
+    def _arrays_of(self, bounds: Bounds) -> DeviceArrays:
+        """The memory for steps of these bounds."""
+        found = self._arrays.get(bounds)
+        if found is None:
+            # ids, positions and KV slots in eight bytes, rows of tokens; wanted rows and what follows them
+            num_numbers = 7 * bounds.num_rows + 4 * bounds.num_wanted + self.num_attention_numbers(bounds)
+            if self._groups is not None and self.head_groups is not None:
+                of_rows, of_head = self._groups
+                num_numbers += of_rows.num_numbers(bounds.num_rows) + of_head.num_numbers(bounds.num_logits)
+                num_numbers += self.head_groups.num_numbers(bounds.num_drafts)
+            num_bytes = num_numbers * torch.int32.itemsize + MOST_ARRAYS * ALIGNED
+            with torch.inference_mode(False):  # tensors that may be changed outside too
+                found = DeviceArrays(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
+            self._arrays[bounds] = found
+        return found
+
+    def _lay_out(self) -> tuple[Positions, Positions]:
+        """Set the host's arrays of the segments. Returns [T] each token's position, and [T] where its K and V go."""
         segments, num_segments = self.segments, len(self.segments)
         self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
         self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
@@ -210,39 +308,20 @@ class StepInputs:
         # [T] segment and position of each token
         owners = np.repeat(np.arange(num_segments), self.counts)
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
-        return np.stack([positions, self._slots(owners, positions)])
+        return positions, self._slots(owners, positions)
 
-    def _slots(self, owners: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _slots(self, owners: Positions, positions: Positions) -> Positions:
         """Where the K and V of these positions of these segments go, in the same shape."""
         pages = self.page_table[owners, positions // self.page_size].astype(np.int64)
-        slots: npt.NDArray[np.int64] = pages * self.page_size + positions % self.page_size
+        slots: Positions = pages * self.page_size + positions % self.page_size
         return slots
 
     def _settled(self, segment: Segment) -> Segment:
         """The segment at its true position where the host can read it."""
-        if segment.num_uncertain == 0 or self.adds_on_device:
+        if segment.num_uncertain == 0 or self.adds_on_device or self.num_accepted is None:
             return segment
-        assert self.num_accepted is not None
         start = segment.start + int(self.num_accepted[segment.device_row])
         return replace(segment, start=start, num_uncertain=0, device_row=-1)
-
-    def _add_accepted(self) -> None:
-        """Move the tokens of uncertain segments to their true positions, on the device."""
-        if not self.num_uncertain.any():
-            return
-        assert self.num_accepted is not None
-        owners = np.repeat(np.arange(len(self.counts)), self.counts)
-        tokens = np.flatnonzero(self.num_uncertain[owners])
-        owners = owners[tokens]
-        positions = tokens + (self.starts - self.first_rows).astype(np.int64)[owners]
-        # [tokens, most accepted drafts + 1] where K and V go, by the number of accepted drafts
-        steps = np.minimum(np.arange(self.num_uncertain.max() + 1), self.num_uncertain[owners][:, None])
-        slots = self._slots(owners[:, None], positions[:, None] + steps)
-        numbers = np.concatenate([tokens[:, None], self.device_rows[owners][:, None], slots], axis=1)
-        table = to_device(torch.from_numpy(numbers), self.device)
-        accepted = self.num_accepted.index_select(0, table[:, 1])
-        self.position_ids.index_add_(0, table[:, 0], accepted)
-        self.kv_slots.index_copy_(0, table[:, 0], table[:, 2:].gather(1, accepted[:, None])[:, 0])
 
     def token_types(self) -> torch.Tensor | None:
         """[T] 1 for tokens of the second text of a pair, else 0; None where there are none."""
@@ -291,39 +370,20 @@ class StepInputs:
         self.head_adapter_rows = rows_of(head_slots.tolist())
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
-            self._groups[0].fill(row_slots, None if bounds is None else bounds.num_rows)
-            self._groups[1].fill(head_slots, None if bounds is None else bounds.num_logits)
+            self._groups[0].fill(row_slots, self.upload, None if bounds is None else bounds.num_rows)
+            self._groups[1].fill(head_slots, self.upload, None if bounds is None else bounds.num_logits)
 
 
-class Frame:
-    """What the device reads of a padded step apart from pages and adapters, at the same addresses for the same number
-    of rows.
-    """
+def _is_on_host(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
 
-    def __init__(self, most_rows: int, device: torch.device) -> None:
-        # [most_rows] token ids
-        self._input_ids = torch.zeros(most_rows, dtype=torch.long, device=device)
-        # [most_rows] indices into T
-        self._logits_rows = torch.zeros(most_rows, dtype=torch.long, device=device)
-        # [2 * most_rows] of T rows first the positions, then where their K and V go
-        self._positions = torch.zeros(2 * most_rows, dtype=torch.long, device=device)
 
-    def fill(
-        self, bounds: Bounds, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: npt.NDArray[np.int64]
-    ) -> None:
-        """input_ids: [≤ T], logits_rows: [≤ S] on the device; positions: [2, T] of the bounds."""
-        num_rows = bounds.num_rows
-        self._input_ids[: input_ids.shape[0]].copy_(input_ids)
-        self._logits_rows[: logits_rows.shape[0]].copy_(logits_rows)
-        self._logits_rows[logits_rows.shape[0] : bounds.num_wanted].zero_()
-        host = sendable(torch.from_numpy(positions.ravel()), self._positions.device)
-        self._positions[: 2 * num_rows].copy_(host, non_blocking=True)
-
-    def views(self, bounds: Bounds) -> tuple[torch.Tensor, ...]:
-        """[T] token ids, [S] rows whose logits are wanted, [T] positions, [T] where K and V go."""
-        num_rows = bounds.num_rows
-        positions, kv_slots = self._positions[: 2 * num_rows].split(num_rows)
-        return self._input_ids[:num_rows], self._logits_rows[: bounds.num_wanted], positions, kv_slots
+def _on_host(ids: torch.Tensor, length: int) -> Positions:
+    """ids: [≤ length]. Returns [length] with zeros behind them; all zeros for those that the host does not know."""
+    found = np.zeros(length, np.int64)
+    if _is_on_host(ids):
+        found[: ids.shape[0]] = ids.numpy()
+    return found
 
 
 class Network(Protocol):

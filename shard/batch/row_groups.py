@@ -1,35 +1,31 @@
-"""Rows of a step grouped by adapter, in device memory at a fixed address, as device kernels read them.
+"""Rows of a step grouped by adapter, as device kernels read them.
 
-A task is up to TASK_ROWS rows of one slot, anywhere in the step. Filled from the host without waiting for the device;
-empty tasks follow the used ones, so that a captured graph may launch more tasks than are used.
+A task is up to TASK_ROWS rows of one slot, anywhere in the step. Empty tasks follow the used ones, so that a captured
+graph may launch more tasks than are used.
 """
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.transfer import sendable
+from lorikeet.shard.batch.upload import Upload
 
 TASK_ROWS = 16
 """Most rows of one task: one tile of a matrix unit. MOST_ROWS of targets.c."""
-ALIGNMENT = 4
-"""Numbers of four bytes."""
 
 
 class RowGroups:
     """The tasks of one step at a time."""
 
-    def __init__(self, max_rows: int, max_slots: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_slots: int) -> None:
         """`max_rows`, `max_slots`: most rows of a step, and most slots that they belong to."""
         self.max_rows, self.max_slots = max_rows, max_slots
-        num_values = 3 * self.most_tasks(max_rows) + 2 * max_rows + 1 + 3 * ALIGNMENT
-        self._memory = torch.zeros(num_values, dtype=torch.int32, device=device)
         # [num_launched, 3] slot, first index into row_ids, number of rows: the used tasks and some empty ones
-        self.tasks = self._memory[:0].view(-1, 3)
+        self.tasks = torch.empty(0, 3, dtype=torch.int32)
         # [rows + 1] the slot of each row of the step; -1 for none, and after the used rows
-        self.row_slots = self._memory[:0]
+        self.row_slots = torch.empty(0, dtype=torch.int32)
         # [rows] rows of the step, those of one slot adjacent
-        self.row_ids = self._memory[:0]
+        self.row_ids = torch.empty(0, dtype=torch.int32)
 
     @property
     def num_launched(self) -> int:
@@ -40,9 +36,13 @@ class RowGroups:
         """Most tasks of a step with `num_rows` rows."""
         return most_tasks(num_rows, self.max_slots, TASK_ROWS)
 
-    def fill(self, slots: npt.NDArray[np.int32], num_padded: int | None = None) -> None:
+    def num_numbers(self, num_padded: int) -> int:
+        """Elements of the arrays of a step that is padded to this many rows."""
+        return 3 * self.most_tasks(num_padded) + 2 * num_padded + 1
+
+    def fill(self, slots: npt.NDArray[np.int32], upload: Upload, num_padded: int | None = None) -> None:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
-        what is launched, and its addresses, depend on that number alone.
+        what is launched depends on that number alone. Raises RuntimeError for more rows than were reserved.
         """
         tasks, row_ids = group(slots)
         if num_padded is None:
@@ -53,10 +53,9 @@ class RowGroups:
         num_launched = min(num_launched, self.most_tasks(self.max_rows))
         if len(tasks) > num_launched or len(slots) > num_rows or num_rows > self.max_rows:
             raise RuntimeError(f"{len(slots)} rows in {len(tasks)} tasks of adapters: more than were reserved")
-        row_slots = np.full(num_rows + 1, -1, np.int32)
-        row_slots[: len(slots)] = slots
-        parts = (tasks.ravel(), 3 * num_launched), (row_slots, num_rows + 1), (row_ids, num_rows)
-        sent, self.row_slots, self.row_ids = send(self._memory, *parts)
+        row_slots = extended(slots, num_rows + 1, -1)
+        arrays = extended(tasks.ravel(), 3 * num_launched), row_slots, extended(row_ids, num_rows)
+        sent, self.row_slots, self.row_ids = upload.add(*arrays)
         self.tasks = sent.view(-1, 3)
 
 
@@ -65,20 +64,11 @@ def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:
     return min(num_rows, min(num_rows, num_keys) + num_rows // task_rows)
 
 
-def send(memory: torch.Tensor, *parts: tuple[npt.NDArray[np.int32], int]) -> list[torch.Tensor]:
-    """Copy `parts` to the start of `memory` in one go, without waiting for its device: each part's values, then zeros
-    up to its length. Returns a view of each part. All begin at multiples of sixteen bytes, which kernels that read them
-    are compiled for.
-    """
-    ends = np.cumsum([-(-length // ALIGNMENT) * ALIGNMENT for _, length in parts]).tolist()
-    host = np.zeros(ends[-1], np.int32)
-    views = []
-    for (values, length), end in zip(parts, [0, *ends[:-1]], strict=True):
-        host[end : end + values.size] = values
-        views.append(memory[end : end + length])
-    if len(host):
-        memory[: len(host)].copy_(sendable(torch.from_numpy(host), memory.device), non_blocking=True)
-    return views
+def extended(values: npt.NDArray[np.int32], length: int, value: int = 0) -> npt.NDArray[np.int32]:
+    """values: [≤ length]. Returns [length], `value` behind them."""
+    found = np.full(length, value, np.int32)
+    found[: values.size] = values
+    return found
 
 
 def group(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

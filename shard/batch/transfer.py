@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-_ALIGNED = 16
-"""Bytes; the largest element is a divisor."""
+ALIGNED = 16
+"""Bytes: tensors in one memory begin at multiples of it. Kernels are compiled for that; elements are divisors."""
 
 
 def sendable(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -43,13 +43,13 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts: list[torch.Tensor] = []
     for tensor in tensors:
         flat = tensor.contiguous().view(-1).view(torch.uint8)
-        parts += [flat, flat.new_zeros(-flat.numel() % _ALIGNED)]
+        parts += [flat, flat.new_zeros(-flat.numel() % ALIGNED)]
     return torch.cat(parts)
 
 
 def packed_size(like: Sequence[torch.Tensor]) -> int:
     """Bytes of tensors with these shapes and types."""
-    return sum(size + -size % _ALIGNED for tensor in like for size in [tensor.numel() * tensor.element_size()])
+    return sum(size + -size % ALIGNED for tensor in like for size in [tensor.numel() * tensor.element_size()])
 
 
 def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -58,4 +58,4 @@ def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch
     for tensor in like:
         size = tensor.numel() * tensor.element_size()
         yield packed[first : first + size].view(tensor.dtype).view(tensor.shape)
-        first += size + -size % _ALIGNED
+        first += size + -size % ALIGNED

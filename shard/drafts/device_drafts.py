@@ -24,6 +24,11 @@ FIRST_WIDTH = 1024
 NO_TOKEN = -1
 
 
+def num_device_tokens(max_rows: int) -> int:
+    """Newest tokens and drafts of all rows."""
+    return max_rows * (1 + len(SOURCES) * MOST_DRAFTS)
+
+
 class Texts(NamedTuple):
     """What the device knows of each row."""
 
@@ -70,14 +75,10 @@ class StepDrafts:
     """Index of their source in SOURCES."""
     first_heads: list[int] = field(default_factory=list)
     num_heads: list[int] = field(default_factory=list)
-    moved: list[tuple[int, int]] = field(default_factory=list)
-    """Sampled tokens whose positions depend on the step before: index in S, and row."""
     inputs: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Drafts among the step's tokens: index in T, source, row, depth."""
 
-    def add(
-        self, request: int, row: int, sampled: range, source: Source, heads: tuple[int, int], is_moved: bool
-    ) -> None:
+    def add(self, request: int, row: int, sampled: range, source: Source, heads: tuple[int, int]) -> None:
         """A request with these sampled tokens; `heads`: index of its first token of heads, and their number."""
         self.requests.append(request)
         self.rows.append(row)
@@ -86,27 +87,28 @@ class StepDrafts:
         self.sources.append(SOURCES.index(source) if source in SOURCES else 0)
         self.first_heads.append(heads[0])
         self.num_heads.append(heads[1])
-        if is_moved:
-            self.moved += [(index, row) for index in sampled]
 
 
 class DeviceDrafts:
     """The texts and drafts of all rows."""
 
     def __init__(
-        self, max_rows: int, last_tokens: torch.Tensor, ngrams: tuple[int, int], kernel: Propose | None = None
+        self, max_rows: int, tokens: torch.Tensor, ngrams: tuple[int, int], kernel: Propose | None = None
     ) -> None:
-        """last_tokens: [max_rows]; ngrams: tokens of the shortest and the longest match."""
-        self._device = device = last_tokens.device
+        """tokens: [num_device_tokens(max_rows)] int64, of which the first are the newest token of each row; ngrams:
+        tokens of the shortest and the longest match.
+        """
+        self._max_rows, self._device = max_rows, tokens.device
+        device = tokens.device
         self._ngrams = range(ngrams[0], ngrams[1] + 1)
         self._propose = kernel or propose
         self.is_available = kernel is not None or device.type == "cpu"
         """Whether drafts are made without waiting for the device."""
-        self._last_tokens = last_tokens
         # as in Texts
         self._texts = torch.zeros(max_rows, FIRST_WIDTH, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self._draft_ids = torch.full((len(SOURCES), max_rows, MOST_DRAFTS), NO_TOKEN, dtype=torch.long, device=device)
+        self._last_tokens = tokens[:max_rows]
+        self._draft_ids = tokens[max_rows:].view(len(SOURCES), max_rows, MOST_DRAFTS).fill_(NO_TOKEN)
         # [max_rows] int64 drafts of the newest step that were accepted
         self.num_accepted = torch.zeros(max_rows, dtype=torch.long, device=device)
         # [1] in place of the tokens of heads
@@ -129,18 +131,9 @@ class DeviceDrafts:
         zeros = torch.zeros(1, dtype=torch.long, device=self._device)
         self._propose(self._state, Emitted(zeros.repeat(4, 1), zeros, zeros, zeros), self._ngrams)
 
-    def fill(self, input_ids: torch.Tensor, step: StepDrafts) -> None:
-        """Put the drafts among a step's tokens. input_ids: [T]; where there is no draft, any token will do."""
-        if not step.inputs:
-            return
-        indices, sources, rows, depths = self._columns(step.inputs)
-        input_ids.index_copy_(0, indices, self._draft_ids[sources, rows, depths].clamp(min=0))
-
-    def move(self, positions: torch.Tensor, step: StepDrafts) -> None:
-        """positions: [S], of sampled tokens as if the step before accepted nothing; become the true ones."""
-        if step.moved:
-            indices, rows = self._columns(step.moved)
-            positions.index_add_(0, indices, self.num_accepted.index_select(0, rows))
+    def place(self, source: int, row: int, depth: int) -> int:
+        """Where `tokens` has a row's draft. Where there is none, it has NO_TOKEN."""
+        return self._max_rows + (source * self._max_rows + row) * MOST_DRAFTS + depth
 
     def drafted(self, step: StepDrafts) -> torch.Tensor:
         """[n, MOST_DRAFTS] the drafts that the step verifies, NO_TOKEN beyond them."""

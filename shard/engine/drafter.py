@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lorikeet.shard.batch.inputs import Network, Segment, StepInputs
-from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.batch.inputs import Network, Segment
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
@@ -73,8 +72,7 @@ class Drafter(NoDrafter):
             input_ids += item.request.token_ids[item.draft_start : item.draft_end]
             rows.append(len(input_ids) - 1)
         segments = [_segment(item, item.draft_start, item.draft_end) for item in scheduled]
-        inputs = self._network.inputs
-        return self._forward(segments, _tensor(input_ids, inputs), _tensor(rows[:num_drawing], inputs))
+        return self._forward(segments, torch.tensor(input_ids), torch.tensor(rows[:num_drawing], dtype=torch.long))
 
     def _draw(
         self, draws: DraftDraws, logits: torch.Tensor, scheduled: Sequence[ScheduledRequest], depth: int
@@ -89,10 +87,10 @@ class Drafter(NoDrafter):
     def _extend(self, scheduled: Sequence[ScheduledRequest], depth: int, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [n] draft tokens of the depth before. Returns [n, V]."""
         segments = [_segment(item, item.draft_end + depth - 1, item.draft_end + depth) for item in scheduled]
-        return self._forward(segments, token_ids, torch.arange(len(scheduled), device=token_ids.device))
+        return self._forward(segments, token_ids, torch.arange(len(scheduled)))
 
     def _forward(self, segments: list[Segment], input_ids: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
-        """input_ids: [T]; logits_rows: [S]. Returns [S, V]."""
+        """input_ids: [T] on the host or the device; logits_rows: [S] on the host. Returns [S, V]."""
         if self._own_vocab_size < self._vocab_size:
             input_ids = input_ids.clamp(max=self._own_vocab_size - 1)  # ids in the padding of the target's head
         self._network.inputs.fill(segments, input_ids, logits_rows)
@@ -101,7 +99,3 @@ class Drafter(NoDrafter):
 
 def _segment(item: ScheduledRequest, start: int, end: int) -> Segment:
     return Segment(start, end - start, item.request.page_ids)
-
-
-def _tensor(values: Sequence[int], inputs: StepInputs) -> torch.Tensor:
-    return to_device(torch.tensor(values, dtype=torch.long), inputs.device)

@@ -199,7 +199,7 @@ class Engine:
         try:
             self._refresh_rows()
             logits, draws = self._forward(step)
-            sample(step, logits, self._sampler, self._masks, draws)
+            sample(step, logits, self._network.inputs.next_positions, self._sampler, self._masks, draws)
             self._idle.start()
         except Exception as error:
             if is_device_broken(error):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from lorikeet.shard.batch.device_tokens import DeviceTokens
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.drafts.device_drafts import NO_TOKEN, StepDrafts
@@ -171,7 +172,7 @@ class Layout:
     def _add_on_device(self, item: ScheduledRequest, sampled: range, heads: range) -> None:
         step, row = self.on_device, item.request.row
         of_heads = heads.start, item.num_heads if heads else 0
-        step.add(self.num_sampling, row, sampled, item.source, of_heads, is_moved=item.num_uncertain > 0)
+        step.add(self.num_sampling, row, sampled, item.source, of_heads)
         first = len(self.input_ids) - len(item.draft_ids)
         step.inputs += [(first + depth, step.sources[-1], row, depth) for depth in range(len(item.draft_ids))]
 
@@ -253,18 +254,15 @@ class Step:
 
 def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
     """Describe the step to the model: one flat row of tokens, those of the last step straight from the device."""
-    device = inputs.device
-    input_ids = to_device(torch.tensor(layout.input_ids, dtype=torch.long), device)
-    if layout.device_indices:
-        positions = torch.tensor([layout.device_indices, layout.device_rows], dtype=torch.long)
-        indices, rows = to_device(positions, device)
-        input_ids.index_copy_(0, indices, sampler.last_tokens.index_select(0, rows))
+    drafts, on_device = layout.on_device.inputs, None
+    if layout.device_indices or drafts:
+        indices = layout.device_indices + [index for index, *_ in drafts]
+        places = layout.device_rows + [sampler.device_drafts.place(*draft) for _, *draft in drafts]
+        on_device = DeviceTokens(indices, places, sampler.device_tokens)
     host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
-    logits_rows = to_device(torch.tensor(host_rows, dtype=torch.long), device)
-    sampler.device_drafts.fill(input_ids, layout.on_device)
-    items = [part.item for part in layout.parts]
-    segments = [_segment(item) for item in items]
-    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads)
+    input_ids, logits_rows = (torch.tensor(each, dtype=torch.long) for each in (layout.input_ids, host_rows))
+    segments = [_segment(part.item) for part in layout.parts]
+    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads, on_device)
 
 
 def _until_end(draft_ids: list[int]) -> list[int]:
@@ -272,20 +270,27 @@ def _until_end(draft_ids: list[int]) -> list[int]:
     return draft_ids[: draft_ids.index(NO_TOKEN)] if NO_TOKEN in draft_ids else draft_ids
 
 
-def sample(step: Step, logits: torch.Tensor, sampler: Sampler, masks: GrammarMasks, draws: DraftDraws | None) -> None:
+def sample(
+    step: Step,
+    logits: torch.Tensor,
+    next_positions: torch.Tensor,
+    sampler: Sampler,
+    masks: GrammarMasks,
+    draws: DraftDraws | None,
+) -> None:
     """Start what follows the forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads'
-    drafts; draws: the draft model's drafts in this step.
+    drafts; next_positions: [≥ S] of the sampled tokens; draws: the draft model's drafts in this step.
     """
     layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
     num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
     if scheduled:
         masks.apply(logits[:num_sampled])
-        rows, positions = [item.request.row for item in scheduled], [item.end for item in scheduled]
-        drafts = [item.draft_ids for item in scheduled]
+        rows, drafts = [item.request.row for item in scheduled], [item.draft_ids for item in scheduled]
         if any(drafts):
-            step.sampled = sampler.verify(logits[:num_sampled], rows, positions, drafts, draws, layout.on_device)
+            of, firsts = layout.on_device, [item.end for item in scheduled]
+            step.sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, of, next_positions)
         else:
-            step.sampled = sampler.sample(logits[:num_sampled], rows, positions, layout.on_device)
+            step.sampled = sampler.sample(logits[:num_sampled], rows, next_positions)
     step.timer.mark(Phase.ACCEPT)
     head_ids = None
     if layout.heads:

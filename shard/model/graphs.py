@@ -168,9 +168,10 @@ class Graphs:
         slot = 0 if bounds.has_adapters else -1
         segments = [Segment(row % num_places, 1, (self._padding.spare_page,), slot) for row in range(num_rows)]
         heads = [HeadsRow(row, 0, DRAFTS_PER_ROW) for row in range(num_rows)] if bounds.num_drafts else []
-        rows = torch.arange(num_rows, device=inputs.device)
+        rows = torch.arange(num_rows)
         ids = (rows % num_places + first_token) % self._model.info.vocab_size
-        inputs.fill(segments, ids, rows[: bounds.num_wanted], range(bounds.num_wanted), heads)
+        inputs.fill(segments, ids, rows[: bounds.num_wanted], heads=heads)
         if inputs.bounds != bounds:
             raise CannotCapture(f"a step to be captured as {bounds} is {inputs.bounds}")
         self._model.backend.prepare(inputs)
+        inputs.send()

@@ -88,6 +88,7 @@ class Model:
         self.info = info
         self.page_size = backend.page_size
         self.inputs = inputs
+        inputs.num_attention_numbers = backend.num_numbers
         self.lora_targets = lora_targets
         """The modules that adapters can change, by name."""
         self.heads = HeadsPool(inputs)
@@ -175,6 +176,7 @@ class Model:
         heads = [HeadsRow(0, 0, 1)] if self.heads.vocab_size else []
         inputs.fill([Segment(0, 1, range(1), slot=0)], ids, ids, [0], heads)
         self.backend.prepare(inputs)
+        inputs.send()
         with self._kernels.assumed_changed(0), self.heads.kernels.assumed_outputs():
             self.compute()
 
@@ -220,6 +222,8 @@ class Model:
         """Logits of `inputs.logits_rows`, then those of the heads in `inputs.heads`: [S + E, V] float32, valid until
         the next call.
         """
+        self.backend.prepare(self.inputs)
+        self.inputs.send()
         if self.others is None:
             return self._forward()
         self.others.step(self.inputs)
@@ -230,7 +234,6 @@ class Model:
 
     def _forward(self) -> torch.Tensor:
         inputs = self.inputs
-        self.backend.prepare(inputs)
         self.heads.prepare()
         if inputs.bounds is None:
             return self.compute()[: inputs.num_logits].float()
@@ -241,10 +244,11 @@ class Model:
         return torch.cat([logits, drafts]) if inputs.num_drafts else logits
 
     def compute(self) -> torch.Tensor:
-        """Run the network after `backend.prepare`. Returns logits in its dtype, [S + E, V] or one row more; of a padded
+        """Run the network after `inputs.send`. Returns logits in its dtype, [S + E, V] or one row more; of a padded
         step those of its bounds.
         """
         inputs = self.inputs
+        inputs.put_device_tokens()
         input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows
         if inputs.device.type == "cpu":
             input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))

@@ -19,13 +19,13 @@ class RotaryTable(nn.Module):
         super().__init__()
         positions = torch.arange(num_positions, device=like.device)[None]
         with torch.inference_mode():
-            # [num_positions, D] each
-            self.cos, self.sin = (table[0].contiguous() for table in rotary(like, position_ids=positions))
+            # [2, num_positions, D] cos and sin, in one tensor for one launch
+            self.table = torch.cat(rotary(like, position_ids=positions))
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids: [1, T]. Returns cos and sin, [1, T, D] each."""
-        rows = position_ids[0]
-        return self.cos.index_select(0, rows)[None], self.sin.index_select(0, rows)[None]
+        cos, sin = self.table.index_select(1, position_ids[0]).split(1)
+        return cos, sin
 
 
 def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ def tabulate_rotary(network: nn.Module, num_positions: int, like: torch.Tensor) 
 
 def rotary_width(network: nn.Module) -> int | None:
     """Elements of a head that are rotated; None where modules differ."""
-    widths = {int(module.cos.shape[1]) for module in network.modules() if isinstance(module, RotaryTable)}
+    widths = {int(module.table.shape[2]) for module in network.modules() if isinstance(module, RotaryTable)}
     frequencies = (getattr(module, "inv_freq", None) for module in network.modules())
     widths |= {2 * found.numel() for found in frequencies if isinstance(found, torch.Tensor)}
     return widths.pop() if len(widths) == 1 else None

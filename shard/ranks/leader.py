@@ -82,6 +82,7 @@ class Leader:
 
     def step(self, inputs: StepInputs) -> None:
         """Have the other ranks compute the step that `inputs` describes."""
+        inputs.put_device_tokens()  # which the other ranks do not know
         on_cpu = inputs.device.type == "cpu"
         token_ids = inputs.input_ids.tolist() if on_cpu else None
         self.send(Step(inputs.segments, len(inputs.input_ids), token_ids, list(inputs.host_rows), inputs.heads))

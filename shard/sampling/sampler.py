@@ -51,6 +51,8 @@ class Sampler:
         self._state = RowState(
             vocab_size, max_rows, self._device, watermark_gamma, watermark_delta, fuses=kernels is not None
         )
+        # [N] int64 tokens that only the device may know: the newest of each row, and drafts (device_drafts.py)
+        self.device_tokens = self._state.device_tokens
         # [max_rows] newest token of each row, also when the host does not know it yet
         self.last_tokens = self._state.last_tokens
         self._on_device: DeviceRows | None = None
@@ -58,7 +60,7 @@ class Sampler:
             state = self._state.last_tokens, self._state.counts
             self._on_device = kernels.DeviceRows(max_rows, self._device, *state, tile or kernels.Tile())
         kernel = None if self._on_device is None else self._on_device.propose
-        self.device_drafts = DeviceDrafts(max_rows, self.last_tokens, ngrams, kernel)
+        self.device_drafts = DeviceDrafts(max_rows, self.device_tokens, ngrams, kernel)
         self._slow_rows = SlowRows()
         self._plan: Plan | None = None
         self._planned: list[int] = []
@@ -114,21 +116,15 @@ class Sampler:
             self._on_device.warm_up(self.vocab_size)
             self.device_drafts.warm_up()
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        positions: Sequence[int],
-        on_device: StepDrafts | None = None,
-    ) -> Sampled:
-        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`. `on_device`
-        names the rows whose drafts the device makes.
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int] | torch.Tensor) -> Sampled:
+        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`: S of them,
+        on the device perhaps with others behind.
         """
         plan = self._plan_for(list(rows))
         found = self._begin(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
-        at = self._state.planner.tensor(positions) if plan.needs_positions else None
-        if at is not None and on_device is not None:
-            self.device_drafts.move(at, on_device)
+        at = None
+        if plan.needs_positions:
+            at = positions if isinstance(positions, torch.Tensor) else self._state.planner.tensor(positions)
         self._sample_plan(plan, logits, at, found, updates=True)
         if plan.is_fused:
             return found.start_copy()
@@ -150,21 +146,23 @@ class Sampler:
         drafts: Sequence[Sequence[int]],
         draws: DraftDraws | None = None,
         on_device: StepDrafts | None = None,
+        at: torch.Tensor | None = None,
     ) -> Sampled:
         """The target's own token at every position of every row, as if all drafts before it had been emitted.
 
         logits: [S, V], of each of `rows` one more than it has drafts; its first token is at `positions`. The row's
         state continues after the last token that is emitted: the first that is no draft, or the one after all drafts.
         `draws` are those of the draft model in this step; their drafts may be verified by the rejection rule.
-        `on_device` names the rows whose drafts the device made: `drafts` has their number.
+        `on_device` names the rows whose drafts the device made: `drafts` has their number, and at, [≥ S], the positions
+        of all tokens.
         """
         planner = self._state.planner
         block = Block([self._state.rows[row] for row in rows], positions, drafts)
         any_plain = any(row.plain and not planner.is_fused(row) for row in block.rows)
         found = self._begin(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
-        at = planner.tensor(block.positions)
+        if at is None:
+            at = planner.tensor(block.positions)
         if on_device is not None and on_device.rows:
-            self.device_drafts.move(at, on_device)
             found.drafted = self.device_drafts.drafted(on_device)
         distributions = None if draws is None else draws.distributions(block)
         for depth, members in enumerate(block.dependency_levels()):

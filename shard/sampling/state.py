@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from lorikeet.shard.drafts.device_drafts import num_device_tokens
 from lorikeet.shard.sampling import filters
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.masks import History
@@ -23,8 +24,10 @@ class RowState:
     ) -> None:
         """`gamma` and `delta` are those of the watermark; `fuses`: whether kernels of the device sample rows."""
         self.vocab_size = vocab_size
+        # [N] int64 newest token of each row, then drafts, in one tensor for captured steps
+        self.device_tokens = torch.zeros(num_device_tokens(max_rows), dtype=torch.long, device=device)
         # [max_rows] newest token of each row, also when the host does not know it yet
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
+        self.last_tokens = self.device_tokens[:max_rows]
         # [V] int64 by token id
         self.words = token_words(vocab_size, device)
         self.counts = TokenCounts(vocab_size, device)

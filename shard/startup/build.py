@@ -55,6 +55,8 @@ def build_engine(
 ) -> Engine:
     """Allocates memory and builds the scheduler, the sampler and the loop. `leader`: of a model split over ranks."""
     model.others = leader
+    sampler = build_sampler(config, model)
+    model.inputs.device_tokens = sampler.device_tokens  # which captured steps read
     adapters = build_adapters(config, model, inbox, leader)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
     if leader is not None:
@@ -70,12 +72,7 @@ def build_engine(
     limits = Limits(
         config.step_tokens, config.max_running, chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
     )
-    info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
-    has_kernels = config.fusions != "none"
-    ngrams = config.ngram_min, config.ngram_max
-    sampler = Sampler(
-        info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels, ngrams=ngrams
-    )
+    info = model.info
     if info.pooled is None:
         sampler.warm_up()
     lag = config.commit_lag
@@ -85,9 +82,8 @@ def build_engine(
     if lag and can_draft_on_device(config, model, sampler):
         most_on_device, model.inputs.num_accepted = MOST_DRAFTS, sampler.device_drafts.num_accepted
     has_draft_model, history = draft_model is not None, build_history(config)
-    sources = DraftSources(
-        config.speculation_max_batch_size, *ngrams, config.ngram_long, has_draft_model, history, most_on_device
-    )
+    ngrams = config.ngram_min, config.ngram_max, config.ngram_long
+    sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history, most_on_device)
     scheduler = Scheduler(cache, limits, adapters, sources)
     drafter = None
     if draft_model is not None:
@@ -96,6 +92,13 @@ def build_engine(
     grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
     learning = build_learning(config, model, scheduler, inbox)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
+
+
+def build_sampler(config: ShardConfig, model: Model) -> Sampler:
+    """The sampler of the running requests."""
+    info, watermark = model.info, (config.watermark_gamma, config.watermark_delta)
+    has_kernels, ngrams = config.fusions != "none", (config.ngram_min, config.ngram_max)
+    return Sampler(info.vocab_size, config.max_running, info.device, *watermark, has_kernels=has_kernels, ngrams=ngrams)
 
 
 def can_draft_on_device(config: ShardConfig, model: Model, sampler: Sampler) -> bool:

@@ -13,7 +13,6 @@ from lorikeet.proto import logs
 from lorikeet.shard.adapters.manager import prepare
 from lorikeet.shard.adapters.ranks import CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
-from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
 from lorikeet.shard.model import Model, load_model
@@ -79,7 +78,7 @@ class RankWorker:
             self._group.broadcast(input_ids)
         else:
             input_ids = torch.tensor(step.token_ids, dtype=torch.long)
-        rows = to_device(torch.tensor(step.logits_rows, dtype=torch.long), device)
+        rows = torch.tensor(step.logits_rows, dtype=torch.long)
         inputs.fill(step.segments, input_ids, rows, step.logits_rows, step.heads)
         self._model.forward()
 

@@ -5,7 +5,8 @@ mode, Triton kernels where they would be launched. No operator of ours counts as
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,16 +17,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.cuda.setup import LlamaShape
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.batch.transfer import HostCopy
+from lorikeet.shard.engine.engine import Engine, LoopConfig
+from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
+from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import Model, layers
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion import layer, parts, verify
 from lorikeet.shard.sampling import Sampler, plan
 from lorikeet.shard.sampling.device import Tile
+from lorikeet.shard.scheduler.budget import Limits
+from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.system import gpu
 from tests.cuda.launches import recorded
+from tests.shard.engine.test_on_a_device import begun, waited
+from tests.shard.rig import EPOCH, make_request
 
 META = torch.device("meta")
 PAGE, CONTEXT, MOST_TOKENS, NUM_SLOTS = 64, 1024, 4096, 64
@@ -84,8 +94,33 @@ def without_values() -> Iterator[None]:
         patch.setattr(layer, "_agrees", lambda *_: True)
         patch.setattr(gpu, "num_processors", lambda _: PROCESSORS)
         patch.setattr(layers, "_shared_weights", lambda _: set())
+        patch.setattr(gpu, "has_triton", lambda _: True)
         patch.setitem(plan._CHUNK_ELEMENTS, "meta", plan._CHUNK_ELEMENTS["cuda"])  # type: ignore[index]
         yield
+
+
+@dataclass
+class Outside(TorchDispatchMode):
+    """Counts what a step does outside its graph: copies to the device, other operators on it, and copies back."""
+
+    to_device: int = 0
+    operators: int = 0
+    to_host: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found, given = (
+            {leaf.device for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor) and leaf.numel()}
+            for each in (result, (args, kwargs))
+        )
+        if META in found and torch.device("cpu") in given:
+            self.to_device += 1
+        elif META in found and not (func.is_view or func.overloadpacket.__name__.startswith(FREE)):
+            self.operators += 1
+        return result
 
 
 def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
@@ -107,12 +142,14 @@ def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
 def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
     """Counts of the captured part of a decode step."""
     inputs = model.inputs
+    inputs.device_tokens = torch.empty(256, dtype=torch.long, device=META)
     inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
     segments = [Segment(CONTEXT - 1, 1, range(CONTEXT // PAGE), 0 if has_adapters else -1) for _ in range(batch)]
     ids = torch.empty(batch, dtype=torch.long, device=META)
     inputs.fill(segments, ids, ids, range(batch))
     assert inputs.bounds is not None and inputs.bounds.num_rows == batch
     model.backend.prepare(inputs)
+    inputs.send()
     with counting() as counts:
         model.compute()
     return counts[0]
@@ -131,3 +168,51 @@ def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
     with counting() as counts:
         sampler.sample(logits, rows, [3] * len(rows))
     return counts[0]
+
+
+@contextmanager
+def stepping(model: Model, batch: int, has_adapters: bool) -> Iterator[Engine]:
+    """An engine that decodes one token of each of `batch` greedy requests in every step, padded and with commit lag 1.
+    Graphs are replaced by their results.
+    """
+    inputs, vocab_size = model.inputs, model.info.vocab_size
+    sampler = Sampler(vocab_size, batch, META, tile=Tile())
+    inputs.device_tokens = sampler.device_tokens
+    inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
+
+    def replay(bounds: Bounds) -> torch.Tensor:
+        return torch.empty(bounds.num_logits, vocab_size, device=META)
+
+    scheduler = Scheduler(KvCache(4 * batch, PAGE), Limits(MOST_TOKENS, batch))
+    inbox, outbox = Inbox(), Outbox()
+    engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1))
+    outbox.open(EPOCH, wake=lambda: None)
+    inbox.put(StreamOpened(EPOCH))
+    inbox.put(Commands(EPOCH, submits=[make_request(index, [1, 2, 3], 60) for index in range(batch)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "__init__", begun)
+        patch.setattr(HostCopy, "wait", waited)
+        patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
+        with recorded():
+            engine.step()
+            for request in scheduler.running:
+                request.slot = 0 if has_adapters else -1
+            engine.step()
+        yield engine
+        inputs.pad(None)
+
+
+def count_outside(model: Model, batch: int, has_adapters: bool) -> tuple[Outside, int]:
+    """What a decode step does outside its graph, and the number of Triton's launches there."""
+    with stepping(model, batch, has_adapters) as engine, pytest.MonkeyPatch.context() as patch:
+        with recorded() as found, Outside() as outside:
+
+            def start(copy: HostCopy, *tensors: torch.Tensor) -> None:
+                outside.to_host += bool(tensors)
+                begun(copy, *tensors)
+
+            patch.setattr(HostCopy, "__init__", start)
+            engine.step()
+        bounds = model.inputs.bounds
+        assert bounds is not None and (bounds.num_rows, bounds.has_adapters) == (batch, has_adapters)
+    return outside, len(found.launches)

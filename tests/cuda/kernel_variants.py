@@ -8,6 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.batch import device_tokens_triton
 from lorikeet.shard.drafts import lookup_triton
 from lorikeet.shard.drafts.device_drafts import FIRST_WIDTH, MOST_DRAFTS, SOURCES, Emitted, Texts
 from lorikeet.shard.grammar import triton as grammars
@@ -219,6 +220,9 @@ def _variants() -> Iterator[Variant]:
     )
     yield Variant("sampling", sample)
     yield Variant("prompt lookup", look_up)
+    ids = lambda: tensor(T, dtype=I64)
+    put = lambda: device_tokens_triton.put_device_tokens(ids(), tensor(T, dtype=I32), ids())
+    yield Variant("tokens of the device", put)
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

@@ -59,6 +59,7 @@ def step(model: Model, segments: list[Segment], heads: list[HeadsRow] | None = N
     wanted = range(len(segments))
     model.inputs.fill(segments, ids, ids[: len(segments)], wanted, heads or [])
     model.backend.prepare(model.inputs)
+    model.inputs.send()
     model.compute()
 
 
@@ -98,7 +99,7 @@ def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
         sampler.verify(logits[:5], range(3), [3] * 3, [[1], [], [2]])
         sampler.add(3, SamplingParams(), LogprobParams(), [1, 2], 2, most_tokens=5000)
         step = StepDrafts()
-        step.add(1, 3, range(1, 4), Source.LOOKUP, heads=(3, 2), is_moved=True)
+        step.add(1, 3, range(1, 4), Source.LOOKUP, heads=(3, 2))
         sampled = sampler.verify(logits[:4], [0, 3], [3] * 2, [[], [0, 0]], None, step)
         head_ids = torch.empty(9, dtype=torch.long, device=META)
         sampler.device_drafts.advance(step, sampled.token_ids, sampled.num_accepted, head_ids)

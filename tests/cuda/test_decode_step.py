@@ -12,7 +12,8 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.scheduler.request import SamplingParams
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
-    from tests.cuda.decode_step import count_pass, count_sampling, model_of, without_values
+    from tests.cuda import host_time
+    from tests.cuda.decode_step import count_outside, count_pass, count_sampling, model_of, without_values
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 FEW = 2
@@ -53,6 +54,21 @@ def test_sampling_launches_no_more_than_before(params: SamplingParams, most: int
     with without_values():
         found = count_sampling(LLAMA_8B.vocabulary, [replace(params, seed=seed) for seed in range(batch)])
     assert found.launches <= most and found.bytes == 0
+
+
+@pytest.mark.parametrize("batch", PASS_MB)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_step_copies_its_inputs_at_once(models: dict[bool, list[Model]], has_adapters: bool, batch: int) -> None:
+    """Outside the graph there is one copy to the device, sampling, and one copy back."""
+    with without_values():
+        found, launches = count_outside(models[has_adapters][0], batch, has_adapters)
+    assert (found.to_device, found.operators, found.to_host) == (1, 0, 1)
+    assert launches == SAMPLING["greedy"][1]
+
+
+def test_the_host_s_time_of_a_step_is_measured(models: dict[bool, list[Model]]) -> None:
+    with without_values():
+        assert host_time.ratio_of(models[True][0], batch=1, has_adapters=True, repeats=2, rounds=2) > 0
 
 
 def test_a_pass_with_sampling_launches_at_most_300() -> None:

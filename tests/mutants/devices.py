@@ -109,6 +109,20 @@ MUTANTS = [
         f"{GRAPHS_TEST}::test_rows_of_padding_write_to_the_spare_page_alone",
     ),
     Mutant(
+        "the tokens that only the device knows are put before the others",
+        "shard/batch/inputs.py",
+        "token_places[self._device_tokens.indices] = self._device_tokens.rows",
+        "token_places[: len(self._device_tokens.rows)] = self._device_tokens.rows",
+        "tests/shard/batch/test_inputs.py::test_tokens_that_only_the_device_knows",
+    ),
+    Mutant(
+        "only the arrays of the last call are copied of a padded step",
+        "shard/batch/upload.py",
+        "self._placed += placed",
+        "self._placed = placed",
+        "tests/shard/batch/test_inputs.py::test_arrays_are_copied_once_all_are_known",
+    ),
+    Mutant(
         "every step is padded to the largest number of rows",
         "shard/batch/padding.py",
         "bisect_left(self.row_counts, max(num_rows, num_logits))",

@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "rows beyond the end of a step use the adapter in slot 0",
         "shard/batch/row_groups.py",
-        "row_slots = np.full(num_rows + 1, -1, np.int32)",
-        "row_slots = np.full(num_rows + 1, 0, np.int32)",
+        "extended(slots, num_rows + 1, -1)",
+        "extended(slots, num_rows + 1, 0)",
         "tests/shard/batch/test_row_groups.py::test_every_row_has_its_slot_and_rows_that_are_not_there_none",
     ),
     Mutant(

@@ -2,11 +2,10 @@
 
 from tests.mutants.mutant import Mutant
 
-CACHE, SCHEDULER, REQUEST, STEP = (
+CACHE, SCHEDULER, REQUEST = (
     "shard/scheduler/kv_cache.py",
     "shard/scheduler/scheduler.py",
     "shard/scheduler/request.py",
-    "shard/engine/step.py",
 )
 SPECULATION = "tests/shard/engine/test_speculation.py::test_every_text_is_what_it_is_without"
 HEADS = "tests/shard/engine/test_heads_step.py::test_every_text_is_what_it_is_without"
@@ -63,10 +62,10 @@ MUTANTS = [
         f"{SPECULATION}[few pages, lag 1, drafts on the device, chunks of 7-1.0]",
     ),
     Mutant(
-        "positions of sampled tokens ignore the drafts that the device accepted",
-        "shard/sampling/sampler.py",
-        "self.device_drafts.move(at, on_device)\n            found.drafted",
-        "found.drafted",
+        "segments stay where they would be if no draft had been accepted",
+        "shard/batch/inputs.py",
+        "start = segment.start + int(self.num_accepted[segment.device_row])",
+        "start = segment.start",
         f"{SPECULATION}[lag 1, drafts on the device-0.7]",
     ),
     Mutant(
@@ -106,9 +105,9 @@ MUTANTS = [
     ),
     Mutant(
         "a step reads token 0 instead of the last sampled token on the device",
-        STEP,
-        "sampler.last_tokens.index_select(0, rows)",
-        "torch.zeros_like(rows)",
+        "shard/batch/device_tokens.py",
+        "found = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)",
+        "found = torch.zeros_like(input_ids)",
         f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
     ),
     Mutant(

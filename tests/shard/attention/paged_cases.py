@@ -25,6 +25,7 @@ from lorikeet.shard.model.loader import read_config
 from lorikeet.shard.model.probe import probe
 from tests import tiny
 from tests.shard.attention.test_varlen import written_out
+from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 PAGE = 64
@@ -101,12 +102,16 @@ class Runner:
         self.kv = backend.allocate(spec, NUM_PAGES, dtype, DEVICE)
         self.inputs = StepInputs(backend.page_size, DEVICE)
 
-    def fill(self, segments: list[Segment], bounds: Bounds | None = None) -> None:
+    def pad(self, bounds: Bounds) -> None:
+        self.inputs.num_attention_numbers = self.backend.num_numbers
+        self.inputs.pad(Always(bounds))
+
+    def fill(self, segments: list[Segment]) -> None:
         total = sum(segment.num_tokens for segment in segments)
         ids = torch.zeros(total, dtype=torch.long, device=DEVICE)
         self.inputs.fill(segments, ids, ids[:1])
-        self.inputs.bounds = bounds
         self.backend.prepare(self.inputs)
+        self.inputs.send()
 
     def step(self, *parts: tuple[int, list[int], Rows]) -> list[torch.Tensor]:
         """Start, pages and rows of each segment. Returns [rows, heads, D] of each."""
@@ -272,8 +277,8 @@ def test_eight_bits_take_half_the_memory() -> None:
 def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a captured graph sees it: launches stay the same, and read the latest metadata."""
     spec = spec_of("grouped")
-    bounds = Bounds(num_rows=8, max_kv_len=4 * PAGE)
     runner, reference = ours(spec, BFLOAT16, programs=5), Runner(ReferenceAttention(PAGE), spec, BFLOAT16)
+    runner.pad(Bounds(num_rows=8, max_kv_len=4 * PAGE))
     for each in (runner, reference):
         each.remember()
     launches: list[list[object]] = []
@@ -293,7 +298,7 @@ def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.Monkey
     )
     for step, plan in enumerate(plans):
         x = draw(spec, 8, BFLOAT16, 2 + step)
-        runner.fill(plan, bounds)
+        runner.fill(plan)
         found = runner.backend.attend(spec, runner.kv, x.query, x.key, x.value)
         reference.fill(plan)
         wanted = reference.backend.attend(spec, reference.kv, x.query, x.key, x.value)
@@ -303,8 +308,9 @@ def test_under_bounds_shapes_addresses_and_grids_stay(monkeypatch: pytest.Monkey
 
 def test_a_step_beyond_its_bounds_is_an_error() -> None:
     runner = ours(spec_of("grouped"), BFLOAT16)
+    runner.pad(Bounds(num_rows=9, max_kv_len=PAGE))
     with pytest.raises(RuntimeError, match="are reserved"):
-        runner.fill([Segment(0, 1, [page]) for page in range(9)], Bounds(num_rows=2, max_kv_len=PAGE))
+        runner.fill([Segment(8 * PAGE, 1, range(9)) for _ in range(9)])
 
 
 def test_unsupported_layers_are_rejected() -> None:
@@ -377,10 +383,12 @@ def test_by_length_a_prompt_in_chunks_of_both_kernels_agrees() -> None:
 
 def test_by_length_padded_steps_are_the_paged_kernel_s() -> None:
     runner = Runner(by_length(), AttentionSpec(4, 2, 16, 16, 0.25), BFLOAT16)
-    runner.fill([Segment(0, 4, [1])], Bounds(4, 256))
+    runner.pad(Bounds(4, 256))
+    runner.fill([Segment(0, 4, [1])])
     assert isinstance(runner.backend, ByLengthAttention) and runner.backend._flash_rows is None
+    runner.pad(Bounds(8, 256))
     with pytest.raises(RuntimeError, match="padded to 8 rows, but only up to 4 rows"):
-        runner.fill([Segment(0, 5, [1])], Bounds(8, 256))
+        runner.fill([Segment(0, 5, [1])])
 
 
 @pytest.mark.parametrize("name", ["grouped", "window", "window beyond a span", "alibi", "sinks"])
@@ -390,7 +398,7 @@ def test_accepted_drafts_move_segments_on_the_device(name: str, is_padded: bool)
     spec = spec_of(name)
     places = [(125, 1, LONG, 5), (61, 4, SHORT, 3), (120, 3, THIRD, 4), (0, 9, [10], 0), (40, 1, [11], 0)]
     total = sum(count for _, count, *_ in places)
-    rows = draw(spec, total, FLOAT32)
+    rows = draw(spec, 32 if is_padded else total, FLOAT32)
     for accepted in ((0, 0, 0), (5, 3, 4), (2, 3, 1), (3, 2, 2)):
         known, moved = (ours(spec, FLOAT32).remember() for _ in range(2))
         moved.inputs.adds_on_device = True
@@ -405,10 +413,13 @@ def test_accepted_drafts_move_segments_on_the_device(name: str, is_padded: bool)
         ]
         found = []
         for runner, each in zip((known, moved), segments, strict=True):
-            runner.fill(each, Bounds(32, 256) if is_padded else None)
-            found.append(runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value))
+            if is_padded:
+                runner.pad(Bounds(32, 256))
+            runner.fill(each)
+            found.append(runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value)[:total])
         assert torch.equal(known.inputs.position_ids, moved.inputs.position_ids)
         assert torch.equal(known.inputs.kv_slots, moved.inputs.kv_slots)
+        assert torch.equal(known.inputs.next_positions, moved.inputs.next_positions)
         assert torch.equal(*found), accepted
         assert isinstance(known.kv, PagedKV) and isinstance(moved.kv, PagedKV)
         assert torch.equal(known.kv.keys, moved.kv.keys)

@@ -88,12 +88,16 @@ class Runner:
         self.kv = backend.allocate(spec, 64, dtype, DEVICE)
         self.inputs = StepInputs(backend.page_size, DEVICE)
 
-    def step(self, parts: list[tuple[int, list[int], Rows]]) -> list[torch.Tensor]:
-        """parts: start, pages and rows of each segment. Returns [rows, heads, D] of each."""
-        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in parts]
+    def fill(self, segments: list[Segment]) -> None:
         total = sum(segment.num_tokens for segment in segments)
         self.inputs.fill(segments, torch.zeros(total, dtype=torch.long), torch.zeros(1, dtype=torch.long))
         self.backend.prepare(self.inputs)
+        self.inputs.send()
+
+    def step(self, parts: list[tuple[int, list[int], Rows]]) -> list[torch.Tensor]:
+        """parts: start, pages and rows of each segment. Returns [rows, heads, D] of each."""
+        segments = [Segment(start, len(rows.query), pages) for start, pages, rows in parts]
+        self.fill(segments)
         query, key, value = (
             torch.cat([getattr(rows, name) for _, _, rows in parts]) for name in ("query", "key", "value")
         )

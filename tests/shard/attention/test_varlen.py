@@ -27,6 +27,7 @@ from tests.shard.attention.test_cpu import (
     three_steps,
     with_moments,
 )
+from tests.shard.padded import Always
 
 PAGES = [5, 9, 2]
 BFLOAT16 = torch.bfloat16
@@ -177,15 +178,12 @@ def test_under_bounds_shapes_and_addresses_stay() -> None:
 
     backend = VarlenAttention(kernel=recorded)
     ours, reference = Runner(backend, spec, BFLOAT16), Runner(ReferenceAttention(256), spec, BFLOAT16)
-    bounds = Bounds(num_rows=6, max_kv_len=600)
+    ours.inputs.num_attention_numbers = backend.num_numbers
+    ours.inputs.pad(Always(Bounds(num_rows=6, max_kv_len=600)))
     for plan in ([(0, 3, [5]), (0, 3, [7])], [(3, 1, [5]), (3, 1, [7]), (0, 4, [1])], [(0, 1, [p]) for p in range(6)]):
         rows = random_rows(spec, 6, BFLOAT16, 0)
         for runner in (ours, reference):
-            runner.inputs.fill(
-                [Segment(*each) for each in plan], torch.zeros(6, dtype=torch.long), torch.zeros(1).long()
-            )
-            runner.inputs.bounds = bounds if runner is ours else None
-            runner.backend.prepare(runner.inputs)
+            runner.fill([Segment(*each) for each in plan])
         found, wanted = (
             runner.backend.attend(spec, runner.kv, rows.query, rows.key, rows.value) for runner in (ours, reference)
         )

@@ -8,6 +8,7 @@ from lorikeet.shard.batch.head_groups import HeadGroups, as_array
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups, group
+from lorikeet.shard.batch.upload import Upload
 from tests.shard.padded import Always
 
 CPU = torch.device("cpu")
@@ -23,9 +24,9 @@ PLANS = {
 @pytest.mark.parametrize("num_padded", [None, 80])
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_draft_token_is_in_one_task(plan: str, num_padded: int | None) -> None:
-    groups = HeadGroups(90, CPU)
-    groups.fill(as_array(PLANS["mixed"]))
-    groups.fill(as_array(PLANS[plan]), num_padded)
+    groups, upload = HeadGroups(90), Upload(CPU)
+    groups.fill(as_array(PLANS["mixed"]), upload)
+    groups.fill(as_array(PLANS[plan]), upload, num_padded)
     found = {}
     for slot, head, first, count in groups.tasks.tolist():
         assert 0 <= count <= TASK_ROWS
@@ -41,20 +42,20 @@ def test_every_draft_token_is_in_one_task(plan: str, num_padded: int | None) -> 
 
 
 def test_more_drafts_than_reserved_are_an_error() -> None:
-    groups = HeadGroups(8, CPU)
+    groups, upload = HeadGroups(8), Upload(CPU)
     with pytest.raises(RuntimeError, match="9 draft tokens of heads"):
-        groups.fill(as_array([HeadsRow(0, 0, 4), HeadsRow(1, 0, 5)]))
+        groups.fill(as_array([HeadsRow(0, 0, 4), HeadsRow(1, 0, 5)]), upload)
     with pytest.raises(RuntimeError, match="5 draft tokens of heads"):
-        groups.fill(as_array([HeadsRow(1, 0, 5)]), 4)
+        groups.fill(as_array([HeadsRow(1, 0, 5)]), upload, 4)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 100])
 def test_no_step_has_more_tasks_than_its_rows_allow(num_rows: int) -> None:
-    groups = RowGroups(100, 5, CPU)
+    groups, upload = RowGroups(100, 5), Upload(CPU)
     generator = np.random.default_rng(0)
     for num_slots in (1, 2, 5):
         slots = generator.integers(-1, num_slots, num_rows).astype(np.int32)
-        groups.fill(slots, num_rows)
+        groups.fill(slots, upload, num_rows)
         assert groups.num_launched == groups.most_tasks(num_rows) and groups.row_ids.shape == (num_rows,)
         tasks, row_ids = group(slots)
         assert groups.tasks[: len(tasks)].tolist() == tasks.tolist() and not groups.tasks[len(tasks) :].any()
@@ -69,11 +70,13 @@ def test_rows_at_the_output_head_are_padded_rows_and_then_drafts() -> None:
     ids = torch.zeros(8, dtype=torch.long)
     # two rows are wanted, six are padding
     inputs.fill(segments, ids, ids[1:3], [1, 2], [HeadsRow(0, 0, 3), HeadsRow(1, 2, 1)])
+    inputs.send()
     rows = inputs.head_adapter_rows
     assert rows.tasks.tolist() == [[3, 0, 1], [3, 8, 3]]
     assert rows.groups is not None and len(rows) == rows.groups.num_launched == rows.groups.most_tasks(13)
     assert rows.groups.row_ids.tolist()[:4] == [0, 8, 9, 10]
     inputs.fill([Segment(0, 8, [1])], ids, ids[:1], [0])
+    inputs.send()
     assert len(inputs.adapter_rows) and len(inputs.head_adapter_rows), "a captured graph launches for nothing too"
     assert not inputs.head_adapter_rows.groups.tasks.any()  # type: ignore[union-attr]
     assert inputs.num_logits == 1

@@ -12,6 +12,7 @@ from lorikeet.shard.drafts.device_drafts import (
     NO_TOKEN,
     DeviceDrafts,
     StepDrafts,
+    num_device_tokens,
     propose,
 )
 from lorikeet.shard.drafts.lookup_triton import propose as by_kernel
@@ -28,8 +29,8 @@ class Both:
         self.texts = texts
         self.drafts = []
         for device, function in ((torch.device("cpu"), propose), (DEVICE, by_kernel)):
-            last_tokens = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)
-            drafts = DeviceDrafts(MAX_ROWS, last_tokens, ngrams, function)
+            tokens = torch.zeros(num_device_tokens(MAX_ROWS), dtype=torch.long, device=device)
+            drafts = DeviceDrafts(MAX_ROWS, tokens, ngrams, function)
             for row, text in texts.items():
                 drafts.add(row, text, most_tokens)
             self.drafts.append(drafts)
@@ -41,7 +42,7 @@ class Both:
         for index, row in enumerate(rng.sample(sorted(self.texts), rng.randrange(1, len(self.texts) + 1))):
             width, num_heads = rng.randrange(MOST_DRAFTS + 1), rng.choice((0, 0, 3, MOST_DRAFTS))
             sampled = range(first, first + width + 1)
-            step.add(index, row, sampled, rng.choice((Source.LOOKUP, Source.MEDUSA)), (first_head, num_heads), False)
+            step.add(index, row, sampled, rng.choice((Source.LOOKUP, Source.MEDUSA)), (first_head, num_heads))
             accepted.append(rng.randrange(width + 1))
             first, first_head = sampled.stop, first_head + len(sampled) * num_heads
         token_ids = [rng.randrange(vocabulary) for _ in range(first)]
@@ -86,7 +87,7 @@ def test_texts_longer_than_a_block_are_searched_whole() -> None:
     for row in (0, 2):
         for drafts in both.drafts:
             step = StepDrafts()
-            step.add(0, row, range(1), Source.LOOKUP, (0, 0), False)
+            step.add(0, row, range(1), Source.LOOKUP, (0, 0))
             token_ids = torch.tensor([texts[row][47]], device=drafts.num_accepted.device)
             drafts.advance(step, token_ids, None, None)
         texts[row].append(texts[row][47])

@@ -24,7 +24,8 @@ class DenseAttention(AttentionBackend):
         table[:, : inputs.page_table.shape[1]] = inputs.page_table[:, : self._num_pages]
         rows = np.repeat(table, inputs.counts, axis=0)
         self._pages[: len(rows)] = torch.from_numpy(rows)
-        self._positions[: len(rows)] = inputs.position_ids
+        positions = np.repeat(inputs.starts - inputs.first_rows, inputs.counts) + np.arange(len(rows))
+        self._positions[: len(rows)] = torch.from_numpy(positions)
 
     def attend(
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

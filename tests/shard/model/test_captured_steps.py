@@ -141,6 +141,7 @@ def check(model: Model, most_rows: int, slot: int, heads: list[HeadsRow], num_ro
     assert inputs.bounds is not None and inputs.bounds.num_rows == num_rows
     with torch.inference_mode():
         model.backend.prepare(inputs)
+        inputs.send()
         with DeviceOnly() as mode:
             logits = model.compute()
     assert logits.device == META and logits.shape == (inputs.bounds.num_logits, model.info.vocab_size)

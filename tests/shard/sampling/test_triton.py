@@ -7,5 +7,5 @@ from tests.shard.apart import KernelsApart
 
 class TestSampling(KernelsApart):
     cases = (Path(__file__).with_name("triton_cases.py"),)
-    sample = "(filters and roomy and 4 and (top_p or typical)) or (filters and tight and 4 and top_k) or given_back"
+    sample = "(filters and 4 and (roomy and (top_p or typical) or tight and top_k)) or given_back or newest"
     compiles = "tests.shard.sampling.compile_triton"

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet.shard.batch.device_tokens import put
+from lorikeet.shard.batch.device_tokens_triton import BLOCK, put_device_tokens
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
@@ -160,3 +162,18 @@ def test_a_vocabulary_of_a_real_model() -> None:
     plain, fused = both.sample(logits_of(8, 3, vocab_size, scale=4.0), 0)
     check(plain, fused)
     assert fused.num_overflowed == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, BLOCK, 2 * BLOCK + 3])
+def test_a_step_takes_the_newest_tokens_that_were_sampled(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids, tokens = torch.arange(num_tokens), torch.randint(1000, 2000, (9,), generator=generator)
+    tokens[4] = -1  # no draft
+    rows = torch.randint(-1, 9, (num_tokens,), generator=generator, dtype=torch.int32)
+    wanted, found, rows, tokens = (each.to(DEVICE) for each in (ids.clone(), ids, rows, tokens))
+    put(wanted, rows, tokens)
+    for _ in range(2):  # again: the first of several ranks does it before it sends them, and in its graph
+        put_device_tokens(found, rows, tokens)
+        assert torch.equal(found, wanted)
+    assert torch.equal(found >= 1000, (rows >= 0) & (rows != 4))
+    assert (found[rows == 4] == 0).all()

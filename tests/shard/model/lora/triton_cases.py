@@ -108,6 +108,7 @@ class Bench:
         segments = [Segment(0, count, range(8), slot) for slot, count in zip(slots, counts, strict=True)]
         ids = torch.arange(sum(counts), device=DEVICE)
         self.inputs.fill(segments, ids, ids)
+        self.inputs.send()
         return len(ids)
 
     def wanted(self, target: LoraTarget, slots: list[int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

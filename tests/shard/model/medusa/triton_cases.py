@@ -93,6 +93,7 @@ class World:
         own = slots or [-1] * num_rows
         segments = [Segment(0, 1, range(1), slot) for slot in own]
         self.inputs.fill(segments, ids, ids, list(range(num_rows)), heads)
+        self.inputs.send()
         self.pool.prepare()
         y: torch.Tensor = self.output(x[None])[0]
         return y

@@ -165,6 +165,7 @@ class Placed:
     def step(self, slots: list[int]) -> None:
         segments = [Segment(0, 1, range(1), slot) for slot in slots]
         self.inputs.fill(segments, *[torch.arange(len(slots), device=DEVICE)] * 2)
+        self.inputs.send()
 
     def wanted(self, slots: list[int], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Token by token and expert by expert."""

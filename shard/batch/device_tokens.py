@@ -1,0 +1,41 @@
+"""Tokens of a step that only the device knows: those that the step before it sampled, and drafts.
+
+With commit lag 1 a step is launched before the host has them. They are in device memory, in one tensor.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lorikeet.shard.system import gpu
+
+
+class DeviceTokens(NamedTuple):
+    """Tokens of a step that are in a tensor of the device."""
+
+    indices: Sequence[int]
+    """[n] indices into T."""
+    places: Sequence[int]
+    """[n] indices into `tokens`."""
+    # [N] int64 tokens; where there is no draft, a negative number stands for any token
+    tokens: torch.Tensor
+
+
+def put(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put tokens of the device among those of a step, by operators of PyTorch.
+
+    input_ids: [T] int64, in place; places: [T] int32 indices into `tokens`, -1 for none; tokens: [N] int64.
+    """
+    found = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)
+    input_ids.copy_(torch.where(places < 0, input_ids, found))
+
+
+def put_in_graph(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+    """`put` in one launch where there is Triton, for captured steps. Their kernels are compiled at start."""
+    if not gpu.has_triton(input_ids.device):
+        put(input_ids, places, tokens)
+        return
+    from lorikeet.shard.batch.device_tokens_triton import put_device_tokens
+
+    put_device_tokens(input_ids, places, tokens)
