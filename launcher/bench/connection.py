@@ -36,6 +36,8 @@ class _Protocol(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.is_usable = True
+        self.was_answered = False
+        """Whether a part of the newest response has arrived."""
         self._response = Response()
         self._parser = httptools.HttpResponseParser(self)
         self._done: asyncio.Future[Response] | None = None
@@ -49,11 +51,13 @@ class _Protocol(asyncio.Protocol):
         self._response = Response() if pieces is None else Response(pieces=pieces)
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
+        self.was_answered = False
         self.transport.write(request)
         return self._done
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
+        self.was_answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -110,23 +114,38 @@ class Connections:
 
     async def _ask(self, request: bytes, pieces: Pieces | None = None) -> Response:
         async with asyncio.timeout(self._timeout_s):
-            connection = await self._take()
-            try:
-                response = await connection.send(request, pieces)
-            except BaseException:
-                connection.transport.abort()
-                raise
+            connection, response = await self._try_idle(request, pieces)
+            if connection is None or response is None:
+                connection = await self._open()
+                response = await self._send(connection, request, pieces)
         if connection.is_usable:
             self._idle.append(connection)
         else:
             connection.transport.close()
         return response
 
-    async def _take(self) -> _Protocol:
-        """The connection that was idle for the shortest time, or a new one."""
+    async def _try_idle(self, request: bytes, pieces: Pieces | None) -> tuple[_Protocol | None, Response | None]:
+        """Ask over the connection that was idle for the shortest time. None where there is no such connection, or where
+        the server has closed it and the client did not know: the request must be sent again (RFC 9112, 9.3.1).
+        """
         while self._idle:
-            if (idle := self._idle.pop()).is_usable:
-                return idle
+            if not (idle := self._idle.pop()).is_usable:
+                continue
+            try:
+                return idle, await self._send(idle, request, pieces)
+            except ConnectionError:
+                if idle.was_answered:
+                    raise
+        return None, None
+
+    async def _send(self, connection: _Protocol, request: bytes, pieces: Pieces | None) -> Response:
+        try:
+            return await connection.send(request, pieces)
+        except BaseException:
+            connection.transport.abort()
+            raise
+
+    async def _open(self) -> _Protocol:
         loop = asyncio.get_running_loop()
         try:
             _, protocol = await loop.create_connection(_Protocol, self._host, self._port, ssl=self._tls)

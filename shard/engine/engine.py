@@ -275,6 +275,8 @@ class Engine:
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
+        num_prompt_tokens = sum(item.end - item.start for item in step.scheduled if item.end - item.start > 1)
+        self.scheduler.prompt_chunks.observe(num_prompt_tokens, step.load.num_tokens, elapsed)
         draft_length = self.scheduler.proposer.draft_length
         if draft_length.is_used:
             draft_length.observe(step.scheduled, elapsed, draft_seconds)

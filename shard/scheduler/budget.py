@@ -1,11 +1,22 @@
 """How many prompt tokens a step computes, in all and per adapter. Imports no torch, reads no clock."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from lorikeet.shard.scheduler.request import Request
 
+SHORTEST_S, LONGEST_S = 0.08, 0.35
+"""Seconds of a step with prompts next to requests that decode: with few prompts waiting, so that streams do not
+pause, and with many, so that first tokens come soon.
+"""
+BACKLOG_SHARE = 1 / 8
+"""Part of the time of all waiting prompts that a step spends on them, between the two."""
+LEAST_SLOWDOWN, MOST_SLOWDOWN = 1.5, 4.0
+"""Both are at least so many times a step that only decodes: prompts keep pace with decoding on slow machines too."""
+NUM_MEASURED, LEAST_MEASURED, LEAST_TOKENS = 7, 32, 16
+"""Newest steps whose times count, prompt tokens of a step whose time counts, and prompt tokens of a step at least."""
 RECENT_STEPS = 128
 """Steps after which an adapter without requests no longer counts."""
 
@@ -15,7 +26,7 @@ class Limits:
     """What one step and one shard may hold."""
 
     step_tokens: int
-    """Tokens that a step computes for requests more than one token behind; those one token behind always fit."""
+    """Most tokens that a step computes for requests more than one token behind; those one token behind always fit."""
     max_running: int
     chunked_prefill: bool = True
     max_scored: int = 512
@@ -24,6 +35,35 @@ class Limits:
     """The prefill cap: as step_tokens, for all requests of an adapter that has many more than another, so that they do
     not make every request's steps long. With one request more it is three times this, and falls to this. None: no cap;
     prompts that are computed whole have none either."""
+
+
+class PromptChunks:
+    """Prompt tokens of the next step, by measured times of steps."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        # seconds per token of steps with prompts, and seconds of steps without
+        self._token_s: deque[float] = deque(maxlen=NUM_MEASURED)
+        self._decode_s: deque[float] = deque(maxlen=NUM_MEASURED)
+
+    def observe(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Record a step of so many tokens."""
+        if num_prompt_tokens >= LEAST_MEASURED:
+            self._token_s.append(seconds / num_tokens)
+        elif not num_prompt_tokens:
+            self._decode_s.append(seconds)
+
+    def choose(self, num_waiting: int, is_decoding: bool) -> int:
+        """Most prompt tokens of a step, of `num_waiting` that are to be computed; is_decoding: next to requests that
+        decode. The limit before any step was measured, and without chunks.
+        """
+        if not (self._limits.chunked_prefill and self._token_s):
+            return self._limits.step_tokens
+        token_s, decode_s = median(self._token_s), median(self._decode_s or (0.0,))
+        shortest, seconds = max(SHORTEST_S, LEAST_SLOWDOWN * decode_s), max(LONGEST_S, MOST_SLOWDOWN * decode_s)
+        if is_decoding:
+            seconds = min(seconds, max(shortest, BACKLOG_SHARE * num_waiting * token_s))
+        return min(self._limits.step_tokens, max(LEAST_TOKENS, round(seconds / max(token_s, 1e-9))))
 
 
 class AdapterPrefillCaps:

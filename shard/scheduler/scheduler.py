@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
-from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits
+from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits, PromptChunks
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
@@ -54,6 +54,7 @@ class Scheduler:
         """The only request of the newest step, because it may have crashed a shard."""
         self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
         self._adapter_prefill_caps = AdapterPrefillCaps(limits)
+        self.prompt_chunks = PromptChunks(limits)
         self._next_deadline = inf
 
     @property
@@ -105,9 +106,10 @@ class Scheduler:
     def _schedule(self) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
         caps = self._adapter_prefill_caps.of(self.requests.values()) if self._isolated is None else {}
-        budget = Budget(self.limits, caps, self.oom_backoff.step_tokens)
+        step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens())
+        budget = Budget(self.limits, caps, step_tokens)
         is_complete = self._plan(scheduled, budget)
-        has_prompts = budget.num_left < self.oom_backoff.step_tokens
+        has_prompts = budget.num_left < step_tokens
         self._capped_adapters_skipped = bool(caps) and has_prompts and not self._capped_adapters_skipped
         if caps and is_complete and not self._capped_adapters_skipped:
             budget.pass_for_capped = True
@@ -117,6 +119,11 @@ class Scheduler:
             drafted = (item for item in scheduled if item.is_on_device)
             self._drafted.update((item.request, item) for item in drafted)
         return scheduled
+
+    def _choose_step_tokens(self) -> int:
+        behind = [request.num_known - request.num_computed for request in self.running]
+        num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
+        return self.prompt_chunks.choose(num_waiting, is_decoding=1 in behind)
 
     def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
         """Add the requests that this pass may compute; False if it ended because of too few pages."""

@@ -64,14 +64,15 @@ def build_engine(
     model.warm_up_adapters()
     keeps_kv, chunked_prefill = prompt_parts(config, model)
     cache = KvCache(num_pages, model.page_size, keeps_kv)
-    adapter_prefill_tokens = None
+    calibration = None
     if chunked_prefill and model.info.pooled is None:
         max_prompt_tokens = min(config.max_total_tokens, num_pages * model.page_size)
-        adapter_prefill_tokens = prefill_calibration.measure(model, max_prompt_tokens)
-        log.info("prefill_budget_calibrated", tokens=adapter_prefill_tokens)
+        calibration = prefill_calibration.measure(model, max_prompt_tokens)
+        log.info("prefill_budget_calibrated", tokens=calibration.budget)
     limits = Limits(
-        config.step_tokens, config.max_running, chunked_prefill, adapter_prefill_tokens=adapter_prefill_tokens
-    )
+        config.step_tokens, config.max_running, chunked_prefill,
+        adapter_prefill_tokens=None if calibration is None else calibration.budget,
+    )  # fmt: skip
     info = model.info
     if info.pooled is None:
         sampler.warm_up()
@@ -85,6 +86,8 @@ def build_engine(
     ngrams = config.ngram_min, config.ngram_max, config.ngram_long
     sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history, most_on_device)
     scheduler = Scheduler(cache, limits, adapters, sources)
+    for step in () if calibration is None else calibration.steps:
+        scheduler.prompt_chunks.observe(*step)
     drafter = None
     if draft_model is not None:
         drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)

@@ -1,7 +1,11 @@
-"""Calibrates the per-adapter prefill budget: how many prompt tokens of the busiest adapter a step may contain."""
+"""Times steps with and without prompts: they give the prefill budget of the busiest adapter, and the first estimate of
+how many prompt tokens a step computes.
+"""
 
 import time
+from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -19,16 +23,26 @@ NUM_DECODES, NUM_PROMPT_TOKENS = 8, 64
 REPEATS = 3
 
 
-def measure(model: Model, max_prompt_tokens: int) -> int:
-    """The budget in tokens. Writes to KV pages, so it must run before any request."""
+class Calibration(NamedTuple):
+    """What was measured."""
+
+    budget: int
+    """Prompt tokens of one adapter."""
+    steps: Sequence[tuple[int, int, float]] = ()
+    """Prompt tokens, all tokens and seconds of the steps; empty on CUDA."""
+
+
+def measure(model: Model, max_prompt_tokens: int) -> Calibration:
+    """Writes to KV pages, so it must run before any request."""
     if model.info.device.type == "cuda":
-        return CUDA_TOKENS
+        return Calibration(CUDA_TOKENS)
     num_prompt = min(NUM_PROMPT_TOKENS, max_prompt_tokens)
     decodes = [Segment(0, 1, range(1))] * NUM_DECODES
     with_prompt = [*decodes, Segment(0, num_prompt, range(-(-num_prompt // model.page_size)))]
     times = [(_seconds(model, decodes), _seconds(model, with_prompt)) for _ in range(REPEATS)]
     decode_s, mixed_s = map(median, zip(*times, strict=True))
-    return budget(decode_s, mixed_s, num_prompt)
+    steps = (0, NUM_DECODES, decode_s), (num_prompt, NUM_DECODES + num_prompt, mixed_s)
+    return Calibration(budget(decode_s, mixed_s, num_prompt), steps)
 
 
 def budget(decode_s: float, mixed_s: float, num_prompt: int) -> int:

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "max-batch-prefill-tokens", "maximum number of prompt tokens per step", INTEGER, to=SHARD,
             field_name="step_tokens", default_text="max-input-length + 50", minimum=1,
-            differs="a budget per step: smaller values reduce the latency of running requests",
+            differs="a budget per step; measured times of steps make it smaller, so that streams do not pause",
         ),
         Flag(
             "max-batch-total-tokens", "maximum number of tokens in the KV cache", INTEGER, to=SHARD,
