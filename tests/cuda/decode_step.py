@@ -171,7 +171,7 @@ def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
 
 
 @contextmanager
-def stepping(model: Model, batch: int, has_adapters: bool) -> Iterator[Engine]:
+def stepping(model: Model, batch: int, has_adapters: bool, logprobs: LogprobParams | None = None) -> Iterator[Engine]:
     """An engine that decodes one token of each of `batch` greedy requests in every step, padded and with commit lag 1.
     Graphs are replaced by their results.
     """
@@ -188,7 +188,8 @@ def stepping(model: Model, batch: int, has_adapters: bool) -> Iterator[Engine]:
     engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1))
     outbox.open(EPOCH, wake=lambda: None)
     inbox.put(StreamOpened(EPOCH))
-    inbox.put(Commands(EPOCH, submits=[make_request(index, [1, 2, 3], 60) for index in range(batch)]))
+    wanted = logprobs or LogprobParams()
+    inbox.put(Commands(EPOCH, submits=[make_request(at, [1, 2, 3], 60, logprobs=wanted) for at in range(batch)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCopy, "__init__", begun)
         patch.setattr(HostCopy, "wait", waited)
@@ -202,9 +203,11 @@ def stepping(model: Model, batch: int, has_adapters: bool) -> Iterator[Engine]:
         inputs.pad(None)
 
 
-def count_outside(model: Model, batch: int, has_adapters: bool) -> tuple[Outside, int]:
+def count_outside(
+    model: Model, batch: int, has_adapters: bool, logprobs: LogprobParams | None = None
+) -> tuple[Outside, int]:
     """What a decode step does outside its graph, and the number of Triton's launches there."""
-    with stepping(model, batch, has_adapters) as engine, pytest.MonkeyPatch.context() as patch:
+    with stepping(model, batch, has_adapters, logprobs) as engine, pytest.MonkeyPatch.context() as patch:
         with recorded() as found, Outside() as outside:
 
             def start(copy: HostCopy, *tensors: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import SamplingParams
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     from tests.cuda import host_time
@@ -64,6 +64,13 @@ def test_a_step_copies_its_inputs_at_once(models: dict[bool, list[Model]], has_a
         found, launches = count_outside(models[has_adapters][0], batch, has_adapters)
     assert (found.to_device, found.operators, found.to_host) == (1, 0, 1)
     assert launches == SAMPLING["greedy"][1]
+
+
+@pytest.mark.parametrize("logprobs", [LogprobParams(wanted=True), LogprobParams(wanted=True, alternatives=3)])
+def test_log_probabilities_are_in_the_same_copies(models: dict[bool, list[Model]], logprobs: LogprobParams) -> None:
+    with without_values():
+        found, _ = count_outside(models[False][0], 8, has_adapters=False, logprobs=logprobs)
+    assert (found.to_device, found.to_host) == (1, 1)
 
 
 def test_the_host_s_time_of_a_step_is_measured(models: dict[bool, list[Model]]) -> None:

@@ -222,23 +222,39 @@ def test_an_engine_gives_the_same_texts_with_graphs(lag: int, drafts_on_device: 
     plain = model_with()
     plain.allocate_kv(NUM_PAGES)
     graphed, recorder = captured()
-    texts = [texts_of(plain, 0), texts_of(graphed, lag, drafts_on_device)]
+    texts = [texts_of(rig_of(plain, 0)), texts_of(rig_of(graphed, lag, drafts_on_device))]
     assert texts[0] == texts[1]
     assert recorder.num_replayed > 5
 
 
-def texts_of(model: Model, lag: int, drafts_on_device: bool = False) -> list[list[int]]:
-    """The texts of six requests: greedy, sampled, with speculative decoding, one longer than any graph."""
-    draft_sources = DraftSources(8, 1, 8, 4)
-    rig = Rig(
-        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=draft_sources,
+@pytest.mark.parametrize("drafts_on_device", [False, True])
+def test_graphs_take_the_tokens_that_the_host_does_not_know(drafts_on_device: bool) -> None:
+    model, recorder = model_with(), TapeRecorder()
+    model.allocate_kv(NUM_PAGES + 1)
+    rig = rig_of(model, 1, drafts_on_device)
+    model.inputs.device_tokens = rig.sampler.device_tokens
+    model.capture(padding(), recorder, padding().all())
+    plain = model_with()
+    plain.allocate_kv(NUM_PAGES)
+    # a step with drafts of the host starts only once all tokens are known to it
+    assert texts_of(rig, drafts_on_device) == texts_of(rig_of(plain, 0), drafts_on_device)
+    assert recorder.num_replayed > 5
+
+
+def rig_of(model: Model, lag: int, drafts_on_device: bool = False) -> Rig:
+    return Rig(
+        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=DraftSources(8, 1, 8, 4),
               drafts_on_device=drafts_on_device)
     )  # fmt: skip
+
+
+def texts_of(rig: Rig, may_draft: bool = True) -> list[list[int]]:
+    """The texts of six requests: greedy, sampled, with speculative decoding, one longer than any graph."""
     requests = []
     for index in range(6):
         prompt = [(5 * index + 3 * (place % 4)) % VOCAB for place in range(3 + 4 * index)]
         sampling = SamplingParams(do_sample=index % 2 == 1, temperature=0.5, seed=index)
-        speculation = Speculation(Method.LOOKUP, 3) if index % 3 else Speculation()
+        speculation = Speculation(Method.LOOKUP, 3) if may_draft and index % 3 else Speculation()
         requests.append(make_request(index, prompt, 9, sampling=sampling, speculation=speculation))
     outputs = rig.run(*requests)
     return [list(outputs[index].token_ids) for index in range(6)]
