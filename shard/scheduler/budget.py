@@ -53,17 +53,18 @@ class PromptChunks:
         elif not num_prompt_tokens:
             self._decode_s.append(seconds)
 
-    def choose(self, num_waiting: int, is_decoding: bool) -> int:
-        """Most prompt tokens of a step, of `num_waiting` that are to be computed; is_decoding: next to requests that
-        decode. The limit before any step was measured, and without chunks.
+    def choose(self, num_waiting: int, num_decoding: int) -> int:
+        """Most prompt tokens of a step, of `num_waiting` that are to be computed, next to so many requests that decode.
+        The limit before any step was measured, and without chunks.
         """
         if not (self._limits.chunked_prefill and self._token_s):
             return self._limits.step_tokens
         token_s, decode_s = median(self._token_s), median(self._decode_s or (0.0,))
         shortest, seconds = max(SHORTEST_S, LEAST_SLOWDOWN * decode_s), max(LONGEST_S, MOST_SLOWDOWN * decode_s)
-        if is_decoding:
+        if num_decoding:
             seconds = min(seconds, max(shortest, BACKLOG_SHARE * num_waiting * token_s))
-        return min(self._limits.step_tokens, max(LEAST_TOKENS, round(seconds / max(token_s, 1e-9))))
+        num_tokens = round(seconds / max(token_s, 1e-9)) - num_decoding
+        return min(self._limits.step_tokens, max(LEAST_TOKENS, num_tokens))
 
 
 class AdapterPrefillCaps:

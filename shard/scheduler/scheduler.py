@@ -123,7 +123,7 @@ class Scheduler:
     def _choose_step_tokens(self) -> int:
         behind = [request.num_known - request.num_computed for request in self.running]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
-        return self.prompt_chunks.choose(num_waiting, is_decoding=1 in behind)
+        return self.prompt_chunks.choose(num_waiting, behind.count(1))
 
     def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
         """Add the requests that this pass may compute; False if it ended because of too few pages."""

@@ -84,35 +84,35 @@ def test_prompts_computed_whole_have_no_caps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_ms", "decode_ms", "num_waiting", "is_decoding", "wanted"),
+    ("token_ms", "decode_ms", "num_waiting", "num_decoding", "wanted"),
     [
-        (1.0, 20, 256, True, 80),  # few prompts: 80 ms next to requests that decode
-        (1.0, 20, 256, False, 350),  # nobody waits for a step to end
-        (1.0, 20, 8192, True, 350),  # many prompts
-        (1.0, 20, 1600, True, 200),
-        (0.02, 8, 4000, True, 4000),
-        (0.02, 8, 400_000, True, 4096),  # the limit
-        (40.0, 600, 100, True, 22),  # a slow machine: half as long again as a step without prompts
-        (40.0, 600, 100_000, True, 60),
-        (400.0, 600, 256, True, LEAST_TOKENS),
+        (1.0, 20, 256, 8, 72),  # few prompts: 80 ms in all
+        (1.0, 20, 256, 0, 350),  # nobody waits for a step to end
+        (1.0, 20, 8192, 8, 342),  # many prompts
+        (1.0, 20, 1600, 8, 192),
+        (0.02, 8, 4000, 8, 3992),
+        (0.02, 8, 400_000, 8, 4096),  # the limit
+        (40.0, 600, 100, 2, 20),  # a slow machine: half as long again as a step without prompts
+        (40.0, 600, 100_000, 8, 52),
+        (400.0, 600, 256, 8, LEAST_TOKENS),
     ],
 )
 def test_prompt_tokens_of_a_step_follow_measured_times(
-    token_ms: float, decode_ms: float, num_waiting: int, is_decoding: bool, wanted: int
+    token_ms: float, decode_ms: float, num_waiting: int, num_decoding: int, wanted: int
 ) -> None:
     chunks = PromptChunks(Limits(4096, 64))
-    assert chunks.choose(num_waiting, is_decoding) == 4096
+    assert chunks.choose(num_waiting, num_decoding) == 4096
     for disturbed in (1, 1, 30):
         chunks.observe(64, 64, 64 * token_ms * disturbed / 1000)
         chunks.observe(0, 8, decode_ms * disturbed / 1000)
         chunks.observe(3, 11, 99.0)  # too few prompt tokens
-    assert chunks.choose(num_waiting, is_decoding) == pytest.approx(wanted, abs=1)
+    assert chunks.choose(num_waiting, num_decoding) == pytest.approx(wanted, abs=1)
 
 
 def test_prompts_that_are_not_divided_have_the_whole_limit() -> None:
     chunks = PromptChunks(Limits(4096, 64, chunked_prefill=False))
     chunks.observe(64, 64, 1.0)
-    assert chunks.choose(256, is_decoding=True) == 4096
+    assert chunks.choose(256, num_decoding=1) == 4096
 
 
 def test_a_scheduler_divides_a_prompt_next_to_a_request_that_decodes() -> None:
@@ -121,5 +121,5 @@ def test_a_scheduler_divides_a_prompt_next_to_a_request_that_decodes() -> None:
     for request in requests_of("", 2, 0, num_prompt=300):
         scheduler.add(request)
     assert step(scheduler) == ({"": [300, 50]}, 0)  # 350 ms
-    assert step(scheduler) == ({"": [80]}, 1)
-    assert step(scheduler) == ({"": [80]}, 1)
+    assert step(scheduler) == ({"": [79]}, 1)  # 80 ms
+    assert step(scheduler) == ({"": [79]}, 1)
