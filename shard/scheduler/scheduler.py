@@ -170,9 +170,8 @@ class Scheduler:
         self.proposer.committed(item, num_accepted, bool(reason))
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
-        if (
-            item.draft_ids or item.is_on_device
-        ):  # frees pages of rejected drafts; their KV in the last page is overwritten
+        if item.draft_ids or item.is_on_device:
+            # frees pages of rejected drafts; their KV in the last page is overwritten
             num_needed = 0 if following is None else following.end_of_pages
             self.cache.shrink(request, max(num_needed, len(request.token_ids)))
         if reason:
