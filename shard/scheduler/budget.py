@@ -7,11 +7,11 @@ from statistics import median
 
 from lorikeet.shard.scheduler.request import Request
 
-SHORTEST_S, LONGEST_S = 0.08, 0.35
+SHORTEST_S, LONGEST_S = 0.07, 0.35
 """Seconds of a step with prompts next to requests that decode: with few prompts waiting, so that streams do not
 pause, and with many, so that first tokens come soon.
 """
-BACKLOG_SHARE = 1 / 8
+BACKLOG_SHARE = 1 / 16
 """Part of the time of all waiting prompts that a step spends on them, between the two."""
 LEAST_SLOWDOWN, MOST_SLOWDOWN = 1.5, 4.0
 """Both are at least so many times a step that only decodes: prompts keep pace with decoding on slow machines too."""

@@ -86,11 +86,11 @@ def test_prompts_computed_whole_have_no_caps() -> None:
 @pytest.mark.parametrize(
     ("token_ms", "decode_ms", "num_waiting", "num_decoding", "wanted"),
     [
-        (1.0, 20, 256, 8, 72),  # few prompts: 80 ms in all
+        (1.0, 20, 256, 8, 62),  # few prompts: 70 ms in all
         (1.0, 20, 256, 0, 350),  # nobody waits for a step to end
         (1.0, 20, 8192, 8, 342),  # many prompts
-        (1.0, 20, 1600, 8, 192),
-        (0.02, 8, 4000, 8, 3992),
+        (1.0, 20, 3200, 8, 192),
+        (0.02, 8, 4000, 8, 3492),
         (0.02, 8, 400_000, 8, 4096),  # the limit
         (40.0, 600, 100, 2, 20),  # a slow machine: half as long again as a step without prompts
         (40.0, 600, 100_000, 8, 52),
@@ -121,5 +121,5 @@ def test_a_scheduler_divides_a_prompt_next_to_a_request_that_decodes() -> None:
     for request in requests_of("", 2, 0, num_prompt=300):
         scheduler.add(request)
     assert step(scheduler) == ({"": [300, 50]}, 0)  # 350 ms
-    assert step(scheduler) == ({"": [79]}, 1)  # 80 ms
-    assert step(scheduler) == ({"": [79]}, 1)
+    assert step(scheduler) == ({"": [69]}, 1)  # 70 ms
+    assert step(scheduler) == ({"": [69]}, 1)

@@ -48,5 +48,5 @@ def test_the_scheduler_uses_the_calibrated_budget(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(calibration, "measure", measure)
     engine = build_engine(config, load_model(config), Inbox(), Outbox())
     assert engine.scheduler.limits.adapter_prefill_tokens == 77
-    assert engine.scheduler.prompt_chunks.choose(64, num_decoding=1) == 39  # 80 ms at 2 ms for each token
+    assert engine.scheduler.prompt_chunks.choose(64, num_decoding=1) == 34  # 70 ms at 2 ms for each token
     assert measured == [64]
