@@ -56,6 +56,8 @@ class Upload:
         """
         if capacity and arrays[0].size > capacity:
             raise RuntimeError(f"a step needs {arrays[0].size} numbers, {capacity} are reserved")
+        if self._target is None and self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
         target, end = self._target, self._end if self._target else 0
         placed, sizes = Placed(), list[int]()
         for array in arrays:
