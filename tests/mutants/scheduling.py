@@ -7,8 +7,7 @@ CACHE, SCHEDULER, REQUEST = (
     "shard/scheduler/scheduler.py",
     "shard/scheduler/request.py",
 )
-SPECULATION = "tests/shard/engine/test_speculation.py::test_every_text_is_what_it_is_without"
-HEADS = "tests/shard/engine/test_heads_step.py::test_every_text_is_what_it_is_without"
+DEVICE_DRAFTS = "tests/shard/engine/test_device_drafts.py"
 CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard/engine/test_engine.py"
 
 MUTANTS = [
@@ -45,28 +44,29 @@ MUTANTS = [
         "shard/engine/step.py",
         "if index >= len(draft_ids) or",
         "if index < len(draft_ids) and",
-        f"{HEADS}[lag 1, drafts on the device-auto]",
+        f"{DEVICE_DRAFTS}::test_every_text_is_what_it_is_without[default-0.7-False]",
     ),
     Mutant(
         "a launched step keeps its position after the step before accepted drafts",
         "shard/scheduler/scheduler.py",
         "following.settle(num_accepted)",
         "following.settle(0)",
-        f"{SPECULATION}[lag 1, drafts on the device-0.7]",
+        f"{DEVICE_DRAFTS}::test_every_text_is_what_it_is_without[default-0.7-False]",
     ),
     Mutant(
         "pages of a launched step are freed with those of rejected drafts",
         "shard/scheduler/scheduler.py",
         "num_needed = 0 if following is None else following.end_of_pages",
         "num_needed = 0",
-        f"{SPECULATION}[few pages, lag 1, drafts on the device, chunks of 7-1.0]",
+        f"{DEVICE_DRAFTS}::test_every_text_is_what_it_is_without[few pages, chunks of 7-1.0-False]",
+        raises="IndexError",
     ),
     Mutant(
         "segments stay where they would be if no draft had been accepted",
         "shard/batch/inputs.py",
         "start = segment.start + int(self.num_accepted[segment.device_row])",
         "start = segment.start",
-        f"{SPECULATION}[lag 1, drafts on the device-0.7]",
+        f"{DEVICE_DRAFTS}::test_every_text_is_what_it_is_without[default-0.7-False]",
     ),
     Mutant(
         "a prefix cache hit covers the whole prompt, including its last token",

@@ -14,6 +14,9 @@ from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import Rig
 
+FEWER_EVERY = 11
+"""At two of so many lengths the device may find one draft and none, where the host expects more."""
+
 
 class ScriptedDraftSource:
     """Proposes each token of a text with the given probability, by a hash of its position alone, else another one."""
@@ -40,8 +43,10 @@ class ScriptedDraftSource:
         return choice.randrange(VOCAB_SIZE)
 
 
-def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float) -> None:
-    """Let the device propose the same tokens, by the number of tokens that it knows itself."""
+def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float, finds_fewer: bool = False) -> None:
+    """Let the device propose the same tokens, by the number of tokens that it knows itself; with `finds_fewer` only one,
+    or none, at some lengths.
+    """
 
     def propose(known: Texts, emitted: Emitted, ngrams: range) -> None:
         device_drafts.propose(known, emitted, ngrams)
@@ -49,7 +54,10 @@ def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float) -
         for row in emitted.table[0].tolist():
             text, length = texts[requests[row].key[1]], int(known.lengths[row])
             assert known.token_ids[row, : min(length, len(text))].tolist() == list(text[:length])
-            ids = ScriptedDraftSource(text, length, chance).propose(device_drafts.MOST_DRAFTS)
+            num_found = device_drafts.MOST_DRAFTS
+            if finds_fewer and length % FEWER_EVERY < 2:
+                num_found = length % FEWER_EVERY
+            ids = ScriptedDraftSource(text, length, chance).propose(num_found)
             known.draft_ids[0, row].fill_(device_drafts.NO_TOKEN)
             known.draft_ids[0, row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
 
