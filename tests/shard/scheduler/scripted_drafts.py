@@ -44,7 +44,7 @@ class ScriptedDraftSource:
 
 
 def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float, finds_fewer: bool = False) -> None:
-    """Let the device propose the same tokens, by the number of tokens that it knows itself; with `finds_fewer` only one,
+    """Let the device propose the same tokens, by the number of tokens that it knows itself; with `finds_fewer` one,
     or none, at some lengths.
     """
 
