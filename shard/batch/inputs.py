@@ -134,8 +134,6 @@ class StepInputs:
         self.device_tokens: torch.Tensor | None = None
         self.graph_sampling: GraphSampling | None = None
         """What captured steps sample by, if they do."""
-        self.is_sampled = False
-        """Whether the step samples its `sampled_rows` itself. Their logits are undefined then."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
         self._arrays: dict[Bounds, DeviceArrays] = {}
@@ -179,13 +177,12 @@ class StepInputs:
             self._host_rows = logits_rows.tolist()
         self.bounds, self._on_device = None, on_device
         self._moves.clear()
-        self._sampled_rows = sampled_rows
         if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
                 self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
-        self.is_sampled = bool(sampled_rows) and self.bounds is not None and self.graph_sampling is not None
+        self._sampled_rows = () if self.bounds is None or self.graph_sampling is None else sampled_rows
         self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
         self._fill_rows(input_ids, logits_rows, *self._lay_out())
         self._fill_adapters()
@@ -223,8 +220,7 @@ class StepInputs:
         if self._on_device is not None:
             token_places[self._on_device.indices] = self._on_device.places
         sampled_rows = np.full(0 if self.bounds is None else self.bounds.num_logits, -1, np.int64)
-        if self.is_sampled:
-            sampled_rows[: len(self._sampled_rows)] = self._sampled_rows
+        sampled_rows[: len(self._sampled_rows)] = self._sampled_rows
         arrays = ids, rows, positions, kv_slots, positions[rows] + 1, token_places, sampled_rows
         self.input_ids, self.logits_rows, self.position_ids, self.kv_slots, *others = self.upload.add(*arrays)
         self.next_positions, self.token_places, self.sampled_rows = others
@@ -323,6 +319,11 @@ class StepInputs:
     def host_rows(self) -> Sequence[int]:
         """[S] `logits_rows` on the host; waits for the device where they were not given."""
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step samples its `sampled_rows` itself. Their logits are undefined then."""
+        return bool(self._sampled_rows)
 
     @property
     def num_draft_rows(self) -> int:

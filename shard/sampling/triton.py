@@ -48,6 +48,8 @@ WIDTH = 4096
 """Tokens of a program."""
 ROOM = 4096
 """Tokens of a row to which filters are applied without reading the row again."""
+SCAN_REGISTERS, RESOLVE_REGISTERS = 128, 192
+"""Registers of a thread, at most: two programs of `scan` on a multiprocessor; none of `resolve` is spilt to memory."""
 DISTANCES = 32
 """Distances from the maximum that are tried for the buffer."""
 
@@ -295,13 +297,13 @@ def sample_rows(
     stats, measures, kept_scores = floats.split([num_rows * num_pieces * STATS.value, num_measures, num_kept])
     kept_ids = torch.empty(num_kept, dtype=torch.int32, device=logits.device)
     grid = (num_rows, num_pieces)
-    scan[grid](*step, stats, kept_logits, *sizes, WIDTH=width, **fixed)
+    scan[grid](*step, stats, kept_logits, *sizes, WIDTH=width, maxnreg=SCAN_REGISTERS, **fixed)
     if any_filters:
         measure[grid](*step, stats, measures, *sizes, WIDTH=width, **shape, **fixed)
         collect[grid](*step, stats, measures, kept_scores, kept_ids, *sizes, WIDTH=width, ROOM=room, **shape, **fixed)
     resolve[(num_rows,)](
         *step, stats, measures, kept_scores, kept_ids, token_ids, bad, overflowed, logprobs, last_tokens, *sizes,
-        num_pieces, WIDTH=width, ROOM=room, UPDATES=updates, **shape, **fixed,
+        num_pieces, WIDTH=width, ROOM=room, UPDATES=updates, maxnreg=RESOLVE_REGISTERS, **shape, **fixed,
     )  # fmt: skip
 
 
