@@ -143,6 +143,7 @@ MUTANTS = [
         "bounds.num_logits, -1, np.int64)",
         "bounds.num_logits, 0, np.int64)",
         f"{IN_GRAPH_TEST}::test_texts_are_those_of_sampling_outside_the_graph[0]",
+        raises="lorikeet.shard.model.graphs.CannotCapture: a step",
     ),
     Mutant(
         "only the arrays of the last call are copied of a padded step",
