@@ -2,14 +2,20 @@
 graphs_triton_cases.py does it with the kernels.
 """
 
+import copy
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
+from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import MOST_WANTED
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture
+from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.plan import Fused, Planner, Row
 from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
@@ -19,8 +25,20 @@ from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingPar
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from lorikeet.shard.system.operators import operator
 from tests.shard.grammar import small_tokenizer
+from tests.shard.model.dense_attention import DenseAttention
 from tests.shard.model.tape import TapeRecorder
-from tests.shard.model.test_graphs import MOST_ROWS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with, padding
+from tests.shard.model.test_graphs import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    VOCAB,
+    config_of,
+    model_with,
+    network_of,
+    padding,
+)
+from tests.shard.ranks_in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
 
 CPU = torch.device("cpu")
@@ -112,7 +130,7 @@ def requests() -> list[Request]:
 def steps_of(rig: Rig, model: Model, *given: Request) -> list[tuple[bool, int]]:
     """Run the requests. Of each step: whether it sampled in the graph, and the logits that were wanted."""
     rig.submit(*given)
-    found = []
+    found = list[tuple[bool, int]]()
     while not found or not rig.scheduler.is_idle:
         rig.step()
         found.append((model.inputs.is_sampled, model.inputs.num_wanted))
@@ -170,3 +188,30 @@ def test_a_graph_that_samples_another_token_is_rejected(monkeypatch: pytest.Monk
     monkeypatch.setattr(Highest, "token_ids", lambda _, num_rows: lowest[:num_rows])
     with pytest.raises(CannotCapture, match="samples lower logits"), torch.inference_mode():
         model.graphs.check()
+
+
+def test_of_several_ranks_the_first_one_samples() -> None:
+    config = config_of(2)
+    whole = network_of(config)
+    parts = [whole, copy.deepcopy(whole)]
+
+    def tokens(group: Group, network: nn.Module) -> tuple[bool, list[int], list[int]]:
+        """Whether the rank samples, its tokens, and those with the highest logits."""
+        inputs, backend = StepInputs(PAGE_SIZE, CPU), DenseAttention(PAGE_SIZE, 64, MOST_TOKENS)
+        model = assemble(network, config, backend, torch.float16, inputs, MOST_TOKENS, group)
+        model.allocate_kv(NUM_PAGES + 1)
+        highest = Highest(torch.zeros(4, dtype=torch.long))
+        if group.rank == 0:
+            inputs.graph_sampling = highest
+        model.capture(padding(), TapeRecorder(), padding().all(), True, group.agree)
+        wanted = list[int]()
+        for rows in ([], [2, 1]):
+            segments = [Segment(0, 3, range(8)), Segment(0, 1, range(8, 16))]
+            inputs.fill(segments, torch.tensor([3, 7, 9, 5]), torch.tensor([2, 3]), [2, 3], sampled_rows=rows)
+            highest_ids = model.forward().argmax(1).tolist()
+            wanted = wanted if rows else highest_ids
+        return inputs.is_sampled, highest.token_ids(4)[:2].tolist(), wanted
+
+    first, second = together([partial(tokens, network=part) for part in parts])
+    assert first == (True, first[2], first[2])
+    assert second == (False, [0, 0], first[2])
