@@ -70,7 +70,8 @@ def adapted(multiply: Multiply, a: torch.Tensor, b: torch.Tensor) -> Multiply:
     """A product whose rows belong to ADAPTERS slots in turn, each with factors of its own in memory. a: [RANK, in];
     b: [RANK, out].
     """
-    from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
+    from lorikeet.shard.batch.inputs import StepInputs
+    from lorikeet.shard.batch.row_groups import AdapterRows
     from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
     from tests.shard.model.lora.layout import packed
 

@@ -4,7 +4,7 @@ With commit lag 1 a step is launched before the host has them. They are in devic
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +20,22 @@ class DeviceTokens(NamedTuple):
     """[n] indices into `tokens`."""
     # [N] int64 tokens; where there is no draft, a negative number stands for any token
     tokens: torch.Tensor
+
+
+class GraphSampling(Protocol):
+    """Samples the tokens of a captured step, as part of it."""
+
+    def launch(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor
+    ) -> None:
+        """Sample a token for each of the first S rows that has a row of device state; copy the logits of all others.
+
+        logits: [S + E, V]; rows: [S + E] int64 rows of device state, -1 for none; positions: [S] int64 of the tokens;
+        kept_logits: [S + E, V] float32.
+        """
+
+    def token_ids(self, num_rows: int) -> torch.Tensor:
+        """[S] int64 the tokens that the newest captured step has sampled, of a step with S = `num_rows`."""
 
 
 def put(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:

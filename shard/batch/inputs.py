@@ -6,18 +6,17 @@ before each forward.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.device_tokens import DeviceTokens, put, put_in_graph
+from lorikeet.shard.batch.device_tokens import DeviceTokens, GraphSampling, put, put_in_graph
 from lorikeet.shard.batch.head_groups import HeadGroups, as_array
 from lorikeet.shard.batch.moves import Move, Moves
 from lorikeet.shard.batch.padding import Bounds, Padding
-from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups
+from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, RowGroups, rows_of
 from lorikeet.shard.batch.transfer import ALIGNED, to_device
 from lorikeet.shard.batch.upload import DeviceArrays, Upload
 
@@ -62,33 +61,6 @@ class HeadsRow(NamedTuple):
     """Heads 1 … num_drafts propose one token each, head j the one j positions after the row's own."""
 
 
-class AdapterRows:
-    """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
-
-    def __init__(self, slots: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
-        """`counts[i]` neighbouring rows belong to `slots[i]`, -1 for none."""
-        found: list[tuple[int, int, int]] = []
-        first = 0
-        for slot, count in zip(slots, counts, strict=True):
-            if slot >= 0:
-                ends = range(first, first + count, TASK_ROWS)
-                found += [(slot, at, min(TASK_ROWS, first + count - at)) for at in ends]
-            first += count
-        # [tasks, 3] slot, first row, number of rows
-        self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
-        self.groups: RowGroups | None = None
-        """The same on the device, where kernels read it there."""
-
-    def __len__(self) -> int:
-        """Number of tasks; on a device, of those that a launch covers."""
-        return len(self.tasks) if self.groups is None else self.groups.num_launched
-
-    @property
-    def address(self) -> int:
-        return int(self.tasks.ctypes.data)
-
-
-NO_ADAPTERS = AdapterRows()
 MOST_ARRAYS = 32
 """Arrays of a padded step, those of the attention backend included."""
 Positions = npt.NDArray[np.int64]
@@ -103,12 +75,6 @@ def slot_runs(segment: Segment) -> Iterator[tuple[int, int]]:
     yield -1, num_before
     if num_before < segment.num_tokens:
         yield segment.slot, segment.num_tokens - num_before
-
-
-def rows_of(slots: Sequence[int]) -> AdapterRows:
-    """The tasks of rows that belong to `slots[row]` each."""
-    runs = [(slot, len(list(run))) for slot, run in groupby(slots)]
-    return AdapterRows([slot for slot, _ in runs], [count for _, count in runs])
 
 
 class StepInputs:
@@ -145,6 +111,8 @@ class StepInputs:
         self.logits_rows = torch.empty(0, dtype=torch.long, device=device)
         # [S] position of the token that follows each of these; empty where only the device knows the indices
         self.next_positions = torch.empty(0, dtype=torch.long, device=device)
+        # [S + E] of a padded step: rows of device state that it samples for, -1 for logits that it only computes
+        self.sampled_rows = torch.empty(0, dtype=torch.long, device=device)
         self.heads: list[HeadsRow] = []
         """Rows of heads' draft tokens follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
@@ -164,10 +132,13 @@ class StepInputs:
         """Most int32 numbers that the attention backend adds to a padded step."""
         # [N] int64 from which captured steps take the tokens that the host does not know; or None
         self.device_tokens: torch.Tensor | None = None
+        self.graph_sampling: GraphSampling | None = None
+        """What captured steps sample by, if they do."""
         self._groups: tuple[RowGroups, RowGroups] | None = None
         self._padding: Padding | None = None
         self._arrays: dict[Bounds, DeviceArrays] = {}
         self._on_device: DeviceTokens | None = None
+        self._sampled_rows: Sequence[int] = ()
         self._moves = Moves()
         # of a padded step: destination and source, on the device
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -192,10 +163,12 @@ class StepInputs:
         host_rows: Sequence[int] | None = None,
         heads: Sequence[HeadsRow] = (),
         on_device: DeviceTokens | None = None,
+        sampled_rows: Sequence[int] = (),
     ) -> None:
         """Describe the next step. input_ids: [T]; logits_rows: [S] indices into T. Each is on the host or the device;
         `host_rows` repeats indices on the device for the host. heads: draft tokens that are wanted too; on_device:
-        tokens that only the device knows.
+        tokens that only the device knows; sampled_rows: rows of device state of the first of the S, whose tokens a
+        captured step may sample.
         """
         self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
         self.segments = [self._settled(each) for each in segments]
@@ -209,6 +182,7 @@ class StepInputs:
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
                 self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
+        self._sampled_rows = () if self.bounds is None or self.graph_sampling is None else sampled_rows
         self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
         self._fill_rows(input_ids, logits_rows, *self._lay_out())
         self._fill_adapters()
@@ -245,9 +219,11 @@ class StepInputs:
         token_places = np.full(num_rows, -1, np.int32)
         if self._on_device is not None:
             token_places[self._on_device.indices] = self._on_device.places
-        arrays = ids, rows, positions, kv_slots, positions[rows] + 1, token_places
+        sampled_rows = np.full(0 if self.bounds is None else self.bounds.num_logits, -1, np.int64)
+        sampled_rows[: len(self._sampled_rows)] = self._sampled_rows
+        arrays = ids, rows, positions, kv_slots, positions[rows] + 1, token_places, sampled_rows
         self.input_ids, self.logits_rows, self.position_ids, self.kv_slots, *others = self.upload.add(*arrays)
-        self.next_positions, self.token_places = others
+        self.next_positions, self.token_places, self.sampled_rows = others
         if self._host_rows is None:
             self.next_positions = self.next_positions[:0]
         if self.num_uncertain.any():
@@ -281,8 +257,9 @@ class StepInputs:
         """The memory for steps of these bounds."""
         found = self._arrays.get(bounds)
         if found is None:
-            # ids, positions and KV slots in eight bytes, rows of tokens; wanted rows and what follows them
-            num_numbers = 7 * bounds.num_rows + 4 * bounds.num_wanted + self.num_attention_numbers(bounds)
+            # ids, positions and KV slots in eight bytes, rows of tokens; wanted rows, what follows and who samples them
+            num_numbers = 7 * bounds.num_rows + 4 * bounds.num_wanted + 2 * bounds.num_logits
+            num_numbers += self.num_attention_numbers(bounds)
             if self._groups is not None and self.head_groups is not None:
                 of_rows, of_head = self._groups
                 num_numbers += of_rows.num_numbers(bounds.num_rows) + of_head.num_numbers(bounds.num_logits)
@@ -342,6 +319,11 @@ class StepInputs:
     def host_rows(self) -> Sequence[int]:
         """[S] `logits_rows` on the host; waits for the device where they were not given."""
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step samples its `sampled_rows` itself. Their logits are undefined then."""
+        return bool(self._sampled_rows)
 
     @property
     def num_draft_rows(self) -> int:

@@ -17,6 +17,8 @@ MOST_WANTED = 256
 DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128
 """Rows of heads' draft tokens for each row of a padded step with heads, and the rows of the largest such step; larger
 steps run without padding."""
+MOST_LOGITS = max(MOST_WANTED, MAX_DRAFTS * (1 + DRAFTS_PER_ROW))
+"""Rows of the output head of a padded step, at most."""
 
 
 @dataclass(frozen=True)

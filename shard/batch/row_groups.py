@@ -4,6 +4,9 @@ A task is up to TASK_ROWS rows of one slot, anywhere in the step. Empty tasks fo
 graph may launch more tasks than are used.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -57,6 +60,41 @@ class RowGroups:
         arrays = extended(tasks.ravel(), 3 * num_launched), row_slots, extended(row_ids, num_rows)
         sent, self.row_slots, self.row_ids = upload.add(*arrays)
         self.tasks = sent.view(-1, 3)
+
+
+class AdapterRows:
+    """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
+
+    def __init__(self, slots: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
+        """`counts[i]` neighbouring rows belong to `slots[i]`, -1 for none."""
+        found: list[tuple[int, int, int]] = []
+        first = 0
+        for slot, count in zip(slots, counts, strict=True):
+            if slot >= 0:
+                ends = range(first, first + count, TASK_ROWS)
+                found += [(slot, at, min(TASK_ROWS, first + count - at)) for at in ends]
+            first += count
+        # [tasks, 3] slot, first row, number of rows
+        self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
+        self.groups: RowGroups | None = None
+        """The same on the device, where kernels read it there."""
+
+    def __len__(self) -> int:
+        """Number of tasks; on a device, of those that a launch covers."""
+        return len(self.tasks) if self.groups is None else self.groups.num_launched
+
+    @property
+    def address(self) -> int:
+        return int(self.tasks.ctypes.data)
+
+
+NO_ADAPTERS = AdapterRows()
+
+
+def rows_of(slots: Sequence[int]) -> AdapterRows:
+    """The tasks of rows that belong to `slots[row]` each."""
+    runs = [(slot, len(list(run))) for slot, run in groupby(slots)]
+    return AdapterRows([slot for slot, _ in runs], [count for _, count in runs])
 
 
 def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:

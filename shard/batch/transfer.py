@@ -19,12 +19,15 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of tensors to the host, started here; on CUDA it waits for no step launched later."""
+    """An asynchronous copy of tensors to the host, started here. It waits for no step launched later; such a step may
+    overwrite the tensors.
+    """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._tensors = list(tensors)
-        if any(tensor.is_cuda for tensor in tensors):
+        if not any(tensor.is_cuda for tensor in tensors):
+            self._tensors = [tensor.clone() for tensor in tensors]
+        else:
             packed = pack(tensors)
             self._tensors = list(unpack(packed.to("cpu", non_blocking=True), tensors))
             self._event = torch.cuda.Event()

@@ -199,7 +199,7 @@ class Engine:
         try:
             self._refresh_rows()
             logits, draws = self._forward(step)
-            sample(step, logits, self._network.inputs.next_positions, self._sampler, self._masks, draws)
+            sample(step, logits, self._network.inputs, self._sampler, self._masks, draws)
             self._idle.start()
         except Exception as error:
             if is_device_broken(error):
@@ -243,7 +243,7 @@ class Engine:
         self._masks.start(step.scheduled)
         for item in step.scheduled:
             step.layout.add(item)
-        fill_inputs(self._network.inputs, step.layout, self._sampler)
+        fill_inputs(self._network.inputs, step.layout, self._sampler, self._masks.is_needed)
         self._idle.stop()
         self.learning.prepare(step.scheduled)
         logits = self._network.forward()

@@ -133,8 +133,8 @@ class Layout:
     parts: list[Part] = field(default_factory=list)
     on_device: StepDrafts = field(default_factory=StepDrafts)
     """Requests whose drafts the device makes."""
-    num_sampling: int = 0
-    """Requests for which the step samples."""
+    sampled_rows: list[int] = field(default_factory=list)
+    """Row of device state of each request for which the step samples."""
 
     def add(self, item: ScheduledRequest) -> None:
         """Append a request's tokens."""
@@ -155,7 +155,8 @@ class Layout:
             self.num_heads = heads.stop
         if sampled and request.drafts_on_device:
             self._add_on_device(item, sampled, heads)
-        self.num_sampling += bool(sampled)
+        if sampled:
+            self.sampled_rows.append(request.row)
         scored = range(len(self.score_indices), len(self.score_indices))
         if span := scored_span(item):
             scored = range(scored.start, scored.start + len(span))
@@ -172,7 +173,7 @@ class Layout:
     def _add_on_device(self, item: ScheduledRequest, sampled: range, heads: range) -> None:
         step, row = self.on_device, item.request.row
         of_heads = heads.start, item.num_heads if heads else 0
-        step.add(self.num_sampling, row, sampled, item.source, of_heads)
+        step.add(len(self.sampled_rows), row, sampled, item.source, of_heads)
         first = len(self.input_ids) - len(item.draft_ids)
         step.inputs += [(first + depth, step.sources[-1], row, depth) for depth in range(len(item.draft_ids))]
 
@@ -252,8 +253,10 @@ class Step:
         )
 
 
-def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
-    """Describe the step to the model: one flat row of tokens, those of the last step straight from the device."""
+def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler, is_masked: bool) -> None:
+    """Describe the step to the model: one flat row of tokens, those of the last step straight from the device.
+    is_masked: whether a grammar masks some of its logits.
+    """
     drafts, on_device = layout.on_device.inputs, None
     if layout.device_indices or drafts:
         indices = layout.device_indices + [index for index, *_ in drafts]
@@ -262,7 +265,11 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler) -> None:
     host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
     input_ids, logits_rows = (torch.tensor(each, dtype=torch.long) for each in (layout.input_ids, host_rows))
     segments = [_segment(part.item) for part in layout.parts]
-    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads, on_device)
+    sampled_rows = layout.sampled_rows
+    has_drafts = len(layout.sample_indices) > len(sampled_rows)
+    if is_masked or has_drafts or not sampler.can_sample_in_graph(sampled_rows):
+        sampled_rows = []
+    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads, on_device, sampled_rows)
 
 
 def _until_end(draft_ids: list[int]) -> list[int]:
@@ -273,24 +280,26 @@ def _until_end(draft_ids: list[int]) -> list[int]:
 def sample(
     step: Step,
     logits: torch.Tensor,
-    next_positions: torch.Tensor,
+    inputs: StepInputs,
     sampler: Sampler,
     masks: GrammarMasks,
     draws: DraftDraws | None,
 ) -> None:
     """Start what follows the forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads'
-    drafts; next_positions: [≥ S] of the sampled tokens; draws: the draft model's drafts in this step.
+    drafts; draws: the draft model's drafts in this step.
     """
     layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
     num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
-    if scheduled:
+    if inputs.is_sampled and inputs.bounds is not None:
+        step.sampled = sampler.take_from_graph(num_sampled, inputs.bounds.num_wanted)
+    elif scheduled:
         masks.apply(logits[:num_sampled])
-        rows, drafts = [item.request.row for item in scheduled], [item.draft_ids for item in scheduled]
+        rows, drafts = layout.sampled_rows, [item.draft_ids for item in scheduled]
         if any(drafts):
-            of, firsts = layout.on_device, [item.end for item in scheduled]
-            step.sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, of, next_positions)
+            of, firsts, at = layout.on_device, [item.end for item in scheduled], inputs.next_positions
+            step.sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, of, at)
         else:
-            step.sampled = sampler.sample(logits[:num_sampled], rows, next_positions)
+            step.sampled = sampler.sample(logits[:num_sampled], rows, inputs.next_positions)
     step.timer.mark(Phase.ACCEPT)
     head_ids = None
     if layout.heads:

@@ -59,6 +59,11 @@ class GrammarMasks:
         if jobs:
             self._filling = self._thread.submit(self._fill, jobs)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the step has masks, from `start` on."""
+        return self._filling is not None
+
     def wait(self) -> None:
         """Return once no thread reads a matcher any more, after a forward pass that failed."""
         if self._filling is not None:

@@ -220,7 +220,7 @@ class Model:
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:
         """Logits of `inputs.logits_rows`, then those of the heads in `inputs.heads`: [S + E, V] float32, valid until
-        the next call.
+        the next call. If `inputs.is_sampled`, those of rows that the step samples are undefined.
         """
         self.backend.prepare(self.inputs)
         self.inputs.send()

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
+from lorikeet.shard.batch.padding import MOST_LOGITS, MOST_WANTED
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.drafts.device_drafts import Emitted, Texts
 from lorikeet.shard.drafts.lookup_triton import propose
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Fused, Row, filters_of
-from lorikeet.shard.sampling.report import Sampled
+from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
 from lorikeet.shard.sampling.scores_triton import FILTERS, RAW, SAMPLES, SHOWN
 from lorikeet.shard.sampling.triton import ROOM, WIDTH, Outputs, Parameters, sample_rows
 
@@ -40,6 +41,9 @@ class DeviceRows:
         self._numbers[:, 3] = -1
         self._factors = torch.zeros(max_rows, 8, device=device)
         self._changes: dict[int, torch.Tensor] = {}
+        # [MOST_LOGITS] int64 and [bytes] results, at the same addresses for all captured steps
+        self._indices = torch.arange(MOST_LOGITS, device=device)
+        self._results = torch.zeros(result_bytes(MOST_WANTED), dtype=torch.uint8, device=device)
 
     def propose(self, texts: Texts, emitted: Emitted, ngrams: range) -> None:
         """Make the next drafts of rows, as device_drafts.propose."""
@@ -54,6 +58,25 @@ class DeviceRows:
         for updates in (True, False):
             found = Sampled([0], self._device, is_fused=True)
             self.sample(logits, Fused(zeros, zeros.clone(), any_filters=True), zeros.clone(), found, updates)
+
+    def launch(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor
+    ) -> None:
+        """As GraphSampling.launch. Raises ValueError for logits of another size than those that are kept."""
+        if logits.shape != kept_logits.shape:
+            raise ValueError(f"logits {tuple(logits.shape)} of a step that keeps {tuple(kept_logits.shape)}")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        found = self.results(positions.shape[0], positions.shape[0])
+        self._launch(logits, self._indices[: rows.shape[0]], rows, positions, found, True, True, kept_logits)
+
+    def token_ids(self, num_rows: int) -> torch.Tensor:
+        """As GraphSampling.token_ids."""
+        return self.results(num_rows, num_rows).token_ids
+
+    def results(self, num_rows: int, num_places: int, slow_rows: SlowRows | None = None) -> Sampled:
+        """What the newest captured step has sampled for its first rows; it has the logits of `num_places` rows."""
+        return Sampled([0] * num_rows, self._device, True, slow_rows, self._results, num_places)
 
     def put(self, row: Row) -> None:
         """The request has the row from the next launch on."""
@@ -90,10 +113,15 @@ class DeviceRows:
         """logits: [S, V], positions: [S] of their tokens. Put the tokens of the `fused` rows into `found`; `updates`:
         whether they are the newest tokens of their rows.
         """
-        parameters = Parameters(self._numbers, self._factors, self._counts.table, self._last_tokens)
-        flags = found.bad.view(torch.uint8), found.overflowed
-        outputs = Outputs(found.token_ids, *flags, found.logprobs)
+        self._launch(logits, fused.indices, fused.rows, positions, found, fused.any_filters, updates)
+
+    def _launch(
+        self, logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
+        found: Sampled, any_filters: bool, updates: bool, kept_logits: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        parameters = Parameters(self._numbers, self._factors, self._counts.address, self._last_tokens)
+        outputs = Outputs(found.token_ids, found.bad.view(torch.uint8), found.overflowed, found.logprobs)
         sample_rows(
-            logits, fused.indices, fused.rows, positions, parameters, outputs, fused.any_filters, updates,
+            logits, indices, rows, positions, *parameters, *outputs, kept_logits, any_filters, updates,
             self._tile.width, self._tile.room,
         )  # fmt: skip

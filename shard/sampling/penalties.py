@@ -62,6 +62,8 @@ class TokenCounts:
         self._device = device
         # [slots, V] int32: occurrences in the output, plus PROMPT for tokens of the prompt
         self.table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        # [1] int64 address of the table, at an address that stays when the table grows
+        self.address = torch.zeros(1, dtype=torch.long, device=device)
         self._free: list[int] = []
 
     def take(self, token_ids: list[int], num_prompt: int) -> int:
@@ -90,6 +92,7 @@ class TokenCounts:
         num_slots = self.table.shape[0]
         added = torch.zeros(max(num_slots, 4), self._vocab_size, dtype=torch.int32, device=self._device)
         self.table = torch.cat([self.table, added])
+        self.address.fill_(self.table.data_ptr())
         self._free.extend(range(num_slots, self.table.shape[0]))
 
 

@@ -4,6 +4,7 @@ Alternatives are ordered by score, then by token id; those that a request names 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import structlog
@@ -48,6 +49,19 @@ class SlowRows:
             log.info("sampling_slow_rows", count=self.count, effect="top_p or typical_p kept thousands of tokens")
 
 
+@lru_cache(1024)
+def _like(num_rows: int, k_max: int) -> list[torch.Tensor]:
+    """Tensors without values, in shape and type those of `Sampled`."""
+    shapes = ((num_rows,), torch.long), ((num_rows,), torch.bool), ((num_rows,), torch.uint8)
+    of_logprobs = ((num_rows,), torch.float32), ((num_rows, k_max), torch.long), ((num_rows, k_max), torch.float32)
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (*shapes, *of_logprobs)]
+
+
+def result_bytes(num_rows: int) -> int:
+    """Memory of `Sampled` for so many rows without alternatives."""
+    return packed_size(_like(num_rows, 0))
+
+
 class Sampled:
     """The tokens of one step on the device: S rows, with room for `k_max` alternatives each."""
 
@@ -57,16 +71,19 @@ class Sampled:
         device: torch.device,
         is_fused: bool = False,
         slow_rows: SlowRows | None = None,
+        memory: torch.Tensor | None = None,
+        num_places: int = 0,
     ) -> None:
-        """num_alternatives: [S] that each row asked for. is_fused: whether one launch fills in all rows."""
+        """num_alternatives: [S] that each row asked for. is_fused: whether one launch fills in all rows. memory:
+        [bytes] uint8 of captured steps, with `num_places` ≥ S rows; by default of this step alone, with S.
+        """
         self._slow_rows = slow_rows
-        num_rows, k_max = len(num_alternatives), max(num_alternatives, default=0)
+        num_rows, k_max = max(len(num_alternatives), num_places), max(num_alternatives, default=0)
         self._num_alternatives = num_alternatives
-        shapes = ((num_rows,), torch.long), ((num_rows,), torch.bool), ((num_rows,), torch.uint8)
-        of_logprobs = ((num_rows,), torch.float32), ((num_rows, k_max), torch.long), ((num_rows, k_max), torch.float32)
-        self._like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (*shapes, *of_logprobs)]
+        self._like = _like(num_rows, k_max)
+        size = packed_size(self._like)
         # [bytes] all results, for one copy
-        self._memory = torch.empty(packed_size(self._like), dtype=torch.uint8, device=device)
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
         # [S] sampled token of each row
         self.token_ids: torch.Tensor
         # [S] bool: scores had a NaN or nothing finite
@@ -114,7 +131,8 @@ class Sampled:
 
     def to_host(self) -> HostSampled:
         """The same as Python values. Waits for this step's sampling and nothing later."""
-        parts = (tensor.tolist() for tensor in unpack(self._copy.wait()[0], self._like))
+        num_rows = len(self._num_alternatives)
+        parts = (tensor[:num_rows].tolist() for tensor in unpack(self._copy.wait()[0], self._like))
         token_ids, bad, overflowed, logprobs, ids, values = parts
         ids, values = (
             [row[:width] for row, width in zip(table, self._num_alternatives, strict=True)] for table in (ids, values)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from lorikeet.shard.batch.device_tokens import GraphSampling
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.drafts.device_drafts import DeviceDrafts, StepDrafts
 from lorikeet.shard.sampling.block import Block, num_accepted
@@ -62,6 +63,8 @@ class Sampler:
         kernel = None if self._on_device is None else self._on_device.propose
         self.device_drafts = DeviceDrafts(max_rows, self.device_tokens, ngrams, kernel)
         self._slow_rows = SlowRows()
+        self._unfused: set[int] = set()
+        """Rows that kernels of the device do not sample."""
         self._plan: Plan | None = None
         self._planned: list[int] = []
         self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
@@ -95,7 +98,9 @@ class Sampler:
         )
         if added.reads_history:
             state.history.begin(row, token_ids)
-        if self._on_device is not None and added.is_fused:
+        if not self._state.planner.is_fused(added):
+            self._unfused.add(row)
+        elif self._on_device is not None:
             self._on_device.put(added)
         if most_tokens:
             self.device_drafts.add(row, token_ids, most_tokens)
@@ -108,6 +113,7 @@ class Sampler:
             self._state.counts.give_back(removed.slot)
         if self._on_device is not None and removed.is_fused:
             self._on_device.remove(row)
+        self._unfused.discard(row)
         self._forget_plans()
 
     def warm_up(self) -> None:
@@ -115,6 +121,22 @@ class Sampler:
         if self._on_device is not None:
             self._on_device.warm_up(self.vocab_size)
             self.device_drafts.warm_up()
+
+    @property
+    def in_graph(self) -> GraphSampling | None:
+        """What captured steps sample by; None without kernels."""
+        return self._on_device
+
+    def can_sample_in_graph(self, rows: Sequence[int]) -> bool:
+        """Whether a captured step can sample one token for each of these rows."""
+        return self._on_device is not None and self._unfused.isdisjoint(rows)
+
+    def take_from_graph(self, num_rows: int, num_places: int) -> Sampled:
+        """What the newest captured step has sampled for its first `num_rows` rows, of `num_places` whose logits it has.
+        Must be called before the next step is launched, which overwrites it.
+        """
+        assert self._on_device is not None
+        return self._on_device.results(num_rows, num_places, self._slow_rows).start_copy()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int] | torch.Tensor) -> Sampled:
         """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`: S of them,

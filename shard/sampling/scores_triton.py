@@ -46,6 +46,12 @@ def log_exponentials(tokens, seed, position):
 
 
 @triton.jit
+def counts_of(counts, slot, vocab_size):
+    """Where the counts of a slot begin."""
+    return tl.load(counts).to(tl.pointer_type(tl.int32)) + slot * vocab_size
+
+
+@triton.jit
 def scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride):
     """The scores of some tokens that the row's tokens are chosen by, before filters; -inf beyond the vocabulary."""
     inside = tokens < vocab_size
@@ -64,7 +70,7 @@ def scores_of(logits, row, index, position, tokens, numbers, factors, counts, vo
     slot = tl.load(numbers + 3)
     if slot >= 0:
         repetition, frequency, presence = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6)
-        known = tl.load(counts + slot * vocab_size + tokens, mask=inside, other=0)
+        known = tl.load(counts_of(counts, slot, vocab_size) + tokens, mask=inside, other=0)
         divided = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * repetition)
         x = tl.where(known != 0, tl.where(x < 0, x * repetition, divided), x)
         known &= _PROMPT - 1

@@ -1,4 +1,4 @@
-"""Sampling on CUDA: tokens of many rows by four launches, none of which writes a value for every token.
+"""Sampling on CUDA: tokens of many rows by four launches, none of which writes a value for every token it may sample.
 
 `scan` reads each row once: maximum, sum and, of rows without filters, the arg max with noise. Of rows with filters
 `measure` counts the tokens within a few distances from the maximum and adds up their probabilities, `collect` puts the
@@ -6,6 +6,8 @@ tokens within one of these distances into a buffer, and `resolve` applies the fi
 penalties.py, masks.py and noise.py are the specification. Where the buffer is too small, `resolve` does the same with
 the whole row, and says so.
 Bits: a row's sums have an order that depends on the vocabulary alone, so its token is the same in any batch.
+A captured step launches them for all rows whose logits it computes. A row that it does not sample has no row of the
+parameters: its programs return at once, and `scan` copies its logits for what follows the graph.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -36,14 +38,18 @@ from lorikeet.shard.sampling.scores_triton import (
     SHOWN,
     STATS,
     best_of,
+    counts_of,
     log_exponentials,
     scores_of,
 )  # fmt: skip
+from lorikeet.shard.system.operators import operator
 
 WIDTH = 4096
 """Tokens of a program."""
 ROOM = 4096
 """Tokens of a row to which filters are applied without reading the row again."""
+SCAN_REGISTERS, RESOLVE_REGISTERS = 128, 192
+"""Registers of a thread, at most: two programs of `scan` on a multiprocessor; none of `resolve` is spilt to memory."""
 DISTANCES = 32
 """Distances from the maximum that are tried for the buffer."""
 
@@ -57,7 +63,7 @@ class Parameters(NamedTuple):
     # [max_rows, FACTORS] float32: temperature, top_p (1: off), log min_p (-inf: off), typical_p (1: off), repetition,
     # frequency and presence penalties
     factors: torch.Tensor
-    # [slots, V] int32
+    # [1] int64 address of the counts, [slots, V] int32
     counts: torch.Tensor
     # [max_rows] int64 newest token of each row
     last_tokens: torch.Tensor
@@ -65,15 +71,22 @@ class Parameters(NamedTuple):
 
 @triton.jit
 def scan(
-    logits, indices, rows, positions, numbers, factors, counts, stats, vocab_size, logits_stride, WIDTH: tl.constexpr,
+    logits, indices, rows, positions, numbers, factors, counts, stats, kept_logits, vocab_size, logits_stride,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """stats[row, program]: maximum, sum of exp(score - maximum), best value and its token, the same maximum and sum of
-    the logits, whether there is a NaN, sum of (score - maximum) exp(score - maximum).
+    the logits, whether there is a NaN, sum of (score - maximum) exp(score - maximum). kept_logits[index]: the logits of
+    rows that are not sampled.
     """
     place, piece = tl.program_id(0), tl.program_id(1)
     index, row = tl.load(indices + place), tl.load(rows + place)
-    position = tl.load(positions + index)
     tokens = piece * WIDTH + tl.arange(0, WIDTH)
+    if row < 0:
+        if kept_logits is not None:
+            given = tl.load(logits + index * logits_stride + tokens, mask=tokens < vocab_size)
+            tl.store(kept_logits + index * vocab_size + tokens, given.to(tl.float32), mask=tokens < vocab_size)
+        return
+    position = tl.load(positions + index)
     x = scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride)
     flags = tl.load(numbers + row * NUMBERS + 2)
     most = tl.max(x, 0)
@@ -113,6 +126,8 @@ def measure(
     """measures[row, program, distance]: number of tokens within the distance from the row's maximum, and their sum."""
     place, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows + place)
+    if row < 0:
+        return
     if (tl.load(numbers + row * NUMBERS + 2) & FILTERS) == 0:
         return
     index = tl.load(indices + place)
@@ -136,6 +151,8 @@ def collect(
     """kept_scores, kept_ids[row]: the tokens within the distance that suffices, in their order."""
     place, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows + place)
+    if row < 0:
+        return
     if (tl.load(numbers + row * NUMBERS + 2) & FILTERS) == 0:
         return
     index = tl.load(indices + place)
@@ -165,6 +182,8 @@ def resolve(
     """token_ids, bad, overflowed, logprobs[index]: the row's token. With UPDATES its newest token and counts follow."""
     place = tl.program_id(0)
     index, row = tl.load(indices + place), tl.load(rows + place)
+    if row < 0:
+        return
     position = tl.load(positions + index)
     own, of = numbers + row * NUMBERS, factors + row * FACTORS
     flags = tl.load(own + 2)
@@ -235,7 +254,7 @@ def resolve(
         tl.store(last_tokens + row, token.to(tl.int64))
         slot = tl.load(own + 3)
         if slot >= 0:
-            at = counts + slot * vocab_size + token
+            at = counts_of(counts, slot, vocab_size) + token
             tl.store(at, tl.load(at) + 1)
 
 
@@ -252,27 +271,23 @@ class Outputs(NamedTuple):
     logprobs: torch.Tensor
 
 
+@operator("sample_rows", mutates_args=("last_tokens", "token_ids", "bad", "overflowed", "logprobs", "kept_logits"))
 def sample_rows(
-    logits: torch.Tensor,
-    indices: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    parameters: Parameters,
-    outputs: Outputs,
-    any_filters: bool,
-    updates: bool,
-    width: int = WIDTH,
-    room: int = ROOM,
-) -> None:
-    """logits: [S, V], not changed. indices, rows: [n] int64, which of the S rows to sample, and their rows of the
-    parameters; positions: [S] int64 of their tokens. any_filters: whether one of them may have filters; updates:
-    whether the tokens are the newest of their rows.
+    logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor,
+    factors: torch.Tensor, counts: torch.Tensor, last_tokens: torch.Tensor, token_ids: torch.Tensor, bad: torch.Tensor,
+    overflowed: torch.Tensor, logprobs: torch.Tensor, kept_logits: torch.Tensor | None, any_filters: bool,
+    updates: bool, width: int = WIDTH, room: int = ROOM,
+) -> None:  # fmt: skip
+    """logits: [L, V], not changed. indices, rows: [n] int64, which of the L rows to sample, and their rows of the
+    parameters, -1 for none: the row's logits are copied to kept_logits, [L, V] float32, if there are such.
+    positions: [S ≤ L] int64 of the tokens, read of rows that are sampled. What follows is in Parameters and Outputs.
+    any_filters: whether a row may have filters; updates: whether the tokens are the newest of their rows.
     """
     num_rows, vocab_size = indices.shape[0], logits.shape[1]
     num_pieces = triton.cdiv(vocab_size, width)
     fixed: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
     shape: dict[str, Any] = {"PIECES": triton.next_power_of_2(num_pieces), "DISTANCES": DISTANCES}
-    step = (logits, indices, rows, positions, parameters.numbers, parameters.factors, parameters.counts)
+    step = (logits, indices, rows, positions, numbers, factors, counts)
     sizes = (vocab_size, logits.stride(0))
     num_measures = num_rows * num_pieces * DISTANCES * 2 if any_filters else 4  # what follows stays aligned
     num_kept = num_rows * room if any_filters else 4
@@ -282,11 +297,16 @@ def sample_rows(
     stats, measures, kept_scores = floats.split([num_rows * num_pieces * STATS.value, num_measures, num_kept])
     kept_ids = torch.empty(num_kept, dtype=torch.int32, device=logits.device)
     grid = (num_rows, num_pieces)
-    scan[grid](*step, stats, *sizes, WIDTH=width, **fixed)
+    scan[grid](*step, stats, kept_logits, *sizes, WIDTH=width, maxnreg=SCAN_REGISTERS, **fixed)
     if any_filters:
         measure[grid](*step, stats, measures, *sizes, WIDTH=width, **shape, **fixed)
         collect[grid](*step, stats, measures, kept_scores, kept_ids, *sizes, WIDTH=width, ROOM=room, **shape, **fixed)
     resolve[(num_rows,)](
-        *step, stats, measures, kept_scores, kept_ids, *outputs, parameters.last_tokens, *sizes, num_pieces,
-        WIDTH=width, ROOM=room, UPDATES=updates, **shape, **fixed,
+        *step, stats, measures, kept_scores, kept_ids, token_ids, bad, overflowed, logprobs, last_tokens, *sizes,
+        num_pieces, WIDTH=width, ROOM=room, UPDATES=updates, maxnreg=RESOLVE_REGISTERS, **shape, **fixed,
     )  # fmt: skip
+
+
+@sample_rows.register_fake
+def _(*_args: object) -> None:
+    return None

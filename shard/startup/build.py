@@ -57,6 +57,8 @@ def build_engine(
     model.others = leader
     sampler = build_sampler(config, model)
     model.inputs.device_tokens = sampler.device_tokens  # which captured steps read
+    if model.info.pooled is None:
+        model.inputs.graph_sampling = sampler.in_graph
     adapters = build_adapters(config, model, inbox, leader)
     num_pages = build_kv(config, model, draft_model, has_adapters=adapters is not None)
     if leader is not None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape
 from lorikeet.shard.attention.paged import PagedAttention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.engine.engine import Engine, LoopConfig
@@ -26,6 +26,7 @@ from lorikeet.shard.model import Model, layers
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion import layer, parts, verify
+from lorikeet.shard.model.graphs import Launch
 from lorikeet.shard.sampling import Sampler, plan
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.budget import Limits
@@ -38,7 +39,7 @@ from tests.shard.engine.test_on_a_device import begun, waited
 from tests.shard.rig import EPOCH, make_request
 
 META = torch.device("meta")
-PAGE, CONTEXT, MOST_TOKENS, NUM_SLOTS = 64, 1024, 4096, 64
+PAGE, MOST_TOKENS, NUM_SLOTS = 64, 4096, 64
 PROCESSORS = 132
 """Multiprocessors of an H100."""
 FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "view", "expand")
@@ -138,21 +139,30 @@ def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
     return model
 
 
+class CountingRecorder:
+    """Counts what a captured step launches."""
+
+    counts: Count
+
+    def record(self, compute: Launch) -> Launch:
+        with counting() as counts:
+            compute()
+        self.counts = counts[0]
+        return compute
+
+
 @torch.inference_mode()
-def count_pass(model: Model, batch: int, has_adapters: bool) -> Count:
-    """Counts of the captured part of a decode step."""
-    inputs = model.inputs
-    inputs.device_tokens = torch.empty(256, dtype=torch.long, device=META)
-    inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
-    segments = [Segment(CONTEXT - 1, 1, range(CONTEXT // PAGE), 0 if has_adapters else -1) for _ in range(batch)]
-    ids = torch.empty(batch, dtype=torch.long, device=META)
-    inputs.fill(segments, ids, ids, range(batch))
-    assert inputs.bounds is not None and inputs.bounds.num_rows == batch
-    model.backend.prepare(inputs)
-    inputs.send()
-    with counting() as counts:
-        model.compute()
-    return counts[0]
+def count_graph(model: Model, batch: int, has_adapters: bool) -> Count:
+    """Counts of the captured part of a decode step, which samples."""
+    inputs, recorder = model.inputs, CountingRecorder()
+    sampler = Sampler(model.info.vocab_size, batch, META, tile=Tile())
+    inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
+    padding = Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters)
+    bounds = padding.fit(batch, batch, 0, has_adapters)
+    assert bounds is not None and bounds.num_rows == batch
+    model.capture(padding, recorder, [bounds])
+    model.drop_graphs()
+    return recorder.counts
 
 
 @torch.inference_mode()
@@ -165,7 +175,8 @@ def count_sampling(vocab_size: int, params: Sequence[SamplingParams]) -> Count:
     logits = torch.empty(len(params), vocab_size, device=META)
     with recorded():
         sampler.sample(logits, rows, [2] * len(rows))  # the plan is made once for the same rows
-    with counting() as counts:
+    with pytest.MonkeyPatch.context() as patch, counting() as counts:
+        patch.setattr(HostCopy, "__init__", begun)
         sampler.sample(logits, rows, [3] * len(rows))
     return counts[0]
 
@@ -177,7 +188,7 @@ def stepping(model: Model, batch: int, has_adapters: bool, logprobs: LogprobPara
     """
     inputs, vocab_size = model.inputs, model.info.vocab_size
     sampler = Sampler(vocab_size, batch, META, tile=Tile())
-    inputs.device_tokens = sampler.device_tokens
+    inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
     inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
 
     def replay(bounds: Bounds) -> torch.Tensor:

@@ -154,15 +154,12 @@ def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool, stores: bo
     fused.rotate(tensor(T, 48 * dim, dtype=dtype), cos, cos, [32, 8, dim], weight, weight, *place, 1e-6, 0.0, True)
 
 
-def sample() -> None:
+def sample(dtype: torch.dtype, is_captured: bool) -> None:
     rows, shape = tensor(T, dtype=I64), (T, 128256)
-    counts = tensor(4, shape[1], dtype=I32)
-    tables = tensor(256, 8, dtype=I64), tensor(256, 8, dtype=FP32), counts, tensor(256, dtype=I64)
+    tables = tensor(256, 8, dtype=I64), tensor(256, 8, dtype=FP32), tensor(1, dtype=I64), tensor(256, dtype=I64)
     outputs = rows, *(tensor(T, dtype=kind) for kind in (torch.uint8, torch.uint8, FP32))
-    logits, parameters = tensor(*shape, dtype=FP32), sampling.Parameters(*tables)
-    sampling.sample_rows(
-        logits, rows, rows, rows, parameters, sampling.Outputs(*outputs), any_filters=True, updates=True
-    )
+    kept = tensor(*shape, dtype=FP32) if is_captured else None
+    sampling.sample_rows(tensor(*shape, dtype=dtype), rows, rows, rows, *tables, *outputs, kept, True, True)
 
 
 def look_up() -> None:
@@ -218,7 +215,9 @@ def _variants() -> Iterator[Variant]:
     yield Variant(
         "masks of grammars", lambda: grammars.mask_rows(tensor(T, 128256, dtype=FP32), tensor(9, 4009, dtype=I32))
     )
-    yield Variant("sampling", sample)
+    yield Variant("sampling", lambda: sample(FP32, is_captured=False))
+    yield Variant("sampling in graphs", lambda: sample(BF16, is_captured=True), AMPERE)
+    yield Variant("sampling in graphs float16", lambda: sample(FP16, is_captured=True), TURING, TURING)
     yield Variant("prompt lookup", look_up)
     ids = lambda: tensor(T, dtype=I64)
     put = lambda: device_tokens_triton.put_device_tokens(ids(), tensor(T, dtype=I32), ids())

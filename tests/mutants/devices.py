@@ -7,6 +7,7 @@ READ_TEST = "tests/shard/adapters/test_ranks.py"
 ENGINE_TEST = "tests/shard/engine/test_engine_memory.py"
 GRAPHS_TEST = "tests/shard/model/test_graphs.py"
 COMPATIBILITY_TEST = "tests/router/shards/test_discovery.py::test_a_shard_that_differs_from_the_others_is_incompatible"
+IN_GRAPH_TEST = "tests/shard/model/test_sampled_steps.py"
 FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
 
 MUTANTS = [
@@ -111,9 +112,38 @@ MUTANTS = [
     Mutant(
         "the tokens that only the device knows are put before the others",
         "shard/batch/inputs.py",
-        "token_places[self._device_tokens.indices] = self._device_tokens.rows",
-        "token_places[: len(self._device_tokens.rows)] = self._device_tokens.rows",
+        "token_places[self._on_device.indices] = self._on_device.places",
+        "token_places[: len(self._on_device.places)] = self._on_device.places",
         "tests/shard/batch/test_inputs.py::test_tokens_that_only_the_device_knows",
+    ),
+    Mutant(
+        "a step whose logits a grammar masks is sampled in its graph",
+        "shard/engine/step.py",
+        "if is_masked or has_drafts",
+        "if has_drafts",
+        f"{IN_GRAPH_TEST}::test_a_step_with_a_row_that_the_graph_cannot_sample_is_sampled_outside[grammar]",
+    ),
+    Mutant(
+        "rows that need PyTorch's operators are sampled in the graph",
+        "shard/sampling/sampler.py",
+        "            self._unfused.add(row)\n",
+        "            pass\n",
+        f"{IN_GRAPH_TEST}::test_a_step_with_a_row_that_the_graph_cannot_sample_is_sampled_outside[watermark]",
+    ),
+    Mutant(
+        "the host reads the tokens that a later step has sampled",
+        "shard/batch/transfer.py",
+        "[tensor.clone() for tensor in tensors]",
+        "list(tensors)",
+        f"{IN_GRAPH_TEST}::test_texts_are_those_of_sampling_outside_the_graph[1]",
+    ),
+    Mutant(
+        "logits that a graph does not sample are not kept",
+        "shard/batch/inputs.py",
+        "bounds.num_logits, -1, np.int64)",
+        "bounds.num_logits, 0, np.int64)",
+        f"{IN_GRAPH_TEST}::test_texts_are_those_of_sampling_outside_the_graph[0]",
+        raises="lorikeet.shard.model.graphs.CannotCapture: a step",
     ),
     Mutant(
         "only the arrays of the last call are copied of a padded step",

@@ -1,6 +1,7 @@
 """An engine with the fake model, driven step by step."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
@@ -16,6 +17,9 @@ from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
+
+if TYPE_CHECKING:
+    from lorikeet.shard.sampling.device import Tile
 
 EPOCH = 1
 
@@ -41,6 +45,8 @@ class Setup:
     """Replaces the fake model's draft model; both have this vocabulary."""
     vocab_size: int = VOCAB_SIZE
     drafts_on_device: bool = False
+    tile: "Tile | None" = None
+    """Sample by kernels with these sizes, in steps that are captured later too."""
     grammars: NoGrammars | None = None
 
 
@@ -55,7 +61,9 @@ class Rig:
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
         inputs, draft_sources = (setup.network or self.model).inputs, setup.draft_sources
-        sampler = self.sampler = Sampler(setup.vocab_size, setup.max_running, inputs.device)
+        sampler = self.sampler = Sampler(setup.vocab_size, setup.max_running, inputs.device, tile=setup.tile)
+        if setup.tile is not None:
+            inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
         if setup.drafts_on_device:
             draft_sources = replace(draft_sources, most_on_device=MOST_DRAFTS)
             inputs.num_accepted = sampler.device_drafts.num_accepted

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from lorikeet.shard.batch.inputs import AdapterRows
-from lorikeet.shard.batch.row_groups import TASK_ROWS
+from lorikeet.shard.batch.row_groups import TASK_ROWS, AdapterRows
 from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lorikeet.shard.attention.base import Destination
-from lorikeet.shard.batch.inputs import NO_ADAPTERS
+from lorikeet.shard.batch.row_groups import NO_ADAPTERS
 from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings

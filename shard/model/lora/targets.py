@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.inputs import AdapterRows, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
 from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.system.native import CompilerMissing, library

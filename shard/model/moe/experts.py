@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from lorikeet.shard.batch.inputs import rows_of
+from lorikeet.shard.batch.row_groups import rows_of
 from lorikeet.shard.model.kernels.grouped import multiply_grouped
 from lorikeet.shard.model.kernels.packing import PackedMatrix, pack
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pairs

@@ -1,9 +1,10 @@
-"""Captured steps with adapters: one graph for any mix of them, and of ranks. Run by test_graphs.py in a process of its
-own, with TRITON_INTERPRET=1.
+"""Captured steps with adapters, heads and sampling: one graph for any mix of them, and of ranks. Run by test_graphs.py
+in a process of its own, with TRITON_INTERPRET=1.
 """
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
@@ -12,9 +13,14 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.tables import targets_of
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from lorikeet.shard.sampling.device import Tile
+from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
+from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.model.lora.triton_cases import LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
-from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, VOCAB, model_with
+from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with
+from tests.shard.rig import Rig, Setup, make_request
 
 MOST_ROWS = 8
 CLOSE = 2.0**-7
@@ -111,3 +117,39 @@ def test_one_graph_holds_any_mix_of_heads() -> None:
         assert found[0].shape == found[1].shape == (3 + sum(each.num_drafts for each in heads), VOCAB)
         assert float((found[0] - found[1]).abs().max()) <= CLOSE * float(found[0].abs().max())
     assert recorder.num_replayed == 3
+
+
+SAMPLING = (
+    SamplingParams(),
+    SamplingParams(do_sample=True, temperature=0.7, seed=1),
+    SamplingParams(do_sample=True, top_p=0.8, top_k=20, typical_p=0.9, seed=2),
+    SamplingParams(do_sample=True, repetition_penalty=1.3, frequency_penalty=0.4, seed=3),
+    SamplingParams(logit_bias=((4, 9.0),), presence_penalty=8.0),
+    SamplingParams(watermark=True),
+)
+
+
+@pytest.mark.parametrize(("lag", "drafts_on_device"), [(0, False), (1, True)])
+def test_a_graph_samples_what_the_same_kernels_sample_outside(lag: int, drafts_on_device: bool) -> None:
+    found = []
+    for samples_in_graph in (True, False):
+        model, recorder = model_with(num_layers=1), TapeRecorder()
+        rig = Rig(
+            Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, tile=Tile(64, 64),
+                  draft_sources=DraftSources(8, 1, 8, 4), drafts_on_device=drafts_on_device)
+        )  # fmt: skip
+        if not samples_in_graph:
+            model.inputs.graph_sampling = None
+        padding = Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES)
+        model.allocate_kv(NUM_PAGES + 1)
+        model.capture(padding, recorder, padding.all(), is_checked=True)
+        for index in range(8):
+            rig.submit(
+                make_request(index, [3, 5 + index, 3, 5 + index, 3], 4 + index % 3, sampling=SAMPLING[index % 5],
+                             logprobs=LogprobParams(wanted=index % 2 == 0, raw=index == 2),
+                             speculation=Speculation(Method.LOOKUP, 2) if index in (0, 5) else Speculation())
+            )  # fmt: skip
+            rig.step()
+        outputs = rig.run(make_request(8, [3, 5], 2, sampling=SAMPLING[5]))
+        found.append([(each.token_ids, repr(each.logprobs)) for _, each in sorted(outputs.items())])
+    assert found[0] == found[1]

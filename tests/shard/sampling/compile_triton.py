@@ -23,4 +23,5 @@ def check(name: str) -> None:
 
 
 if __name__ == "__main__":
-    check("sampling")
+    for variant in ("sampling", "sampling in graphs"):
+        check(variant)

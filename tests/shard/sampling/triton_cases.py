@@ -19,7 +19,7 @@ from tests.shard.sampling.test_batch import any_params
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 ROOMY, TIGHT = Tile(width=128, room=512), Tile(width=256, room=32)
 """With room for every token of a small vocabulary, and for few."""
-KNOWN, NUM_PROMPT = [3, 5, 3, 8, 1], 3
+KNOWN, NUM_PROMPT, NUM_MORE = [3, 5, 3, 8, 1], 3, 10
 
 
 def any_rows(seed: int, count: int, vocab_size: int) -> list[tuple[SamplingParams, LogprobParams]]:
@@ -39,8 +39,8 @@ class Both:
     def __init__(self, rows: list[tuple[SamplingParams, LogprobParams]], vocab_size: int, tile: Tile) -> None:
         self.count = len(rows)
         self.samplers = (
-            Sampler(vocab_size, 2 * len(rows), torch.device("cpu")),
-            Sampler(vocab_size, 2 * len(rows), DEVICE, tile=tile),
+            Sampler(vocab_size, 2 * len(rows) + NUM_MORE, torch.device("cpu")),
+            Sampler(vocab_size, 2 * len(rows) + NUM_MORE, DEVICE, tile=tile),
         )
         for sampler in self.samplers:
             for at, (params, logprobs) in enumerate(rows):
@@ -154,6 +154,48 @@ def test_a_row_that_is_given_back_leaves_nothing_behind() -> None:
         sampler.remove(0)
         sampler.add(0, *second, KNOWN, NUM_PROMPT)
     check(*both.sample(logits, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_samples_the_rows_that_it_is_given(dtype: torch.dtype) -> None:
+    """Tokens and state are those of the same kernels outside a graph. Nothing else changes, and the logits of all other
+    rows are kept.
+    """
+    rows = any_rows(11, 5, 300)
+    logits = logits_of(12, 8, 300).to(DEVICE, dtype)
+    given = torch.tensor([4, -1, 0, 8, -1, 2, -1, -1], device=DEVICE)  # the last two are no wanted rows
+    places = [place for place, row in enumerate(given.tolist()) if row >= 0]
+    outside, inside = (Both(rows, 300, ROOMY).samplers[1] for _ in range(2))
+    graph = inside.in_graph
+    assert graph is not None
+    before = inside.take_from_graph(6, 6).to_host()
+    for step in range(2):
+        positions = torch.full((6,), len(KNOWN) + step, device=DEVICE)
+        kept = torch.full((8, 300), -9.0, device=DEVICE)
+        graph.launch(logits, given, positions, kept)
+        found = inside.take_from_graph(6, 6).to_host()
+        wanted = outside.sample(logits[places].float(), given[places].tolist(), [len(KNOWN) + step] * 4).to_host()
+        assert [found.token_ids[place] for place in places] == wanted.token_ids
+        assert repr([found.logprobs[place] for place in places]) == repr(wanted.logprobs)
+        assert [found.token_ids[place] for place in (1, 4)] == [before.token_ids[place] for place in (1, 4)]
+        others = [place for place in range(8) if place not in places]
+        assert torch.equal(kept[others], logits[others].float()) and (kept[places] == -9.0).all()
+        assert torch.equal(outside.last_tokens, inside.last_tokens)
+        assert torch.equal(outside._state.counts.table, inside._state.counts.table)
+
+
+def test_counts_are_found_after_their_table_has_grown() -> None:
+    """A captured step has the addresses that it was captured with."""
+    penalised = (SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5), LogprobParams())
+    both, logits = Both([penalised], 100, ROOMY), logits_of(9, 1, 100)
+    for sampler in both.samplers:
+        address = sampler._state.counts.address.data_ptr()
+        for row in range(3, 12):
+            sampler.add(row, *penalised, KNOWN, NUM_PROMPT)
+        assert sampler._state.counts.address.data_ptr() == address
+    for step in range(3):
+        check(*both.sample(logits, step))
+    assert torch.equal(*(sampler._state.counts.table.cpu() for sampler in both.samplers))
 
 
 def test_a_vocabulary_of_a_real_model() -> None:
