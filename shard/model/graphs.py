@@ -142,7 +142,7 @@ class Graphs:
         sampling = self._model.inputs.graph_sampling
         if sampling is None:
             return ""
-        # no request has row 0 yet, whose tokens are the highest ones
+        # no request has row 0 yet, so that it has no parameters: its tokens are those of the highest logits
         sampled = found.gather(1, sampling.token_ids(bounds.num_wanted)[:, None])[:, 0]
         off = (found.amax(1) - sampled).max()
         return "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g}"
@@ -168,7 +168,6 @@ class Graphs:
 
     def _capture(self, bounds: Bounds, recorder: Recorder) -> Launch:
         self._describe(bounds)
-
         inputs, kept = self._model.inputs, self._logits[: bounds.num_logits]
 
         def compute() -> None:
