@@ -40,7 +40,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": WIDTH, "prompt_lookup_max": 8, "prompt_lookup_min": 1}
 PEER_FLAGS = (
     "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(RANK), "--speculative-config", json.dumps(NGRAM),
-    "--lora-modules", f"{ADAPTER}={family.FAMILY / ADAPTER}",
 )  # fmt: skip
 
 
@@ -77,9 +76,10 @@ def measure(size: Size | None = None, *flags: str) -> Cases:
 def against_peer(size: Size | None = None) -> Cases:
     """One case per round: our server with lookup and vLLM's with n-grams, on the same prompts."""
     size = size or Size()
+    modules = ("--lora-modules", f"{ADAPTER}={family.FAMILY / ADAPTER}")
     with contextlib.ExitStack() as stack:
         both = {
-            VLLM: stack.enter_context(servers.running(VLLM, peers.vllm(family.BASE, *PEER_FLAGS))),
+            VLLM: stack.enter_context(servers.running(VLLM, peers.vllm(family.BASE, *PEER_FLAGS, *modules))),
             OURS: stack.enter_context(servers.running(OURS, command())),
         }
         for number in range(-1, size.rounds):

@@ -126,7 +126,8 @@ class Connections:
 
     async def _try_idle(self, request: bytes, pieces: Pieces | None) -> tuple[_Protocol | None, Response | None]:
         """Ask over the connection that was idle for the shortest time. None where there is no such connection, or where
-        the server has closed it and the client did not know: the request must be sent again (RFC 9112, 9.3.1).
+        the server closed it before it answered: the caller sends the request again (RFC 9112, 9.3.1), which is safe
+        because completions change nothing in the server.
         """
         while self._idle:
             if not (idle := self._idle.pop()).is_usable:

@@ -19,8 +19,8 @@ MOST_DRAFTS = 16
 """Most drafts of a row in a step."""
 SOURCES = (Source.LOOKUP, Source.MEDUSA)
 """Index of each source in the table of drafts."""
-FIRST_WIDTH = 1024
-"""Tokens of a row's text at first; doubled as requests need more."""
+BLOCK = 1024
+"""Tokens of a row's text at first; the longest request so far adds multiples of it."""
 NO_TOKEN = -1
 
 
@@ -105,7 +105,7 @@ class DeviceDrafts:
         self.is_available = kernel is not None or device.type == "cpu"
         """Whether drafts are made without waiting for the device."""
         # as in Texts
-        self._texts = torch.zeros(max_rows, FIRST_WIDTH, dtype=torch.int32, device=device)
+        self._texts = torch.zeros(max_rows, BLOCK, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_rows, dtype=torch.long, device=device)
         self._last_tokens = tokens[:max_rows]
         self._draft_ids = tokens[max_rows:].view(len(SOURCES), max_rows, MOST_DRAFTS).fill_(NO_TOKEN)
@@ -116,11 +116,9 @@ class DeviceDrafts:
 
     def add(self, row: int, token_ids: Sequence[int], most_tokens: int) -> None:
         """Begin a row with these known tokens, of which there will be `most_tokens`."""
-        width = self._texts.shape[1]
-        while width < most_tokens + 1 + MOST_DRAFTS:  # a step after the last token may run
-            width *= 2
-        if width > self._texts.shape[1]:
-            self._texts = torch.nn.functional.pad(self._texts, (0, width - self._texts.shape[1]))
+        num_blocks = -(-(most_tokens + 1 + MOST_DRAFTS) // BLOCK)  # a step after the last token may run
+        if (missing := num_blocks * BLOCK - self._texts.shape[1]) > 0:
+            self._texts = torch.nn.functional.pad(self._texts, (0, missing))
         self._texts[row, : len(token_ids)].copy_(to_device(torch.tensor(token_ids, dtype=torch.int32), self._device))
         self._lengths[row] = len(token_ids)
         self._draft_ids[:, row] = NO_TOKEN

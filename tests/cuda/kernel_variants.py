@@ -10,7 +10,7 @@ from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch import device_tokens_triton
 from lorikeet.shard.drafts import lookup_triton
-from lorikeet.shard.drafts.device_drafts import FIRST_WIDTH, MOST_DRAFTS, SOURCES, Emitted, Texts
+from lorikeet.shard.drafts.device_drafts import BLOCK, MOST_DRAFTS, SOURCES, Emitted, Texts
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton, pairs_triton, products_triton, tuning
 from lorikeet.shard.model.kernels import triton as fused
@@ -164,7 +164,7 @@ def sample(dtype: torch.dtype, is_captured: bool) -> None:
 
 def look_up() -> None:
     texts = Texts(
-        tensor(256, FIRST_WIDTH, dtype=I32), tensor(256, dtype=I64), tensor(len(SOURCES), 256, MOST_DRAFTS, dtype=I64),
+        tensor(256, BLOCK, dtype=I32), tensor(256, dtype=I64), tensor(len(SOURCES), 256, MOST_DRAFTS, dtype=I64),
         tensor(256, dtype=I64),
     )  # fmt: skip
     lookup_triton.propose(texts, Emitted(tensor(4, T, dtype=I64), *[tensor(T, dtype=I64)] * 3), range(1, 9))

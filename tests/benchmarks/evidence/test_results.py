@@ -91,6 +91,11 @@ def test_other_code_and_other_settings_are_out_of_date(measured: Measured) -> No
     assert results.out_of_date(measured.suite, {"made up": {**known["made up"], "hash": None}}) == "code changed"
 
 
+def test_settings_do_not_depend_on_the_folder_of_the_checkout() -> None:
+    for suite in catalogue.SUITES:
+        assert str(REPOSITORY) not in json.dumps(suite.settings), suite.name
+
+
 def test_settings_are_the_constants_of_the_module(measured: Measured) -> None:
     assert measured.suite.settings["most_bytes"] == MOST_BYTES
     assert "measured" not in measured.suite.settings

@@ -1,7 +1,8 @@
 """When FA3 is activated, with fakes of torch's registry of implementations: its kernels run on CUDA only."""
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ from structlog.testing import capture_logs
 
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionSpec, flash
-from lorikeet.shard.attention.by_length import ByLengthAttention
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import Runner, random_rows
 from tests.shard.attention.test_varlen import written_out
 
-pytest.importorskip("triton")
+if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+    from lorikeet.shard.attention.by_length import ByLengthAttention
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 CPU, CUDA, BFLOAT16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 SPEC = AttentionSpec(4, 2, 16, 16, 0.25)
 

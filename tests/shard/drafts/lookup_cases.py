@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lorikeet.shard.drafts.device_drafts import (
-    FIRST_WIDTH,
+    BLOCK,
     MOST_DRAFTS,
     NO_TOKEN,
     DeviceDrafts,
@@ -80,10 +80,10 @@ def test_drafts_equal_those_of_the_specification(vocabulary: int, ngrams: tuple[
 
 def test_texts_longer_than_a_block_are_searched_whole() -> None:
     rng = random.Random(5)
-    texts = {row: [rng.randrange(30_000) for _ in range(2 * FIRST_WIDTH + 10 * row)] for row in range(3)}
+    texts = {row: [rng.randrange(30_000) for _ in range(2 * BLOCK + 10 * row)] for row in range(3)}
     for text in texts.values():
         text[40:47] = text[-7:] = list(range(1, 8))
-    both = Both(texts, 4 * FIRST_WIDTH, (1, 8))
+    both = Both(texts, 4 * BLOCK, (1, 8))
     for row in (0, 2):
         for drafts in both.drafts:
             step = StepDrafts()
