@@ -49,6 +49,10 @@ def is_closed(settings: Settings) -> bool:
     return settings["api-keys"] is not None or bool(settings["api-key"])
 
 
+_ATTENTION_ON_CPU = {"varlen": False, "triton": False, "cpu": True}
+"""Attention backends that run on the CPU alone, or on CUDA alone."""
+
+
 def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
     """The same for settings that `device`, or that number of ranks, does not support."""
     if kv_cache_dtype(settings) == "fp8" and device == "cpu" and not settings["shard-address"]:
@@ -59,6 +63,10 @@ def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
         refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
+    attention, is_cpu = settings["attention"], device == "cpu"
+    if attention in _ATTENTION_ON_CPU and _ATTENTION_ON_CPU[attention] != is_cpu and not settings["shard-address"]:
+        needed = "a CUDA device" if is_cpu else "--device cpu"
+        refuse(f"{settings.given['attention']} {attention} is refused on {device}: it needs {needed}; omit the flag")
     if settings["symmetric-memory-all-reduce"] and not settings["shard-address"]:
         origin = settings.given["symmetric-memory-all-reduce"]
         if device == "cpu":

@@ -386,3 +386,13 @@ def test_the_collector_is_a_url_without_a_path(url: str) -> None:
     assert refusal("--otlp-endpoint", url).startswith("--otlp-endpoint must be a URL")
     rules.check(settings("--otlp-endpoint", "https://collector.example:4317", "--otlp-sample-ratio", "0.5"))
     assert refusal("--otlp-sample-ratio", "0.5") == "--otlp-sample-ratio needs --otlp-endpoint"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [("varlen", "cpu", "cuda:0"), ("triton", "cpu", "cuda"), ("cpu", "cuda:0", "cpu")]
+)
+def test_an_attention_backend_is_not_replaced_by_another(name: str, wrong: str, right: str) -> None:
+    given = settings("--attention", name)
+    rules.check_device(given, right)
+    with pytest.raises(LauncherError, match=f"--attention {name} is refused on {wrong}"):
+        rules.check_device(given, wrong)
