@@ -45,11 +45,22 @@ class Prefault:
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def start(self) -> None:
-        """Populate pages in a thread of low priority, as long as the process lives. Does nothing if all memory is
-        populated from the start.
+        """Populate the first pages now, since no request waits yet, and the next ones in a thread of low priority as
+        long as the process lives. Does nothing if all memory is populated from the start.
         """
-        if self._regions:
+        if self._regions and self.catch_up():
             threading.Thread(target=self._run, name="prefault", daemon=True).start()
+
+    def catch_up(self) -> bool:
+        """Populate pages until enough are; False if the system cannot."""
+        try:
+            while self.advance():
+                pass
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an older kernel
+                raise
+            return False
+        return True
 
     def advance(self) -> bool:
         """Populate the next few pages; False if enough are. Raises OSError if the system cannot."""
@@ -70,11 +81,5 @@ class Prefault:
 
     def _run(self) -> None:
         lower_priority(NICENESS)
-        while self._done < self._cache.num_pages:
-            try:
-                if not self.advance():
-                    time.sleep(POLL_S)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # an older kernel
-                    raise
-                return
+        while self._done < self._cache.num_pages and self.catch_up():
+            time.sleep(POLL_S)

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], KvCache, 
     memories = [fresh_zeros((NUM_PAGES, PAGE_BYTES), torch.uint8) for _ in range(2)]
     cache = KvCache(NUM_PAGES, 4)
     return memories, cache, Prefault([Kept(memory) for memory in memories], cache)
+
+
+def test_the_first_pages_are_populated_when_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories, _, ahead = made(monkeypatch)
+    monkeypatch.setattr(threading, "Thread", Mock())
+    ahead.start()
+    assert all(100 <= num_resident(memory) < 200 for memory in memories)
 
 
 def test_pages_are_populated_a_bounded_amount_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
