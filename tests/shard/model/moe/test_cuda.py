@@ -24,7 +24,7 @@ from tests import tiny
 
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+TOLERANCE = {torch.float32: 2**-15, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def network_of(name: str, dtype: torch.dtype, implementation: str = "eager") -> Any:
