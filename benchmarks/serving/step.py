@@ -79,6 +79,7 @@ def share_outside(model: Model, segments: list[Segment]) -> float:
         return layer.one_by_one(hidden_states, **options)
 
     with ExitStack() as stack:
+        stack.enter_context(patch.object(model, "compiled", None))
         stack.enter_context(patch.object(FusedDecoderLayer, "forward", part_by_part))
         for kind, name in ((StreamedMatrix, "__call__"), (FusedMlp, "forward"), (type(model.backend), "attend")):
             stack.enter_context(patch.object(kind, name, timed(getattr(kind, name))))

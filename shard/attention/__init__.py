@@ -18,12 +18,12 @@ import logging
 
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeStep
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention
 from lorikeet.shard.system import gpu
 
-__all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeAttention", "create"]
+__all__ = ["AttentionBackend", "AttentionSpec", "LayerKV", "NativeStep", "create"]
 
 CONVERTS_FP8 = (8, 9)
 """Compute capability of the first devices that convert FP8."""

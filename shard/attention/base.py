@@ -87,13 +87,13 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class NativeAttention:
-    """One layer's attention in the current step, to be called by compiled code. Valid until the next `prepare`."""
+class NativeStep:
+    """The attention of the current step, to be called by compiled code. Valid until the next `prepare`."""
 
     function: int
     """Address of a function (layer, step, query, key, value, six strides, output, number of threads)."""
-    layer: int
-    step: int
+    address: int
+    """Of the step."""
     num_tokens: int
     """T."""
 
@@ -158,6 +158,10 @@ class AttentionBackend(ABC):
         """`attend` of a step whose K and V are stored already, of backends with a `destination`."""
         raise NotImplementedError
 
-    def native(self, kv: LayerKV) -> NativeAttention | None:
+    def native_step(self) -> NativeStep | None:
         """How compiled code calls `attend` without returning to Python; None if it cannot."""
         return None
+
+    def native_layer(self, kv: LayerKV) -> int:
+        """Address of the layer that the function of `native_step` gets. Valid as long as `kv`."""
+        raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeAttention, Region
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeStep, Region
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.system.native import library
 
@@ -165,9 +165,12 @@ class CpuAttention(AttentionBackend):
         self._attend(kv.layer, self._step, *rows, self._strides, output.data_ptr(), self._num_threads)
         return output
 
-    def native(self, kv: LayerKV) -> NativeAttention:
+    def native_step(self) -> NativeStep:
+        return NativeStep(self._attend_address, addressof(self._step), self._step.num_tokens)
+
+    def native_layer(self, kv: LayerKV) -> int:
         assert isinstance(kv, CpuKV)
-        return NativeAttention(self._attend_address, addressof(kv.layer), addressof(self._step), self._step.num_tokens)
+        return addressof(kv.layer)
 
     def _tiles(self, inputs: StepInputs) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
         """[tiles, 3] segment, first token in it, tokens; and the scratch floats of the largest tile."""

@@ -17,6 +17,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, Segment, StepInput
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
+from lorikeet.shard.model.fusion.compiled import CompiledNetwork, compile_network
 from lorikeet.shard.model.graphs import Agree, Graphs, Recorder
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -106,7 +107,10 @@ class Model:
         self.shares_kv = shares_kv
         self.result_size = 0
         """Columns of what `forward` returns."""
+        self.compiled: CompiledNetwork | None = None
+        """Computes what the network computes, in fewer calls."""
         self._trace_attention_shapes()
+        self._compile()
 
     @property
     def page_bytes(self) -> int:
@@ -252,10 +256,10 @@ class Model:
         input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows
         if inputs.device.type == "cpu":
             input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))
-        output = self.network(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows
-        )
-        logits: torch.Tensor = output.logits[0]
+        arguments = (input_ids[None], position_ids[None], rows)
+        # [1, S + E, V]
+        found = None if self.compiled is None else self.compiled(*arguments)
+        logits = (_call(self.network, *arguments) if found is None else found)[0]
         if logits.shape[0] < inputs.num_logits:
             raise RuntimeError("Medusa heads need a model whose logits come from its output head (lm_head)")
         return logits
@@ -270,6 +274,27 @@ class Model:
         # Layers that share their weights are one module, called several times, only where K and V are shared.
         if sum(num_calls) != self.info.num_layers or (max(num_calls) > 1 and not self.shares_kv):
             raise ValueError(f"{self.info.model_type}: its layers do not call the attention function once each")
+
+    def _compile(self) -> None:
+        """Call a network of compiled layers without the model's code, if both give the same bits."""
+        compiled = compile_network(self.network)
+        if compiled is None:
+            return
+        self.allocate_kv(1)
+        ids = torch.arange(1, 4) % self.info.vocab_size
+        self.inputs.fill([Segment(0, 3, range(1))], ids, torch.tensor([0, 2]))
+        wanted = self.forward()
+        self.compiled = compiled
+        if not torch.equal(self.forward(), wanted):
+            self.compiled = None
+        self.free_kv()
+
+
+def _call(network: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """input_ids, position_ids: [1, T]; rows: [S]. Returns [1, S + E, V]."""
+    output = network(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
+    logits: torch.Tensor = output.logits
+    return logits
 
 
 def _at_least_two(values: torch.Tensor) -> torch.Tensor:

@@ -48,4 +48,19 @@ MUTANTS = [
         "return super().kind",
         f"{INTEGERS}::test_every_kind_of_product_is_tried_at_start",
     ),
+    Mutant(
+        "layers in one call share the KV of the first",
+        "shard/model/kernels/decoder_layer.h",
+        "attend, kvs[i], step",
+        "attend, kvs[0], step",
+        "tests/shard/model/fusion/test_cpu_layer.py::test_all_layers_in_one_call_give_the_bits_of_the_network[llama]",
+    ),
+    Mutant(
+        "a model's own code around its layers is dropped without a check",
+        "shard/model/model.py",
+        "if not torch.equal(self.forward(), wanted):",
+        "if False:",
+        "tests/shard/model/fusion/test_cpu_layer.py"
+        "::test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled",
+    ),
 ]

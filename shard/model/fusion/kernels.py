@@ -5,9 +5,7 @@ round. `supports_*` state what the kernels require; whether a fused module is us
 plain one (verify.py).
 """
 
-import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lorikeet.shard.attention.base import Destination
-from lorikeet.shard.batch.row_groups import NO_ADAPTERS
 from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings
 from lorikeet.shard.model.kernels import cpu, integer
 from lorikeet.shard.model.kernels.packing import PackedMatrix, StreamedMatrix
-from lorikeet.shard.model.lora.targets import compiled
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 
 HeadNorms = tuple[Norm, Norm] | None
@@ -127,7 +123,7 @@ class CpuKernels(FusionKernels):
     def rotate(
         self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
     ) -> None:
-        self.code.rotate(qkv, shape[0] + shape[1], *_contiguous(angles))
+        self.code.rotate(qkv, shape[0] + shape[1], *contiguous(angles))
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
         (gate, up), down = mlp.ups, mlp.down.matrix
@@ -136,7 +132,7 @@ class CpuKernels(FusionKernels):
     def describe(self, layer: cpu.DecoderLayer, matrices: Mapping[str, Any]) -> None:
         """Enter the matrices of a decoder layer."""
         for name, matrix in matrices.items():
-            setattr(layer, name, _address(matrix.packed))
+            setattr(layer, name, address_of(matrix.packed))
 
     def _can_multiply(self, *parts: Any) -> bool:
         """Whether the code can multiply by the weights of these linear layers."""
@@ -224,7 +220,7 @@ class CudaKernels(FusionKernels):
     def rotate(
         self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
     ) -> None:
-        cos, sin = _contiguous(angles)
+        cos, sin = contiguous(angles)
         slots, keys, values = (None, None, None) if into is None else (into.slots, into.keys, into.values)
         if norms is None:
             self._triton.rotate(qkv, cos, sin, shape, None, None, slots, keys, values, 0.0, 0.0, False)
@@ -252,70 +248,10 @@ class FusedMatrix(PackedMatrix):
         return functional.linear(x, self.weight, bias)
 
 
-class CompiledLayer:
-    """A fused decoder layer as one call of compiled code, where the attention can be called from it."""
-
-    def __init__(self, layer: Any, kernels: CpuKernels) -> None:
-        self._attention, self._mlp, self._kernels = layer.attention, layer.mlp, kernels
-        self._norms: tuple[Norm, Norm] = layer.input_norm.norm, layer.mlp_norm.norm
-        of_output = [part.adapters for part in (self._attention.out, self._mlp.down)]
-        qkv, *ups = (fused.targets for fused in (self._attention.qkv_adapters, *self._mlp.up_adapters))
-        targets = [*qkv, of_output[0], *(target for targets in ups for target in targets), of_output[1]]
-        self._targets = [target for target in targets if target is not None]
-
-    @cached_property
-    def _layer(self) -> cpu.DecoderLayer:
-        """Made at the first call: the addresses of weights are final then."""
-        attention, norms, (gate, up) = self._attention, self._norms, self._mlp.ups
-        out, down = attention.out.matrix, self._mlp.down.matrix
-        matrices = {"qkv": attention.qkv, "out": out, "gate": gate, "up": up, "down": down}
-        layer = cpu.DecoderLayer(
-            width=out.out_features,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            num_hidden=gate.out_features,
-            input_norm=_address(norms[0].weight),
-            post_norm=_address(norms[1].weight),
-            qkv_bias=_address(attention.qkv.bias),
-            out_bias=_address(out.bias),
-            input_epsilon=norms[0].epsilon,
-            post_epsilon=norms[1].epsilon,
-        )
-        self._kernels.describe(layer, matrices)
-        for index, target in enumerate(self._targets):
-            layer.base_bias[index] = _address(target.base_bias)
-        return layer
-
-    def __call__(self, hidden_states: Tensor, angles: PositionEmbeddings) -> Tensor | None:
-        """hidden_states: [1, T, H]. Returns [1, T, H], None where the parts have to be called one by one."""
-        binding = self._attention.lorikeet_binding
-        native = binding.backend.native(binding.kv) if binding.kv is not None else None
-        adapters = None if native is None else self._adapters()
-        if native is None or adapters is None:
-            return None
-        made: Tensor = self._kernels.code.decoder_layer(
-            self._layer, native, adapters, hidden_states.contiguous(), *_contiguous(angles)
-        )
-        return made
-
-    def _adapters(self) -> cpu.AdapterStep | None:
-        """This step's adapters for compiled code; None where it cannot reach them."""
-        rows = self._targets[0].rows if self._targets else NO_ADAPTERS
-        if not len(rows):
-            return cpu.AdapterStep()
-        function = compiled(torch.bfloat16)
-        if function is None:
-            return None
-        for index, target in enumerate(self._targets):
-            self._layer.adapters[index] = ctypes.addressof(target.table)
-        return cpu.AdapterStep(function, rows.address, len(rows))
-
-
-def _contiguous(angles: PositionEmbeddings) -> PositionEmbeddings:
+def contiguous(angles: PositionEmbeddings) -> PositionEmbeddings:
     cos, sin = angles
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -12,7 +12,8 @@ from torch import nn
 
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.fusion.attention import FusedAttention
-from lorikeet.shard.model.fusion.kernels import CompiledLayer, CpuKernels, FusionKernels
+from lorikeet.shard.model.fusion.compiled import CompiledLayer, CompiledLayers
+from lorikeet.shard.model.fusion.kernels import CpuKernels, FusionKernels
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -37,7 +38,8 @@ class FusedDecoderLayer(nn.Module):
         self.output_norm: FusedNorm | None = getattr(layer, after_mlp) if after_mlp else None
         self.next_norm: list[FusedNorm] = []
         """The norm that follows the layer, if known; in a list, because it is not a submodule of the layer."""
-        self._compiled = CompiledLayer(self, kernels) if isinstance(kernels, CpuKernels) else None
+        self.compiled_layer = CompiledLayer(self, kernels) if isinstance(kernels, CpuKernels) else None
+        self._compiled = None if self.compiled_layer is None else CompiledLayers([self.compiled_layer])
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """hidden_states: [1, T, H]; options: for the attention. Returns [1, T, H]."""

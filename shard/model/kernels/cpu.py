@@ -8,12 +8,13 @@ import ctypes
 import logging
 import mmap
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from lorikeet.shard.attention import NativeAttention
+from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.system.native import CompilerMissing, library
 
 BLOCK = 64
@@ -60,6 +61,19 @@ class DecoderLayer(ctypes.Structure):
         return int(self.width + heads * self.head_dim + 2 * self.num_hidden)
 
 
+class DecoderLayers:
+    """Decoder layers and their KV for compiled code."""
+
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+        self._layers = layers  # referenced by address
+        self.num_layers = len(layers)
+        self.addresses = (_POINTER * self.num_layers)(*map(ctypes.addressof, layers))
+        self.kvs = (_POINTER * self.num_layers)()
+        """Address of each layer's KV."""
+        self.scratch_width = max(layer.scratch_width for layer in layers)
+        self.row_bytes = max(layer.row_bytes for layer in layers)
+
+
 class _Tensor:
     """The type of an argument that is a tensor, or None."""
 
@@ -76,8 +90,8 @@ _ARGUMENTS = {
     "silu_times": [_Tensor, _Tensor, _SIZE, _SIZE, _Tensor, _INT],
     "rms_norm": [_Tensor, _SIZE, _SIZE, _Tensor, _FLOAT, _Tensor, _INT],
     "rotate": [_Tensor, _SIZE, _SIZE, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
-    "decoder_layer": [
-        ctypes.POINTER(DecoderLayer), _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _Tensor, _SIZE, _SIZE,
+    "decoder_layers": [
+        _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _Tensor, _SIZE, _SIZE,
         *[_Tensor] * 4, _INT,
     ],
 }  # fmt: skip
@@ -197,25 +211,25 @@ def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
     _load().rotate(x, x.shape[0], x.stride(0), num_heads, cos.shape[1], cos, sin, torch.get_num_threads())
 
 
-def decoder_layer(
-    layer: DecoderLayer,
-    attention: NativeAttention,
+def decoder_layers(
+    layers: DecoderLayers,
+    step: NativeStep,
     adapters: AdapterStep,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm, attention, residual, norm, gated MLP and residual in one call.
+    """Of each layer norm, attention, residual, norm, gated MLP and residual, all layers in one call.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """
     num_rows = x.shape[1]
-    num_attended = min(num_rows, attention.num_tokens)
+    num_attended = min(num_rows, step.num_tokens)
     y = torch.empty_like(x)
-    scratch = x.new_empty(num_rows * layer.scratch_width)
-    _load().decoder_layer(
-        layer, attention.function, attention.layer, attention.step, adapters, x, num_rows, num_attended, cos, sin,
-        scratch, y, torch.get_num_threads(),
+    scratch = x.new_empty(num_rows * layers.scratch_width)
+    _load().decoder_layers(
+        layers.addresses, layers.num_layers, step.function, layers.kvs, step.address, adapters, x, num_rows,
+        num_attended, cos, sin, scratch, y, torch.get_num_threads(),
     )  # fmt: skip
     return y
 

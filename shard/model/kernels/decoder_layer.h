@@ -1,4 +1,4 @@
-// RMS norm, rotary positions, gates, and a whole decoder layer in one call, in bfloat16, for the products of cpu.c and of
+// RMS norm, rotary positions, gates, and whole decoder layers in one call, in bfloat16, for the products of cpu.c and of
 // integer.c, which define `multiply` and `plain_mlp`.
 #pragma once
 #include <math.h>
@@ -166,13 +166,12 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
     adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
 }
 
-// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width]; cos, sin: [rows, head_dim];
-// the attention computes `attended` rows, and a row beyond them gets the first one's output.
+// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width], which may be one array; cos, sin:
+// [rows, head_dim]; the attention computes `attended` rows, and a row beyond them gets the first one's output.
 // scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden), then what products need themselves
-void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
-                   const AdapterStep *adapters, const bf16 *x,
-                   int64_t rows, int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y,
-                   int threads) {
+static void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
+                          const AdapterStep *adapters, const bf16 *x, int64_t rows, int64_t attended, const bf16 *cos,
+                          const bf16 *sin, bf16 *scratch, bf16 *y, int threads) {
     const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
     const int64_t rotated = layer->num_heads + layer->num_kv_heads, columns = (rotated + layer->num_kv_heads) * dim;
     const int64_t strides[6] = {columns, dim, columns, dim, columns, dim};
@@ -203,4 +202,13 @@ void decoder_layer(const DecoderLayer *layer, attend_function *attend, const voi
     else
         plain_mlp(layer, h, rows, hidden, spare, h, threads);
     add(y, h, rows * width, y, threads);
+}
+
+// Decoder layers one after the other, as `decoder_layer`, with scratch memory for the widest. kvs: one per layer.
+void decoder_layers(const DecoderLayer *const *layers, int64_t num_layers, attend_function *attend,
+                    const void *const *kvs, const void *step, const AdapterStep *adapters, const bf16 *x, int64_t rows,
+                    int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y, int threads) {
+    for (int64_t i = 0; i < num_layers; i++)
+        decoder_layer(layers[i], attend, kvs[i], step, adapters, i ? y : x, rows, attended, cos, sin, scratch, y,
+                      threads);
 }

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lorikeet.shard.attention import NativeAttention
-from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayer, HugePagePool
+from lorikeet.shard.attention import NativeStep
+from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
 from lorikeet.shard.system.native import CompilerMissing, library
 
 _SOURCE = Path(__file__).with_name("integer.c")
@@ -33,17 +33,8 @@ _OF_LAYERS: dict[str, tuple[list[Any], Any]] = {
     "silu_times": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT], None),
     "rms_norm": ([_POINTER, _SIZE, _SIZE, _POINTER, _FLOAT, _POINTER, _INT], None),
     "rotate": ([_POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _INT], None),
-    "decoder_layer": (
-        [
-            ctypes.POINTER(DecoderLayer),
-            *[_POINTER] * 3,
-            ctypes.POINTER(AdapterStep),
-            _POINTER,
-            _SIZE,
-            _SIZE,
-            *[_POINTER] * 4,
-            _INT,
-        ],
+    "decoder_layers": (
+        [_POINTER, _SIZE, *[_POINTER] * 3, ctypes.POINTER(AdapterStep), _POINTER, _SIZE, _SIZE, *[_POINTER] * 4, _INT],
         None,
     ),
 }
@@ -239,27 +230,26 @@ def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
     )
 
 
-def decoder_layer(
-    layer: DecoderLayer,
-    attention: NativeAttention,
+def decoder_layers(
+    layers: DecoderLayers,
+    step: NativeStep,
     adapters: AdapterStep,
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm, attention, residual, norm, gated MLP and residual in one call, as `cpu.decoder_layer`: one interface, with
-    another library and more scratch memory.
+    """As `cpu.decoder_layers`: one interface, with another library and more scratch memory.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """
     num_rows = x.shape[1]
-    num_attended = min(num_rows, attention.num_tokens)
+    num_attended = min(num_rows, step.num_tokens)
     y = torch.empty_like(x)
-    num_spare = -(-(num_rows * layer.row_bytes + _ALIGNMENT) // x.element_size())
-    scratch = x.new_empty(num_rows * layer.scratch_width + num_spare)
-    _load(x.dtype).decoder_layer(
-        layer, attention.function, attention.layer, attention.step, adapters, x.data_ptr(), num_rows, num_attended,
-        cos.data_ptr(), sin.data_ptr(), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    num_spare = -(-(num_rows * layers.row_bytes + _ALIGNMENT) // x.element_size())
+    scratch = x.new_empty(num_rows * layers.scratch_width + num_spare)
+    _load(x.dtype).decoder_layers(
+        layers.addresses, layers.num_layers, step.function, layers.kvs, step.address, adapters, x.data_ptr(), num_rows,
+        num_attended, cos.data_ptr(), sin.data_ptr(), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
 

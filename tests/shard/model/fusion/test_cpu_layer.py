@@ -1,11 +1,14 @@
 """A decoder layer as one call gives the very bits of its parts, and is left out where a layer does anything else."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
@@ -14,7 +17,9 @@ from lorikeet.shard.model.fusion.kernels import CpuKernels
 from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.fusion.parts import FusedNorm, fuse_norm
 from lorikeet.shard.model.kernels import cpu as kernels
+from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from tests import tiny
+from tests.shard.model.lora.layout import packed
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
 
@@ -66,9 +71,75 @@ def test_one_call_gives_the_bits_of_the_parts(
     def by_parts(layer: FusedDecoderLayer, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         return layer.one_by_one(hidden_states, **options)
 
+    model.compiled = None
     monkeypatch.setattr(FusedDecoderLayer, "forward", by_parts)
     for one_call, segments in zip(whole, steps_of(model), strict=True):
         assert torch.equal(one_call, logits_of(model, segments))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_all_layers_in_one_call_give_the_bits_of_the_network(kind: str, tmp_path: Path) -> None:
+    model = load(kind, tmp_path)
+    assert model.compiled is not None
+    in_one_call = [logits_of(model, segments) for segments in steps_of(model)]
+    model.compiled = None
+    model.allocate_kv(12)
+    for logits, segments in zip(in_one_call, steps_of(model), strict=True):
+        assert torch.equal(logits, logits_of(model, segments))
+
+
+def put_adapters(model: Model, num_slots: int) -> None:
+    """A different adapter in each slot; the last one changes the up products alone."""
+    model.allocate_adapters(num_slots)
+    generator = torch.Generator().manual_seed(num_slots)
+    for name, target in model.lora_targets.items():
+        assert isinstance(target, LoraTarget)
+        for slot in range(num_slots):
+            if slot == num_slots - 1 and not name.endswith("up_proj"):
+                continue
+            shapes = [(4 + 4 * slot, target.num_in), (4 + 4 * slot, target.num_out)]
+            a, b = (torch.randn(shape, generator=generator).bfloat16() / 8 for shape in shapes)
+            target.put(slot, packed(SlotWeights(a, b)))
+
+
+def test_adapters_give_the_same_bits_in_all_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("llama", tmp_path)
+    compiled, found = model.compiled, {}
+    assert compiled is not None
+    for num_slots in (2, 3):  # the tables of slots are new
+        put_adapters(model, num_slots)
+        pages = [range(i, i + 1) for i in range(4)]
+        segments = [Segment(0, 3 + i, pages[i], slot=i - 1 if i <= num_slots else -1) for i in range(4)]
+        for network in (compiled, None):
+            model.compiled = network
+            found[network] = logits_of(model, segments)
+        assert torch.equal(found[compiled], found[None])
+        bare = logits_of(model, [replace(segment, slot=-1) for segment in segments])
+        ends = [3, 7, 12, 18]
+        rows = [slice(start, end) for start, end in pairwise([0, *ends])]
+        differs = [not torch.equal(found[compiled][row], bare[row]) for row in rows]
+        assert differs == [segment.slot >= 0 for segment in segments]
+
+
+def test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LlamaModel.forward
+
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        made = plain(*arguments, **options)
+        made.last_hidden_state = made.last_hidden_state * 2
+        return made
+
+    monkeypatch.setattr(LlamaModel, "forward", scaled)
+    assert load("llama", tmp_path).compiled is None
+
+
+def test_new_pages_are_used_once_they_are_allocated(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    first = logits_of(model, steps_of(model)[0])
+    model.allocate_kv(20)
+    assert torch.equal(first, logits_of(model, steps_of(model)[0]))
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "qwen3", "olmo2", "cohere"])

@@ -42,6 +42,8 @@ def test_a_layer_has_the_bits_of_its_parts(
     layers: list[Any] = layers_of(model)
     assert len(layers) == 3 and len(quantized_matrices(model.network)) == 3 * 5 + 1
     whole = [logits_of(model, count) for count in (1, 3, 40)]
+    assert model.compiled is not None
+    model.compiled = None
     for layer in layers:
         assert layer._compiled is not None
         monkeypatch.setattr(layer, "_compiled", None)
