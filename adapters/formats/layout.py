@@ -173,8 +173,7 @@ def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
     """The module's parts, contiguous."""
     parts: dict[str, torch.Tensor] = {}
     if found.a is not None and found.b is not None:
-        a, b = _factors(found)
-        parts["A"], parts["B"] = a.to(base.dtype), b.to(base.dtype)
+        parts["A"], parts["B"] = _factors(found, base.dtype)
     if found.magnitude is not None:
         parts["magnitude"] = found.magnitude.float().reshape(-1)
     if (bias := _added_bias(found, base.values)) is not None:
@@ -187,14 +186,15 @@ def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def _factors(found: ModuleChange) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B, with the scaling in B, in float32."""
+def _factors(found: ModuleChange, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, with the scaling in B, computed in float32 and rounded once."""
     assert found.a is not None and found.b is not None
-    a, b = found.a, found.b.float() * found.scaling
+    a, b = found.a, found.b if found.b.dtype == dtype else found.b.float()
+    b = torch.mul(b, found.scaling, out=torch.empty_like(b, dtype=dtype))  # in float32 whatever the dtypes are
     if found.kind == "experts":
         a = a.reshape(found.num_experts, -1, a.shape[-1])
         b = b.reshape(b.shape[0], -1, found.num_experts).permute(2, 0, 1)
-    return a, b
+    return a.to(dtype), b
 
 
 def _added_bias(found: ModuleChange, values: BaseValues) -> torch.Tensor | None:
