@@ -57,3 +57,8 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 def speedup(of: str, over: str, raw: Raw) -> float:
     """Tokens per second of one way over those of another, in the same round."""
     return float(raw[of]["tokens_per_second"] / raw[over]["tokens_per_second"])
+
+
+def first_token(of: str, over: str, raw: Raw) -> float:
+    """Median time to first token of one way over that of another, in the same round."""
+    return float(raw[of]["first_token_s"] / raw[over]["first_token_s"])

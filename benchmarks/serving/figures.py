@@ -5,11 +5,12 @@ from functools import partial
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.evidence.sources import HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
-from benchmarks.load.rounds import OURS, VLLM, speedup
+from benchmarks.load.rounds import OURS, VLLM, first_token, speedup
 from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, overload, start, transformers_peer
 
 TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
+FIRST_TOKEN_OVER_VLLM = {32: 1.0}
 """Targets by clients."""
 HTTP = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD)
 CLOSED = (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/machine.py")
@@ -21,10 +22,14 @@ most = partial(Figure, at_least=False)
 
 def _closed(clients: int) -> Suite:
     word = "client" if clients == 1 else "clients"
+    figures = (
+        Figure(f"share of the machine's limit, {clients} {word}", closed_loop.share_of_limit, TARGET_SHARE[clients]),
+        Figure(f"throughput over vLLM, {clients} {word}", partial(speedup, OURS, VLLM), OVER_VLLM[clients], unit="×"),
+        most(f"time to first token over vLLM's, {clients} {word}", partial(first_token, OURS, VLLM),
+             FIRST_TOKEN_OVER_VLLM.get(clients)),
+    )  # fmt: skip
     return next_to_vllm(
-        f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS,
-        (Figure(f"share of the machine's limit, {clients} {word}", closed_loop.share_of_limit, TARGET_SHARE[clients]),
-         Figure(f"throughput over vLLM, {clients} {word}", partial(speedup, OURS, VLLM), OVER_VLLM[clients], unit="×")),
+        f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS, figures,
         sources=CLOSED, void=closed_loop.void,
     )  # fmt: skip
 
