@@ -4,7 +4,6 @@ It listens from the start, so that a router need not poll; calls wait until the 
 """
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import grpc
 import structlog
+import uvloop
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -111,10 +111,12 @@ class ShardService(shard_pb2_grpc.ShardServicer):
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until the event is set, `timeout_s` at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
+    """Wait until the event is set; after `timeout_s` set it."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()
 
 
 def heartbeat(facts: Facts) -> pb.Heartbeat:
@@ -132,7 +134,7 @@ class Server:
         self._listen = listen
         self._access = access or Access()
         self._started: Future[str] = Future()
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._service: ShardService
         self._health: health.aio.HealthServicer
         self._thread = threading.Thread(target=self._run, args=(inbox, outbox), name="grpc", daemon=True)
