@@ -1,7 +1,7 @@
 """The model: fill `inputs`, call `forward`, get one row of logits per requested token.
 
-Runs transformers' own code, or its modules in compiled calls, on one flat row of T tokens. The attention backend owns the
-pages of KV.
+Runs transformers' own code, or its modules in compiled calls, on one flat row of T tokens. The attention backend
+owns the pages of KV.
 """
 
 from collections.abc import Callable, Mapping, Sequence
