@@ -117,10 +117,16 @@ def write(results: Sequence[Result], cases: Sequence[Case], folder: Path = RESUL
         if result["status"] != "void":
             path = folder / f"{slug(result['figure'])}.json"
             unfinished = path.with_suffix(".part")
-            unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            unfinished.write_text(_lines(result))
             unfinished.replace(path)
     kept = [asdict(replace(case, raw=summarized(case.raw))) for case in cases]
     archive([*results, {"suite": results[0]["suite"], "cases": kept}], folder)
+
+
+def _lines(result: Result) -> str:
+    """JSON with a line per field."""
+    fields = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in result.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def summarized(raw: Raw) -> Result:
@@ -137,12 +143,14 @@ def summarized(raw: Raw) -> Result:
 
 
 def archive(rows: Iterable[Mapping[str, Any]], folder: Path = RESULTS) -> None:
-    """Append rows to this year's archive, as one more xz stream."""
+    """Append rows to this year's archive. It stays one xz stream: rows resemble earlier ones."""
     path = folder / "archive" / f"{datetime.now(UTC).year}.jsonl.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with path.open("ab") as file:
-        file.write(lzma.compress(text.encode()))
+    known = lzma.decompress(path.read_bytes()) if path.exists() else b""
+    added = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(lzma.compress(known + added, preset=9 | lzma.PRESET_EXTREME))
+    unfinished.replace(path)
 
 
 def archived(folder: Path = RESULTS) -> Iterator[Result]:

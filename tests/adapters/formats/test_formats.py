@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.formats import layout
 from lorikeet.adapters.formats.configuration import SERVED_KINDS
+from lorikeet.adapters.formats.peft_reading import ModuleChange
 from tests import tiny
 from tests.adapters import making
 
@@ -295,3 +296,14 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
     ours, theirs = ((tmp_path / name).read_bytes() for name in ("ours", "theirs"))
     num_values = sum(tensor.nbytes for tensor in tensors.values())
     assert ours[-num_values:] == theirs[-num_values:], "the same order"
+
+
+@pytest.mark.parametrize("of_file", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of_base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scaled_factors_are_rounded_once(of_file: torch.dtype, of_base: torch.dtype) -> None:
+    a, b = torch.randn(8, 96).to(of_file), torch.randn(160, 8).to(of_file)
+    facts = layout.Base("b" * 64, "w" * 64, of_base, SERVED_KINDS, values=None)  # type: ignore[arg-type]
+    change = ModuleChange("m", "linear", 8, scaling=16 / 3, a=a, b=b)
+    tensors = layout.lay_out([change], facts).tensors
+    assert torch.equal(tensors["m.A"], a.to(of_base))
+    assert torch.equal(tensors["m.B"], (b.float() * (16 / 3)).to(of_base))

@@ -15,7 +15,7 @@ from benchmarks.evidence.figure import Case, Figure, Suite, raw_value
 from benchmarks.evidence.sources import REPOSITORY, digest, files_of
 
 SHARED = {"commit": "c0ffee", "changed": [], "date": "2026-01-02T03:04:05+00:00", "machine": {}, "versions": {}}
-MOST_BYTES = 400_000
+MOST_BYTES = 300_000
 MACHINE = {"processor": "a processor", "cores": 2, "memory_mib": 2048}
 
 
