@@ -22,6 +22,8 @@ from benchmarks.evidence.sources import REPOSITORY, digest
 from benchmarks.evidence.statistics import percentile
 
 RESULTS = Path(__file__).parents[1] / "results"
+CODE = ("--", ".", ":!benchmarks/results")
+"""Arguments of git: all files but results."""
 VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy", "triton")
 Result = dict[str, Any]
 MOST_SAMPLES = 1000
@@ -35,10 +37,12 @@ def slug(name: str) -> str:
 
 
 def facts(commit: str = "", extra: Mapping[str, Any] | None = None) -> Result:
-    """What all results of a run share. `commit`: of an unchanged copy that is no repository."""
+    """What all results of a run share. `commit`: of an unchanged copy that is no repository. Results are no change: no
+    figure depends on them.
+    """
     return {
         "commit": commit or git("rev-parse", "HEAD").strip(),
-        "changed": [] if commit else [line[3:] for line in git("status", "--porcelain").splitlines()],
+        "changed": [] if commit else [line[3:] for line in git("status", "--porcelain", *CODE).splitlines()],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {**machine(), **(extra or {})},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},

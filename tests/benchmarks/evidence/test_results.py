@@ -96,6 +96,20 @@ def test_settings_do_not_depend_on_the_folder_of_the_checkout() -> None:
         assert str(REPOSITORY) not in json.dumps(suite.settings), suite.name
 
 
+def test_changed_files_are_stated_and_results_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("benchmarks/results/a.json", "shard/b.py"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("1")
+    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "First")):
+        results.git(*arguments)
+    assert results.facts()["changed"] == []
+    for path in ("benchmarks/results/a.json", "shard/b.py"):
+        (tmp_path / path).write_text("2")
+    assert results.facts()["changed"] == ["shard/b.py"]
+
+
 def test_settings_are_the_constants_of_the_module(measured: Measured) -> None:
     assert measured.suite.settings["most_bytes"] == MOST_BYTES
     assert "measured" not in measured.suite.settings
