@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
 import torch
 from torch import nn
 
@@ -24,6 +25,8 @@ from lorikeet.shard.model.medusa.heads import HeadsPool
 
 if TYPE_CHECKING:
     from lorikeet.shard.model.adapters.tables import DeviceKernels
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,11 @@ class Model:
         self.compiled = compiled
         if not torch.equal(self.forward(), wanted):
             self.compiled = None
+            log.warning(
+                "layers_computed_one_by_one",
+                model_type=self.info.model_type,
+                reason="all layers in one compiled call give other logits than the model's own code",
+            )
         self.free_kv()
 
 

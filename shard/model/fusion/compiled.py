@@ -83,7 +83,7 @@ class CompiledLayers:
         called one by one.
         """
         step = self._bindings[0].backend.native_step()
-        adapters = None if step is None or not self._has_kv() else self._adapters()
+        adapters = None if step is None or not self._take_kv() else self._adapters()
         if adapters is None:
             return None
         made: Tensor = self._code.decoder_layers(
@@ -91,8 +91,8 @@ class CompiledLayers:
         )
         return made
 
-    def _has_kv(self) -> bool:
-        """Enter the layers' KV; False if a layer has none."""
+    def _take_kv(self) -> bool:
+        """Give compiled code the addresses of the layers' KV; False if a layer has none."""
         kvs = [binding.kv for binding in self._bindings]
         if kvs != self._kvs:
             if None in kvs:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -132,7 +133,9 @@ def test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled(
         return made
 
     monkeypatch.setattr(LlamaModel, "forward", scaled)
-    assert load("llama", tmp_path).compiled is None
+    with structlog.testing.capture_logs() as logs:
+        assert load("llama", tmp_path).compiled is None
+    assert "layers_computed_one_by_one" in [entry["event"] for entry in logs]
 
 
 def test_new_pages_are_used_once_they_are_allocated(tmp_path: Path) -> None:
