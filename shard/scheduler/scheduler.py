@@ -6,7 +6,7 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
@@ -89,8 +89,9 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Plan the next step and count it as launched.
 
-        Prompts of an adapter with more requests than another alternate with the prompts of the others. A request that
-        may have crashed a shard is computed alone, in alternation with all others.
+        Prompts of an adapter with more requests than another alternate with the prompts of the others: with all prompts
+        in order where those of the others would fill both steps. A request that may have crashed a shard is computed
+        alone, in alternation with all others.
         """
         last, self._isolated = self._isolated, None
         if last is None:
@@ -107,6 +108,8 @@ class Scheduler:
         scheduled: list[ScheduledRequest] = []
         caps = self._adapter_prefill_caps.of(self.requests.values()) if self._isolated is None else {}
         step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens())
+        if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= step_tokens:
+            caps = {}  # nothing would be left for the capped adapters
         budget = Budget(self.limits, caps, step_tokens)
         is_complete = self._plan(scheduled, budget)
         has_prompts = budget.num_left < step_tokens
@@ -124,6 +127,12 @@ class Scheduler:
         behind = [request.num_known - request.num_computed for request in self.running]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
         return self.prompt_chunks.choose(num_waiting, behind.count(1))
+
+    def _num_prompt_tokens_without(self, digests: Container[str]) -> int:
+        """Prompt tokens that could be computed now, without those of these adapters."""
+        able = [*self.running, *(request for request in self.waiting if not self._is_parked(request))]
+        behind = (r.num_known - r.num_computed for r in able if r.adapter_digest not in digests)
+        return sum(num for num in behind if num > 1)
 
     def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
         """Add the requests that this pass may compute; False if it ended because of too few pages."""
@@ -232,8 +241,10 @@ class Scheduler:
     @property
     def num_parked(self) -> int:
         """Waiting requests whose adapter is not in a slot, or whose grammar is being compiled."""
-        is_resident = self.adapters.is_resident
-        return sum(not (r.constraint.is_ready and all(map(is_resident, r.digests))) for r in self.waiting)
+        return sum(map(self._is_parked, self.waiting))
+
+    def _is_parked(self, request: Request) -> bool:
+        return not (request.constraint.is_ready and all(map(self.adapters.is_resident, request.digests)))
 
     def swap_heads(self, pair: Pair) -> None:
         """Let the learned heads of a pair draft for its running requests too. Call this between steps."""

@@ -2,10 +2,21 @@
 
 import pytest
 
+from lorikeet.shard.scheduler.adapter_slots import NoAdapters
 from lorikeet.shard.scheduler.budget import LEAST_TOKENS, RECENT_STEPS, Limits, PromptChunks
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
+
+
+class OneParked(NoAdapters):
+    """Every adapter but one is in a slot."""
+
+    def acquire(self, digest: str) -> int | None:
+        return -1 if self.is_resident(digest) else None
+
+    def is_resident(self, digest: str) -> bool:
+        return digest != "parked"
 
 
 def requests_of(adapter: str, count: int, first: int, num_prompt: int = 32) -> list[Request]:
@@ -15,8 +26,8 @@ def requests_of(adapter: str, count: int, first: int, num_prompt: int = 32) -> l
     ]
 
 
-def busy_scheduler(*requests: Request) -> Scheduler:
-    scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(512, 64, adapter_prefill_tokens=16))
+def busy_scheduler(*requests: Request, step_tokens: int = 512) -> Scheduler:
+    scheduler = Scheduler(KvCache(9000, 4, prefix_caching=False), Limits(step_tokens, 64, adapter_prefill_tokens=16))
     for request in requests:
         scheduler.add(request)
     return scheduler
@@ -47,6 +58,28 @@ def test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_st
     for _ in range(20):
         step(scheduler)
     assert step(scheduler) == ({}, 12)
+
+
+def test_prompts_of_other_adapters_that_fill_every_step_alternate_with_all_prompts() -> None:
+    scheduler = busy_scheduler(*requests_of("popular", 3, 0), step_tokens=64)
+    seen = []
+    for number in range(4):
+        scheduler.add(*requests_of(f"new {number}", 1, 100 + number, num_prompt=100))
+        seen.append(step(scheduler)[0])
+    assert seen == [
+        {"new 0": [64]},
+        {"new 0": [36], "popular": [28]},
+        {"new 1": [64]},
+        {"popular": [4, 24], "new 1": [36]},
+    ]
+
+
+def test_prompts_that_wait_for_their_adapter_fill_no_step() -> None:
+    scheduler = busy_scheduler(*requests_of("popular", 3, 0), *requests_of("a", 1, 50), step_tokens=64)
+    scheduler.adapters = OneParked()
+    scheduler.add(*requests_of("parked", 1, 60, num_prompt=100))
+    assert step(scheduler) == ({"a": [32]}, 0)
+    assert step(scheduler) == ({"popular": [24]}, 1)
 
 
 def test_one_request_more_costs_little() -> None:
