@@ -19,6 +19,8 @@ NUM_MEASURED, LEAST_MEASURED, LEAST_TOKENS = 7, 32, 16
 """Newest steps whose times count, prompt tokens of a step whose time counts, and prompt tokens of a step at least."""
 RECENT_STEPS = 128
 """Steps after which an adapter without requests no longer counts."""
+CAPPED_STEPS = 4
+"""Caps apply in every step if prompts of adapters without caps would fill fewer steps, else in every second one."""
 
 
 @dataclass(frozen=True)

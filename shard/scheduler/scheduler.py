@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from math import inf
 
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
-from lorikeet.shard.scheduler.budget import AdapterPrefillCaps, Budget, Limits, PromptChunks
+from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, PromptChunks
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
@@ -90,7 +90,7 @@ class Scheduler:
         """Plan the next step and count it as launched.
 
         Prompts of an adapter with more requests than another alternate with the prompts of the others: with all prompts
-        in order where those of the others would fill both steps. A request that may have crashed a shard is computed
+        in order where those of the others would fill several steps. A request that may have crashed a shard is computed
         alone, in alternation with all others.
         """
         last, self._isolated = self._isolated, None
@@ -108,7 +108,7 @@ class Scheduler:
         scheduled: list[ScheduledRequest] = []
         caps = self._adapter_prefill_caps.of(self.requests.values()) if self._isolated is None else {}
         step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens())
-        if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= step_tokens:
+        if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
             caps = {}  # nothing would be left for the capped adapters
         budget = Budget(self.limits, caps, step_tokens)
         is_complete = self._plan(scheduled, budget)

@@ -118,12 +118,12 @@ MUTANTS = [
         "tests/shard/scheduler/test_budget.py::test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step",
     ),
     Mutant(
-        "prompts of other adapters that fill every step leave nothing for a capped adapter",
+        "prompts of other adapters that fill many steps leave nothing for a capped adapter",
         SCHEDULER,
         "caps = {}  # nothing",
         "pass  # nothing",
         "tests/shard/scheduler/test_budget.py"
-        "::test_prompts_of_other_adapters_that_fill_every_step_alternate_with_all_prompts",
+        "::test_prompts_of_other_adapters_that_fill_many_steps_alternate_with_all_prompts",
     ),
     Mutant(
         "the least recently used adapter is evicted instead of the one with the lowest score",

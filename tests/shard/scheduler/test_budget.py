@@ -60,24 +60,32 @@ def test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_st
     assert step(scheduler) == ({}, 12)
 
 
-def test_prompts_of_other_adapters_that_fill_every_step_alternate_with_all_prompts() -> None:
-    scheduler = busy_scheduler(*requests_of("popular", 3, 0), step_tokens=64)
+def test_prompts_of_other_adapters_that_fill_many_steps_alternate_with_all_prompts() -> None:
+    others = [requests_of(f"other {i}", 1, 100 + i, num_prompt=100)[0] for i in range(4)]
+    scheduler = busy_scheduler(*requests_of("popular", 3, 0), *others, step_tokens=64)
     seen = []
     for number in range(4):
-        scheduler.add(*requests_of(f"new {number}", 1, 100 + number, num_prompt=100))
         seen.append(step(scheduler)[0])
+        scheduler.add(*requests_of(f"new {number}", 1, 200 + number, num_prompt=100))
     assert seen == [
-        {"new 0": [64]},
-        {"new 0": [36], "popular": [28]},
-        {"new 1": [64]},
-        {"popular": [4, 24], "new 1": [36]},
+        {"other 0": [64]},
+        {"other 0": [36], "popular": [28]},
+        {"other 1": [64]},
+        {"popular": [4, 24], "other 1": [36]},
     ]
+
+
+def test_prompts_of_other_adapters_that_fill_few_steps_go_first() -> None:
+    others = [requests_of(f"other {i}", 1, 100 + i)[0] for i in range(9)]
+    scheduler = busy_scheduler(*requests_of("popular", 3, 0), *others, step_tokens=64)
+    pairs = [{f"other {i}": [32], f"other {i + 1}": [32]} for i in (0, 2, 4, 6)]
+    assert [step(scheduler)[0] for _ in range(6)] == [*pairs, {"other 8": [32]}, {"popular": [24]}]
 
 
 def test_prompts_that_wait_for_their_adapter_fill_no_step() -> None:
     scheduler = busy_scheduler(*requests_of("popular", 3, 0), *requests_of("a", 1, 50), step_tokens=64)
     scheduler.adapters = OneParked()
-    scheduler.add(*requests_of("parked", 1, 60, num_prompt=100))
+    scheduler.add(*requests_of("parked", 1, 60, num_prompt=1000))
     assert step(scheduler) == ({"a": [32]}, 0)
     assert step(scheduler) == ({"popular": [24]}, 1)
 
