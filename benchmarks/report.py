@@ -63,7 +63,7 @@ def cells(result: Result, old: frozenset[str], machines: Mapping[str, str]) -> l
         f"{number(result['median'])} {result['unit']}".strip(),
         "–" if low == high else f"{number(low)} – {number(high)}",
         "–" if result["target"] is None else f"{sign} {number(result['target'])}",
-        result["status"] if result["target"] is not None else "measured",
+        "measured" if result["target"] is None and result["status"] == "holds" else result["status"],
         ", ".join(each for each in (result["model"], result["dtype"]) if each) or "–",
         result["peer"] or "–",
         machines[_machine(result["machine"])],

@@ -189,6 +189,14 @@ def test_a_figure_is_shown_with_where_and_when_it_was_measured(measured: Measure
     assert report.legend(letters) == "- Machine A: a processor, 2 cores, 2 GiB\n"
 
 
+@pytest.mark.parametrize(("breaks_at", "status"), [(-1, "measured"), (2, "failed")])
+def test_a_figure_without_a_target_is_measured_or_failed(measured: Measured, breaks_at: int, status: str) -> None:
+    measured.breaks_at = breaks_at
+    measured.run()
+    result = {**measured.latest(), "machine": MACHINE, "target": None}
+    assert report.cells(result, frozenset(), report.machines([result]))[4] == status
+
+
 def test_readme_needs_its_markers() -> None:
     with pytest.raises(ValueError, match="README needs"):
         report.readme("no markers", {}, frozenset())
