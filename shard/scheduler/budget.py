@@ -20,7 +20,7 @@ NUM_MEASURED, LEAST_MEASURED, LEAST_TOKENS = 7, 32, 16
 RECENT_STEPS = 128
 """Steps after which an adapter without requests no longer counts."""
 CAPPED_STEPS = 4
-"""Caps apply in every step if prompts of adapters without caps would fill fewer steps, else in every second one."""
+"""Where prompts of adapters without a cap would fill this many steps, every second step has no caps."""
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,9 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Plan the next step and count it as launched.
 
-        Prompts of an adapter with more requests than another alternate with the prompts of the others: with all prompts
-        in order where those of the others would fill several steps. A request that may have crashed a shard is computed
-        alone, in alternation with all others.
+        Prompts of an adapter with more requests than another one are capped and wait for every second step. Where the
+        other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order. A request that may
+        have crashed a shard is computed alone, in alternation with all others.
         """
         last, self._isolated = self._isolated, None
         if last is None:
