@@ -110,7 +110,7 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
     try:
         # at the output head, the rows of all heads may follow the row of each draft
-        kernels = model.enable_device_kernels(num_slots, max_rows, max_drafts, config.fusions != "none")
+        kernels = model.enable_device_kernels(num_slots, max_rows, max_drafts)
     except ImportError as missing:
         raise ValueError(f"adapters on {on} need the package triton: {missing}") from missing
     from lorikeet.shard.model.adapters.upload import DeviceSlots

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet.shard.attention.spans import HEADER, RECORD
+from lorikeet.shard.attention.spans import HEADER, RECORD, SHORT_SPANS, short_span
 from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
@@ -143,14 +143,21 @@ def _fold(
         tl.store(output + offsets, mean.to(output.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _start_of(span, SPAN: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr):
+    """The first position of a span, see spans.spans_at."""
+    return tl.minimum(span, NUM_SHORT) * SHORT + tl.maximum(span - NUM_SHORT, 0) * SPAN
+
+
 @triton.jit(do_not_specialize=["kind"])
 def attend(
     query, keys, values, key_scales, value_scales, sinks, slopes, tables, partials, stats, arrived, output,
     kind, query_row, query_head, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, WIDENS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr, SHORT: tl.constexpr,
+    NUM_SHORT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):  # fmt: skip
     """Programs iterate over the items of their kind, for every K and V head. Scores are exponents of two: `scale`
     includes log2(e), or with a cap the factor of its tanh, which is computed by exp2.
@@ -189,7 +196,8 @@ def attend(
             span_most = tl.full((ROWS,), _NOTHING, tl.float32)
             span_total = tl.zeros((ROWS,), tl.float32)
             span_sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-            for at in range(tl.maximum(span * SPAN, lowest), tl.minimum((span + 1) * SPAN, last + 1), COLUMNS):
+            lower = tl.maximum(_start_of(span, SPAN, SHORT, NUM_SHORT), lowest)
+            for at in range(lower, tl.minimum(_start_of(span + 1, SPAN, SHORT, NUM_SHORT), last + 1), COLUMNS):
                 page = tl.load(pages + at // PAGE).to(tl.int64)
                 slots = page * PAGE + at % PAGE + columns
                 seen = at + columns
@@ -290,7 +298,8 @@ def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[
         return Tile(rows=64, columns=32, num_warps=8)
     if capability in SMALL_MEMORY:
         return Tile(rows=64, columns=32, num_stages=3)
-    return Tile(rows=64, columns=64, num_stages=3)
+    # Three buffers of K and V: with fewer stages the copies of the next tile begin at the end of an iteration.
+    return Tile(rows=64, columns=64, num_stages=5)
 
 
 @operator("store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))
@@ -338,7 +347,8 @@ def attend_paged(
         output if sinks is None else sinks, output if slopes is None else slopes, tables, partials, stats, arrived,
         output, kind, query.stride(0), query.stride(1), scale, softcap * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=query.shape[1] // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        KEY_WIDTH=width_of(key_dim), VALUE_WIDTH=width_of(value_dim), PAGE=page_size, SPAN=span, WINDOW=window,
+        KEY_WIDTH=width_of(key_dim), VALUE_WIDTH=width_of(value_dim), PAGE=page_size, SPAN=span,
+        SHORT=short_span(span), NUM_SHORT=SHORT_SPANS * span // short_span(span), WINDOW=window,
         ROWS=tile.rows, COLUMNS=tile.columns, HAS_SCALES=has_scales, HAS_CAP=softcap > 0,
         HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None, WIDENS=_WIDENS, enable_fp_fusion=True,
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -14,7 +14,12 @@ import numpy.typing as npt
 from lorikeet.shard.batch.padding import Bounds
 
 SPAN = 512
-"""Positions of a span."""
+"""Positions of a span, but of the first ones."""
+SHORT_SPANS = 2
+"""The first so many times SPAN positions are in spans of a quarter, at least LEAST_SPAN: so one request with a short
+context is computed by enough programs.
+"""
+LEAST_SPAN = 64
 HEADER = 4
 """Numbers per kind in `StepTables.numbers`: offset and number of its items, offset and number of its folds."""
 START = 3
@@ -66,6 +71,18 @@ class StepTables:
     num_folds: Sequence[int]
 
 
+def short_span(span: int) -> int:
+    """Positions of the first spans, where later ones have `span`."""
+    return max(LEAST_SPAN, span // 4)
+
+
+def spans_at(positions: Numbers, span: int) -> Numbers:
+    """The span of each position; the same for every segment, so that a row's bits do not depend on the batch."""
+    num_short = SHORT_SPANS * span // short_span(span)
+    late = num_short + (positions - SHORT_SPANS * span) // span
+    return np.where(positions < SHORT_SPANS * span, positions // short_span(span), late).astype(np.int32)
+
+
 def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, span: int = SPAN) -> StepTables:
     """The records of every kind, then `pages`, the concatenated page ids of all segments."""
     plans = [plan(kind, rows, num_programs, span) for kind in kinds]
@@ -101,7 +118,7 @@ def header_size(num_kinds: int) -> int:
 
 def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs: int, span: int = SPAN) -> int:
     """The largest size of `StepTables.numbers` within `bounds`."""
-    most_spans = -(-bounds.max_kv_len // span)
+    most_spans = int(spans_at(np.array([bounds.max_kv_len - 1]), span)[0]) + 1
     size = header_size(len(kinds)) + bounds.num_rows * -(-bounds.max_kv_len // page_size)
     for kind in kinds:
         tiles = bounds.num_rows + bounds.num_rows * kind.group // kind.tile_rows
@@ -115,10 +132,10 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     """[items, RECORD], the longest first, and [folds, RECORD]."""
     owners, first, count = _split(rows.counts * kind.group, kind.tile_rows)
     starts = rows.starts[owners]
-    ends = (starts + rows.num_uncertain[owners] + (first + count - 1) // kind.group) // span + 1
+    ends = spans_at(starts + rows.num_uncertain[owners] + (first + count - 1) // kind.group, span) + 1
     begins = np.zeros_like(ends)
     if kind.window is not None:
-        begins = np.maximum(starts + first // kind.group - kind.window + 1, 0) // span
+        begins = spans_at(np.maximum(starts + first // kind.group - kind.window + 1, 0), span)
     order = np.argsort(begins - ends, kind="stable")
     owners, first, count, begins, ends = (each[order] for each in (owners, first, count, begins, ends))
     spans = ends - begins

@@ -152,12 +152,9 @@ class Model:
         for binding in self.lora_targets.values():
             binding.allocate(num_slots)
 
-    def enable_device_kernels(
-        self, num_slots: int, max_rows: int, max_drafts: int, is_cooperative: bool = True
-    ) -> "DeviceKernels":
+    def enable_device_kernels(self, num_slots: int, max_rows: int, max_drafts: int) -> "DeviceKernels":
         """Compute adapters and heads by kernels of the device, for up to `max_rows` rows and `max_drafts` draft rows of
-        a step; `is_cooperative` as in DeviceKernels. Needs triton. Raises ValueError for an invalid file of kernel
-        configurations, or if a cooperative launch does not finish.
+        a step. Needs triton. Raises ValueError for an invalid file of kernel configurations.
         """
         from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
         from lorikeet.shard.model.kernels import tuning
@@ -167,8 +164,7 @@ class Model:
         self.inputs.reserve_groups(max_rows, num_slots, max_drafts)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
         targets, device = targets_of(self.lora_targets), self.info.device
-        self._kernels = DeviceKernels(targets, num_slots, device, tuned, is_cooperative)
-        self._kernels.try_cooperative_launch(self.info.dtype)
+        self._kernels = DeviceKernels(targets, num_slots, device, tuned)
         return self._kernels
 
     @torch.inference_mode()

@@ -97,15 +97,17 @@ LAYERS = (
 
 
 def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embedding: bool = False) -> None:
-    tiles = [
-        *tuning.defaults(META).tiles("shrink", num_in, dtype),
-        *tuning.defaults(META).tiles("expand", num_out, dtype),
-    ]
-    x = tensor(T, dtype=I64) if is_embedding else tensor(T, num_in, dtype=dtype)
-    lora.add_delta(
-        x, tensor(T, num_out * num_parts, dtype=dtype), tensor(16, 3, dtype=I32), tensor(T, dtype=I32),
-        tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64), tensor(2, dtype=I32), [16, num_out, 396, 1],
-        num_out % 16 == 0, tiles,
+    tuned = tuning.defaults(META)
+    shrinking, expanding = tuned.tiles("shrink", num_in, dtype), tuned.tiles("expand", num_out, dtype)
+    tasks, row_ids = tensor(16, 3, dtype=I32), tensor(T, dtype=I32)
+    parts, table = tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64)
+    if is_embedding:
+        h = tensor(T, dtype=I64)
+    else:
+        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 924, shrinking)
+    lora.expand_rows(
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, num_out, 924, num_out % 16 == 0,
+        shrinking[1], expanding,
     )  # fmt: skip
 
 

@@ -131,4 +131,4 @@ def test_what_start_launches() -> None:
     with without_values():
         names = {launch.kernel for launch in start(model_of(SHAPE, has_adapters=True))}
     heads = {"head_block", "head_logits"}
-    assert names == {"attend", "store", "norm_rows", "rotate_heads", "gate_rows", "adapt", *heads}
+    assert names == {"attend", "store", "norm_rows", "rotate_heads", "gate_rows", "shrink", "expand", *heads}

@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "a sliding window begins one span too late",
         "shard/attention/spans.py",
-        "- kind.window + 1, 0) // span",
-        "- kind.window + 1, 0) // span + 1",
+        "- kind.window + 1, 0), span)",
+        "- kind.window + 1, 0), span) + 1",
         "tests/shard/attention/test_paged.py::test_every_row_sees_every_span_once[50-64-3-700]",
     ),
     Mutant(

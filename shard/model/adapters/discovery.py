@@ -13,7 +13,16 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels.packing import PackedMatrix
-from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, adapt, adapt_embedding, adapt_output
+from lorikeet.shard.model.lora.targets import (
+    ExpertTargets,
+    LoraTarget,
+    Product,
+    Shrunk,
+    adapt,
+    adapt_embedding,
+    adapt_output,
+    begin,
+)
 from lorikeet.shard.model.moe.experts import is_experts, up_name
 from lorikeet.shard.model.moe.routers import is_router
 from lorikeet.shard.model.quantization.layers import is_quantized, matrix_of
@@ -85,7 +94,9 @@ def hook_plain(network: nn.Module) -> None:
             module.register_forward_hook(_after_embedding)
         elif isinstance(module, nn.Linear | Conv1D):
             target.project = target.project or partial(_project, module)
-            module.register_forward_hook(_after_linear)
+            hooks = _LinearHooks(target)
+            module.register_forward_pre_hook(hooks.before)
+            module.register_forward_hook(hooks.after)
 
 
 def squared_norms(weight: torch.Tensor) -> torch.Tensor:
@@ -93,10 +104,19 @@ def squared_norms(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows.float().square().sum(1) for rows in weight.split(1024)])
 
 
-def _after_linear(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    target = target_of(module)
-    if target is not None:
-        adapt_output(target, args[0], output)
+class _LinearHooks:
+    """Adds a target's adapters to the output of its module."""
+
+    def __init__(self, target: LoraTarget) -> None:
+        self._target = target
+        self._shrunk: Shrunk | None = None
+
+    def before(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._shrunk = begin([self._target], args[0])
+
+    def after(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        shrunk, self._shrunk = self._shrunk, None
+        adapt_output(self._target, args[0], output, shrunk)
 
 
 def _after_embedding(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -123,9 +143,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]. Returns [..., out]."""
+        shrunk = None if self.adapters is None else begin([self.adapters], x)
         y = self.matrix(x)
         if self.adapters is not None:
-            adapt_output(self.adapters, x, y)
+            adapt_output(self.adapters, x, y, shrunk)
         return y
 
 
@@ -145,13 +166,19 @@ class FusedTargets:
         """Whether a row of the current step belongs to an adapter."""
         return bool(self.targets) and len(self.targets[0].rows) > 0
 
-    def adapt(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """x: [rows, in]; y: [rows, out of all], changed in place."""
+    def begin(self, x: torch.Tensor) -> Shrunk | None:
+        """As `targets.begin`. x: [rows, in]."""
+        return begin(self.targets, x)
+
+    def adapt(self, x: torch.Tensor, y: torch.Tensor, shrunk: Shrunk | None = None) -> None:
+        """x: [rows, in]; y: [rows, out of all], changed in place; shrunk: what `begin` returned for x."""
         if not self.is_active:
             return
         rows = self.targets[0].rows
         parts = y.split([target.num_out for target in self.targets], dim=1)
-        adapt(rows, *(Product(target, x, part) for target, part in zip(self.targets, parts, strict=True)))
+        adapt(
+            rows, *(Product(target, x, part) for target, part in zip(self.targets, parts, strict=True)), shrunk=shrunk
+        )
 
 
 def _project_columns(matrix: PackedMatrix, columns: slice, x: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,9 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """hidden_states: [1, T, H]; position_embeddings: cos and sin, [1, T, R]. Returns ([1, T, H], None)."""
         # [1, T, (heads + 2 kv_heads) D]
+        shrunk = self.qkv_adapters.begin(hidden_states[0])
         qkv = self.qkv(hidden_states)
-        self.qkv_adapters.adapt(hidden_states[0], qkv[0])
+        self.qkv_adapters.adapt(hidden_states[0], qkv[0], shrunk)
         shape = [self.num_heads, self.num_kv_heads, self.head_dim]
         destination = self.lorikeet_binding.destination() if self._kernels.stores_kv else None
         self._kernels.rotate(qkv[0], position_embeddings, shape, self._norms, destination)

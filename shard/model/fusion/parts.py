@@ -66,9 +66,10 @@ class FusedMlp(nn.Module):
         if not self.up_adapters[0].is_active and (whole := self._kernels.gated_mlp(x, self)) is not None:
             return whole
         rows = x.reshape(-1, self.ups[0].in_features)
+        shrunk = [adapters.begin(rows) for adapters in self.up_adapters]
         products = [matrix(rows) for matrix in self.ups]
-        for adapters, product in zip(self.up_adapters, products, strict=True):
-            adapters.adapt(rows, product)
+        for adapters, product, one in zip(self.up_adapters, products, shrunk, strict=True):
+            adapters.adapt(rows, product, one)
         hidden = self._kernels.gate(products, self.is_tanh)
         output: torch.Tensor = self.down(hidden.view(*x.shape[:-1], -1))
         return output

@@ -89,12 +89,27 @@ class SlotImage:
     entries: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Shrunk:
+    """`A x` of some modules with one input, computed or being computed."""
+
+    # [rows, parts, room] float32, see lora/triton.py
+    h: torch.Tensor
+    # [parts, 4] int64, the modules and their columns
+    parts: torch.Tensor
+    splits: int
+    stream: torch.cuda.Stream | None
+    """The stream that computes it, None for the current one."""
+
+
 class Kernels(Protocol):
     """Adapters on a device other than the CPU."""
 
     def image(self, targets: Sequence["LoraTarget"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
 
-    def adapt(self, rows: AdapterRows, products: Sequence["Product"]) -> None: ...
+    def begin(self, rows: AdapterRows, targets: Sequence["LoraTarget"], x: torch.Tensor) -> Shrunk | None: ...
+
+    def adapt(self, rows: AdapterRows, products: Sequence["Product"], shrunk: Shrunk | None = None) -> None: ...
 
     def adapt_embedding(self, rows: AdapterRows, target: "LoraTarget", ids: torch.Tensor, y: torch.Tensor) -> None: ...
 
@@ -155,10 +170,19 @@ class LoraTarget:
         return bool(entry.rank or entry.scale or entry.bias)
 
 
-def adapt_output(target: LoraTarget, x: torch.Tensor, y: torch.Tensor) -> None:
-    """x: [..., in], y: [..., out] contiguous, changed in place."""
+def begin(targets: Sequence[LoraTarget], x: torch.Tensor) -> Shrunk | None:
+    """Start `A x` of the step's adapters, on a device that computes it beside the base's product. x: [..., in], the
+    input of targets whose outputs are neighbouring columns. Returns what `adapt` takes after the product.
+    """
+    if not targets or targets[0].kernels is None or not len(rows := targets[0].rows):
+        return None
+    return targets[0].kernels.begin(rows, targets, x.reshape(-1, targets[0].num_in))
+
+
+def adapt_output(target: LoraTarget, x: torch.Tensor, y: torch.Tensor, shrunk: Shrunk | None = None) -> None:
+    """x: [..., in], y: [..., out] contiguous, changed in place. shrunk: as in `adapt`."""
     if len(rows := target.rows):
-        adapt(rows, Product(target, x.reshape(-1, target.num_in), y.view(-1, target.num_out)))
+        adapt(rows, Product(target, x.reshape(-1, target.num_in), y.view(-1, target.num_out)), shrunk=shrunk)
 
 
 class ExpertTargets:
@@ -216,13 +240,13 @@ class Product:
         return _Part(table, x.data_ptr(), x.stride(0), target.num_in, y.data_ptr(), y.stride(0), target.num_out, bias)
 
 
-def adapt(rows: AdapterRows, *products: Product) -> None:
-    """Add the rows' adapters to every product."""
+def adapt(rows: AdapterRows, *products: Product, shrunk: Shrunk | None = None) -> None:
+    """Add the rows' adapters to every product. shrunk: what `begin` returned for their targets and input."""
     if not len(rows):
         return
     kernels = products[0].target.kernels
     if kernels is not None:
-        kernels.adapt(rows, products)
+        kernels.adapt(rows, products, shrunk)
         return
     dtype = products[0].y.dtype
     if products[0].y.device.type == "cpu" and compiled(dtype) is not None:

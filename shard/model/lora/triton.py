@@ -1,8 +1,8 @@
-"""Low-rank adapters on CUDA: one Triton kernel for any mix of adapters and ranks in one step.
+"""Low-rank adapters on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
 
-Programs compute h = A x ("shrink"), meet, and then update y with B h, DoRA's scale and the adapter's bias ("expand";
-targets.py has the specification). Ranks, addresses and rows are read from device memory at fixed addresses: no launch
-waits for the host. Programs share the tasks that are used, not those that a captured launch has room for.
+`shrink` computes h = A x, and `expand` updates y with B h, DoRA's scale and the adapter's bias (targets.py has the
+specification). Ranks, addresses and rows are read from device memory at fixed addresses: no launch waits for the host.
+Programs share the tasks that are used, not those that a captured launch has room for.
 Bits: a row of a task is a row of a tile of one fixed shape; each of its sums takes its terms in an order that depends
 on the module's shape and the adapter's rank alone, and no sum uses atomics. So a row has equal bits in any batch,
 provided that a matrix unit computes the rows of a tile alike.
@@ -40,105 +40,6 @@ def _pointer(entry, index: tl.constexpr, element: tl.constexpr):
 
 
 @triton.jit
-def _shrink(
-    x, h, tasks, row_ids, parts, table, task, piece, part, num_in, x_stride, num_targets, num_parts, room,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
-):  # fmt: skip
-    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
-
-    SPLITS pieces share the inputs of a task whose rank fits one tile, fewer where it needs more tiles. A pass takes
-    DEPTH inputs.
-    """
-    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
-    entry = table + (slot * num_targets + tl.load(parts + part * PART)) * ENTRY
-    rank = tl.load(entry).to(tl.int32)
-    rank = tl.where(count > 0, rank, 0)
-    splits = _splits(rank, RANKS, SPLITS)
-    span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
-    lanes = tl.arange(0, ROWS)
-    rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
-    row = (rows * num_parts + part) * room
-    # The same number of pieces for every rank, so that a captured launch fits any adapter: large ranks loop.
-    for at in range(piece, splits * tl.cdiv(rank, RANKS), SPLITS):
-        a = _pointer(entry, 1, x.dtype.element_ty)
-        split = at % splits
-        factors = (at // splits) * RANKS + tl.arange(0, RANKS)
-        sums = multiply_rows(
-            x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
-            tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH, WIDENS,
-        )  # fmt: skip
-        place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
-        tl.store(place, sums, mask=(lanes < count)[:, None])
-
-
-@triton.jit
-def _expand(
-    h, y, tasks, row_ids, parts, table, task, block, part, y_stride, num_targets, num_parts, room,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
-):  # fmt: skip
-    """Add the adapters to WIDTH outputs of a task's rows. For embeddings `h` holds the [rows] token ids, and a row of
-    a, [in, rank], replaces the result of shrink. IS_ALIGNED: 16 divides each part's first column and number of outputs.
-    """
-    slot, first, count = (tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2))
-    num_out = tl.load(parts + part * PART + 1).to(tl.int32)
-    column = tl.load(parts + part * PART + 2).to(tl.int32)
-    if IS_ALIGNED:
-        num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
-    entry = table + (slot * num_targets + tl.load(parts + part * PART)) * ENTRY
-    rank = tl.load(entry).to(tl.int32)
-    # the number of each: all or none
-    num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
-    num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
-    num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
-    if (count > 0) & (block * WIDTH < num_out) & (rank + num_scales + num_biases > 0):
-        element: tl.constexpr = y.dtype.element_ty
-        a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
-        lanes = tl.arange(0, ROWS)
-        rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
-        outputs = block * WIDTH + tl.arange(0, WIDTH)
-        splits = _splits(rank, RANKS, SPLITS)
-        padded = tl.cdiv(rank, RANKS) * RANKS
-        if IS_EMBEDDING:
-            row = tl.load(h + rows, mask=lanes < count, other=0) * rank
-        else:
-            row = (rows * num_parts + part) * room
-        delta = tl.zeros((ROWS, WIDTH), tl.float32)
-        # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
-        for start in tl.range(0, rank, RANKS, num_stages=1):
-            factors = start + tl.arange(0, RANKS)
-            weights = tl.load(
-                b + factors[:, None] * num_out + outputs[None, :],
-                mask=(factors < rank)[:, None] & (outputs < num_out)[None, :],
-                other=0.0,
-            )
-            if IS_EMBEDDING:
-                mask = (lanes < count)[:, None] & (factors < rank)[None, :]
-                high = tl.load(a + row[:, None] + factors[None, :], mask=mask, other=0.0)
-                delta = multiply_add(high, weights, delta, WIDENS)
-            else:
-                value = tl.zeros((ROWS, RANKS), tl.float32)
-                for split in tl.range(0, splits, num_stages=1):
-                    place = h + row[:, None] + split * padded + factors[None, :]
-                    # past the first cache, which does not see what other multiprocessors write
-                    value += tl.load(place, mask=(lanes < count)[:, None], other=0.0, cache_modifier=".cg")
-                high = value.to(element)
-                delta = multiply_add(high, weights, delta, WIDENS)
-                if element != tl.float32:  # the rounding error, so that h counts as float32
-                    low = (value - high.to(tl.float32)).to(element)
-                    delta = multiply_add(low, weights, delta, WIDENS)
-
-        scale = tl.load(_pointer(entry, 3, tl.float32) + outputs, mask=outputs < num_scales, other=1.0)
-        bias = tl.load(_pointer(entry, 4, tl.float32) + outputs, mask=outputs < num_biases, other=0.0)
-        base = tl.load(_pointer(parts + part * PART, 3, tl.float32) + outputs, mask=outputs < num_bases, other=0.0)
-        place = y + rows[:, None] * y_stride + column + outputs[None, :]
-        mask = (lanes < count)[:, None] & (outputs < num_out)[None, :]
-        before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
-        tl.store(place, after.to(element), mask=mask)
-
-
-@triton.jit
 def _num_used(tasks, num_tasks):
     """The number of tasks up to the last that has rows."""
     used = 0
@@ -149,94 +50,205 @@ def _num_used(tasks, num_tasks):
     return used
 
 
-@triton.jit
-def _meet(meeting):
-    """Return once every program has called it: what they wrote before can be read. meeting: two zeros, which are zeros
-    again when all have left. All programs must run at once.
+@triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
+def shrink(
+    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_targets, num_tasks, num_parts, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
+
+    SPLITS pieces share the inputs of a task whose rank fits one tile, fewer where it needs more tiles. A pass takes
+    DEPTH inputs.
     """
-    num_programs = tl.num_programs(0)
-    tl.debug_barrier()  # all threads have written before one announces it
-    tl.atomic_add(meeting, 1, sem="acq_rel", scope="gpu")
-    while tl.atomic_add(meeting, 0, sem="acq_rel", scope="gpu") < num_programs:
-        pass
-    if tl.atomic_add(meeting + 1, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(meeting, 0)
-        tl.store(meeting + 1, 0)
-    tl.debug_barrier()
+    lanes = tl.arange(0, ROWS)
+    num_items = _num_used(tasks, num_tasks) * num_parts * SPLITS
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        task, part, piece = item // SPLITS // num_parts, item // SPLITS % num_parts, item % SPLITS
+        slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
+        target = tl.load(parts + part * PART)
+        rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+        entry = table + (slot * num_targets + target) * ENTRY
+        rank = tl.load(entry).to(tl.int32)
+        rank = tl.where(count > 0, rank, 0)
+        splits = _splits(rank, RANKS, SPLITS)
+        span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
+        row = (rows * num_parts + part) * room
+        # The same number of pieces for every rank, so that a captured launch fits any adapter: large ranks loop.
+        for at in range(piece, splits * tl.cdiv(rank, RANKS), SPLITS):
+            a = _pointer(entry, 1, x.dtype.element_ty)
+            split = at % splits
+            factors = (at // splits) * RANKS + tl.arange(0, RANKS)
+            sums = multiply_rows(
+                x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
+                tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH,
+                WIDENS,
+            )  # fmt: skip
+            place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
+            tl.store(place, sums, mask=(lanes < count)[:, None])
+
+
+@triton.jit
+def _sum_splits(h, row, is_row, factors, rank, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+    """[ROWS, RANKS] float32: the sums of all splits, in their order."""
+    padded = tl.cdiv(rank, RANKS) * RANKS
+    value = tl.zeros((ROWS, RANKS), tl.float32)
+    for split in tl.range(0, _splits(rank, RANKS, SPLITS), num_stages=1):
+        place = h + row[:, None] + split * padded + factors[None, :]
+        value += tl.load(place, mask=is_row[:, None], other=0.0)
+    return value
+
+
+@triton.jit
+def _multiply_factors(value, weights, delta, WIDENS: tl.constexpr):
+    """delta + value weights. value: [rows, factors] float32, which counts as float32 whatever the dtype of weights."""
+    element: tl.constexpr = weights.dtype
+    high = value.to(element)
+    delta = multiply_add(high, weights, delta, WIDENS)
+    if element != tl.float32:
+        low = (value - high.to(tl.float32)).to(element)
+        delta = multiply_add(low, weights, delta, WIDENS)
+    return delta
+
+
+@triton.jit
+def _factors_of_ids(a, ids, is_row, factors, rank):
+    """[rows, factors] float32 of token ids: rows of a, [in, rank]."""
+    mask = is_row[:, None] & (factors < rank)[None, :]
+    return tl.load(a + ids[:, None] * rank + factors[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_b(b, factors, outputs, rank, num_out, end):
+    """[factors, outputs] of b, [rank, num_out], zeros from output `end` on."""
+    mask = (factors < rank)[:, None] & (outputs < end)[None, :]
+    return tl.load(b + factors[:, None] * num_out + outputs[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
-def adapt(
-    x, h, y, tasks, row_ids, parts, table, meeting, num_in, x_stride, y_stride, num_targets, num_tasks, num_parts,
-    num_blocks, room, ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, SHRINKS: tl.constexpr, EXPANDS: tl.constexpr, IS_ALIGNED: tl.constexpr,
+def expand(
+    h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, num_blocks, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
     IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the pieces of all used tasks; with both SHRINKS and EXPANDS they meet in between."""
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    used = _num_used(tasks, num_tasks)
-    if SHRINKS:
-        for item in tl.range(program, used * num_parts * SPLITS, num_programs, num_stages=1):
-            _shrink(
-                x, h, tasks, row_ids, parts, table, item // SPLITS // num_parts, item % SPLITS,
-                item // SPLITS % num_parts, num_in, x_stride, num_targets, num_parts, room,
-                ROWS, RANKS, DEPTH, SPLITS, WIDENS,
-            )  # fmt: skip
-    if SHRINKS and EXPANDS:
-        _meet(meeting)
-    if EXPANDS:
-        for item in tl.range(program, used * num_parts * num_blocks, num_programs, num_stages=1):
-            _expand(
-                h, y, tasks, row_ids, parts, table, item // num_blocks // num_parts, item % num_blocks,
-                item // num_blocks % num_parts, y_stride, num_targets, num_parts, room,
-                ROWS, RANKS, WIDTH, SPLITS, IS_ALIGNED, IS_EMBEDDING, WIDENS,
-            )  # fmt: skip
+    """Add the adapters of the tasks' rows to y. A program takes a strip of neighbouring blocks of WIDTH outputs of one
+    task and part; it reads what the strip's blocks share once, and the next block's weights while it computes one.
 
-
-@operator("adapt", mutates_args=("y", "meeting"))
-def add_delta(
-    x: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
-    table: torch.Tensor, meeting: torch.Tensor, shape: list[int], is_aligned: bool, tiles: list[int],
-) -> None:  # fmt: skip
-    """x: [rows, in], or [rows] token ids for embeddings; y: [rows, out of all parts], changed in place.
-
-    tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]; meeting: [2] int32 zeros. shape:
-    tasks to launch, most outputs of a part, programs that the device runs at once, and whether it certainly does, so
-    that they may wait for each other. tiles: DEPTH, SPLITS, warps and stages of shrink, WIDTH, warps and stages of
-    expand; there is one launch where both have the same number of warps.
+    For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink.
+    IS_ALIGNED: 16 divides each part's first column and number of outputs.
     """
-    num_tasks, num_out, most_programs, may_meet = shape
-    depth, splits, *of_shrink = tiles[:4]
-    width, *of_expand = tiles[4:]
-    num_parts, num_targets = parts.shape[0], table.shape[1]
-    room, num_blocks = max(MOST_RANK, RANKS * splits), triton.cdiv(num_out, width)
-    is_embedding = x.dim() == 1
-    h = x if is_embedding else x.new_empty((x.shape[0], num_parts, room), dtype=torch.float32)
+    element: tl.constexpr = y.dtype.element_ty
+    lanes = tl.arange(0, ROWS)
+    num_programs = tl.num_programs(0)
+    num_units = _num_used(tasks, num_tasks) * num_parts
+    # few units: one strip for each program; many: a few strips each, so that all programs are busy to the end
+    num_strips = tl.where(num_units * 2 <= num_programs, num_programs // tl.maximum(num_units, 1), 4)
+    num_strips = tl.minimum(num_strips, num_blocks)
+    for item in tl.range(tl.program_id(0), num_units * num_strips, num_programs, num_stages=1):
+        strip, part, task = item % num_strips, item // num_strips % num_parts, item // num_strips // num_parts
+        slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
+        target = tl.load(parts + part * PART)
+        num_out = tl.load(parts + part * PART + 1).to(tl.int32)
+        column = tl.load(parts + part * PART + 2).to(tl.int32)
+        is_row = lanes < count
+        rows = tl.load(row_ids + first + lanes, mask=is_row, other=0).to(tl.int64)
+        if IS_ALIGNED:
+            num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
+        entry = table + (slot * num_targets + target) * ENTRY
+        rank = tl.load(entry).to(tl.int32)
+        # the number of each: all or none
+        num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
+        num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
+        num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
+        blocks = tl.cdiv(num_out, WIDTH)
+        begin, end = strip * blocks // num_strips, (strip + 1) * blocks // num_strips
+        if (count > 0) & (begin < end) & (rank + num_scales + num_biases > 0):
+            a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
+            scales, biases = _pointer(entry, 3, tl.float32), _pointer(entry, 4, tl.float32)
+            bases = _pointer(parts + part * PART, 3, tl.float32)
+            factors = tl.arange(0, RANKS)
+            outputs = begin * WIDTH + tl.arange(0, WIDTH)
+            weights = _load_b(b, factors, outputs, rank, num_out, num_out)
+            if IS_EMBEDDING:
+                row = tl.load(h + rows, mask=is_row, other=0)
+                value = _factors_of_ids(a, row, is_row, factors, rank)
+            else:
+                row = (rows * num_parts + part) * room
+                value = _sum_splits(h, row, is_row, factors, rank, RANKS, SPLITS, ROWS)
+            # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
+            for block in tl.range(begin, end, num_stages=1):
+                place = y + rows[:, None] * y_stride + column + outputs[None, :]
+                mask = is_row[:, None] & (outputs < num_out)[None, :]
+                before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+                following = outputs + WIDTH
+                ahead = _load_b(b, factors, following, rank, num_out, tl.where(block + 1 < end, num_out, 0))
+                delta = _multiply_factors(value, weights, tl.zeros((ROWS, WIDTH), tl.float32), WIDENS)
+                for start in tl.range(RANKS, rank, RANKS, num_stages=1):
+                    others = start + factors
+                    if IS_EMBEDDING:
+                        more = _factors_of_ids(a, row, is_row, others, rank)
+                    else:
+                        more = _sum_splits(h, row, is_row, others, rank, RANKS, SPLITS, ROWS)
+                    delta = _multiply_factors(more, _load_b(b, others, outputs, rank, num_out, num_out), delta, WIDENS)
+                scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
+                bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
+                base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
+                after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
+                tl.store(place, after.to(element), mask=mask)
+                weights, outputs = ahead, following
 
-    def launch(num_items: int, options: list[int], shrinks: bool, expands: bool) -> None:
-        warps, stages = options
-        adapt[(max(1, min(most_programs, num_items)),)](
-            x, h, y, tasks, row_ids, parts, table, meeting, 0 if is_embedding else x.shape[1], x.stride(0), y.stride(0),
-            num_targets, num_tasks, num_parts, num_blocks, room, ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth, WIDTH=width,
-            SPLITS=splits, SHRINKS=shrinks, EXPANDS=expands, IS_ALIGNED=is_aligned, IS_EMBEDDING=is_embedding,
-            WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
-            launch_cooperative_grid=shrinks and expands,
-        )  # fmt: skip
 
-    num_shrunk, num_expanded = num_tasks * num_parts * splits, num_tasks * num_parts * num_blocks
-    if is_embedding:
-        launch(num_expanded, of_expand, shrinks=False, expands=True)
-    elif may_meet and MEETS and of_shrink[0] == of_expand[0]:
-        launch(max(num_shrunk, num_expanded), of_shrink, shrinks=True, expands=True)
-    else:
-        launch(num_shrunk, of_shrink, shrinks=True, expands=False)
-        launch(num_expanded, of_expand, shrinks=False, expands=True)
+def room_of(splits: int) -> int:
+    """Elements of h for each row and part."""
+    return max(MOST_RANK, RANKS * splits)
 
 
-MEETS = isinstance(adapt, triton.JITFunction)
-"""Triton's interpreter runs one program after the other: none can wait for a later one."""
+@operator("shrink_rows", mutates_args=())
+def shrink_rows(
+    x: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor, table: torch.Tensor,
+    num_programs: int, tiles: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """Returns h for `expand_rows`, [rows, parts, room] float32, defined for the tasks' rows.
+
+    x: [rows, in]; tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]; num_programs: at
+    most; tiles: DEPTH, SPLITS, warps and stages.
+    """
+    depth, splits, warps, stages = tiles
+    num_parts, num_items = parts.shape[0], tasks.shape[0] * parts.shape[0] * splits
+    h = x.new_empty((x.shape[0], num_parts, room_of(splits)), dtype=torch.float32)
+    shrink[(max(1, min(num_programs, num_items)),)](
+        x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), table.shape[1], tasks.shape[0], num_parts,
+        h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth, SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return h
 
 
-@add_delta.register_fake
+@shrink_rows.register_fake
+def _(
+    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _programs: int,
+    tiles: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], parts.shape[0], room_of(tiles[1])), dtype=torch.float32)
+
+
+@operator("expand_rows", mutates_args=("y",))
+def expand_rows(
+    h: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
+    table: torch.Tensor, num_out: int, num_programs: int, is_aligned: bool, splits: int, tiles: list[int],
+) -> None:  # fmt: skip
+    """y: [rows, out of all parts], changed in place. h: of `shrink_rows` with as many `splits`, or [rows] token ids for
+    embeddings; num_out: most outputs of a part; tiles: WIDTH, warps and stages; the rest as there.
+    """
+    width, warps, stages = tiles
+    num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(num_out, width), h.dim() == 1
+    expand[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
+        h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts, num_blocks,
+        0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width, SPLITS=splits,
+        IS_ALIGNED=is_aligned, IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+
+
+@expand_rows.register_fake
 def _(*_args: object) -> None:
     return None

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from lorikeet.shard.attention import paged_triton as kernels
 from lorikeet.shard.attention.paged import PROGRAMS_PER_PROCESSOR
-from lorikeet.shard.attention.spans import SPAN
+from lorikeet.shard.attention.spans import SHORT_SPANS, SPAN, short_span
 
 POINTERS = {
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "key_scales": "*fp32", "value_scales": "*fp32",
@@ -70,6 +70,7 @@ def main() -> None:
             kernels.attend,
             shared | keyed | grouped
             | {"PAGE": 256, "SPAN": SPAN, "WINDOW": layer.get("WINDOW", 0), "ROWS": tile.rows, "COLUMNS": tile.columns}
+            | {"SHORT": short_span(SPAN), "NUM_SHORT": SHORT_SPANS * SPAN // short_span(SPAN)}
             | {"HAS_CAP": layer.get("HAS_CAP", False), "HAS_SLOPES": False, "WIDENS": False},
             types, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

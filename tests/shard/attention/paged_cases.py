@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from lorikeet.shard.attention.kernel_limits import KernelLimits, Limit
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
+from lorikeet.shard.attention.spans import spans_at
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
@@ -187,6 +189,23 @@ def test_equal_bits_however_programs_share_spans() -> None:
         outputs.append(torch.cat(runner.step((170, LONG, rows), (0, SHORT, other))))
         assert isinstance(runner.backend, PagedAttention)
         assert runner.backend._tables.num_folds == [num_folds]
+    assert torch.equal(*outputs)
+
+
+def test_short_and_long_spans_agree_however_they_are_shared() -> None:
+    """The first positions are in shorter spans than later ones."""
+    spec = replace(spec_of("grouped"), window=None)
+    span, pages = 128, [5, 9, 2, 11, 0, 8, 13]
+    assert list(spans_at(np.array([255, 256, 383, 384]), span)) == [3, 4, 4, 5]
+    rows = draw(spec, 2, BFLOAT16)
+    segments = [(start, pages, rows.part(at, 1)) for at, start in enumerate((140, 430))]
+    reference = Runner(ReferenceAttention(PAGE), spec, BFLOAT16).remember()
+    wanted = torch.cat(reference.step(*segments)).float()
+    outputs = []
+    for programs in (1, 1000):
+        runner = Runner(PagedAttention(PAGE, span=span, num_programs=programs), spec, BFLOAT16).remember()
+        outputs.append(torch.cat(runner.step(*segments)))
+        torch.testing.assert_close(outputs[-1].float(), wanted, rtol=TOLERANCE[BFLOAT16], atol=TOLERANCE[BFLOAT16])
     assert torch.equal(*outputs)
 
 

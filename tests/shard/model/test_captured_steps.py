@@ -87,7 +87,7 @@ def assert_on_device(name: str, is_fused: bool) -> None:
         with model._kernels.assumed_changed(0), model.heads.kernels.assumed_outputs():
             check(model, ROWS, 0, heads)
     kernels = {launch.kernel for launch in found.launches}
-    assert kernels >= {"attend", "adapt"} | ({"head_block", "head_logits"} if heads else set())
+    assert kernels >= {"attend", "shrink", "expand"} | ({"head_block", "head_logits"} if heads else set())
 
 
 @pytest.mark.parametrize("bits", [8, 4])
