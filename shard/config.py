@@ -26,7 +26,7 @@ class ShardConfig(ConfigFile):
     ready_file: str | None = None
     """File that the shard creates once it is ready."""
     device: str = "cpu"
-    """`cpu` or `cuda:N`."""
+    """`cpu` or `cuda:N`; `cuda` is `cuda:0`."""
     num_ranks: int = 1
     """Tensor-parallel size; on CUDA the ranks use consecutive devices, starting at `device`."""
     master_addr: str = "localhost"
@@ -127,3 +127,7 @@ class ShardConfig(ConfigFile):
     """File for the reason of a failure; without one it is logged."""
     parent_pid: int | None = None
     """The shard exits when this process does."""
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":  # ranks count from a number, and torch makes no device without one the current one
+            object.__setattr__(self, "device", "cuda:0")

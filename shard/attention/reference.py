@@ -8,6 +8,7 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
 from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.system import gpu
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
@@ -17,7 +18,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [..., dim]. Returns it in eight bits, and the factor of each row, [...] float32."""
     x = x.float()
     largest = x.abs().amax(-1)
-    scale = torch.where(largest > 0, largest / MAX_FP8, 1.0)
+    scale = torch.where(largest > 0, gpu.divide(largest, MAX_FP8), 1.0)
     return (x / scale[..., None]).to(FP8), scale
 
 

@@ -1,4 +1,4 @@
-"""What kernels ask about the CUDA device that they run on."""
+"""What kernels ask about the CUDA device that they run on, and what its torch computes otherwise than the CPU's."""
 
 import importlib.util
 import time
@@ -32,6 +32,13 @@ def num_processors(device: torch.device) -> int:
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """`x / divisor`, correctly rounded on every device. On CUDA torch multiplies by the reciprocal of a number, which
+    rounds twice: scales of 8 bits would then differ from those of kernels and of the CPU.
+    """
+    return x / torch.full_like(x, divisor)
 
 
 def finishes(device: torch.device, seconds: float) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
+from lorikeet.shard.system import gpu
 from lorikeet.shard.system.native import CompilerMissing, library
 
 _SOURCE = Path(__file__).with_name("integer.c")
@@ -114,7 +115,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # no number divided by a tensor: torch would multiply by the reciprocal, which rounds twice
     inverse = torch.where(is_rounded, torch.full_like(largest, 127.0) / largest, 0.0)
     values = torch.where(is_rounded[:, None], (x * inverse[:, None]).round(), 0.0)
-    scale = torch.where(is_rounded, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
+    scale = torch.where(is_rounded, gpu.divide(largest, 127.0), torch.where(largest.isfinite(), 0.0, torch.nan))
     return values.int(), scale
 
 

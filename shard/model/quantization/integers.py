@@ -14,6 +14,7 @@ from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
 from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight, PackedIntegers
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
+from lorikeet.shard.system import gpu
 
 GROUPS = (128, 32)
 """Weights that share a scale in 4 bits: the first that divides the rows of a layer."""
@@ -209,7 +210,7 @@ def round_weight(weight: torch.Tensor, bits: int) -> IntegerWeight:
 
 def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight: [rows, groups, group]. Returns values of the same shape, -127 to 127, and scales, [rows, groups]."""
-    scales = weight.abs().amax(2) / 127.0
+    scales = gpu.divide(weight.abs().amax(2), 127.0)
     values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a group of zeros has a scale of 0
     return values.to(torch.int8), scales
 
