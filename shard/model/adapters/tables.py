@@ -46,6 +46,7 @@ class DeviceKernels:
         self._num_programs = PROGRAMS_PER_PROCESSOR[gpu.capability(device) >= MATRIX_UNITS] * gpu.num_processors(device)
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memories: dict[int, torch.Tensor] = {}  # the table has their addresses alone
         for target in targets:
             target.kernels = self
 
@@ -59,17 +60,21 @@ class DeviceKernels:
         return SlotImage(found)
 
     def bind(self, slot: int, image: SlotImage, memory: torch.Tensor) -> None:
-        """Put the adapter in `memory`, [bytes] on the device, into `slot`, for steps launched from now on."""
+        """Put the adapter in `memory`, [bytes] on the device, into `slot`, for steps launched from now on. It is held
+        until the slot is cleared or bound again.
+        """
         offsets = image.entries[:, 1:]
         self._changes[slot] = (offsets >= 0).any(axis=1)
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
         self.table[slot].copy_(sendable(torch.from_numpy(entries), self.device), non_blocking=True)
+        self._memories[slot] = memory
 
     def clear(self, slot: int) -> None:
         """Empty `slot`, for steps launched from now on."""
         self.table[slot].zero_()
         self._changes[slot] = False
+        self._memories.pop(slot, None)
 
     def begin(self, rows: AdapterRows, targets: Sequence[LoraTarget], x: torch.Tensor) -> Shrunk | None:
         """Launch `A x` of targets whose outputs are neighbouring columns, beside the base's product. x: [rows, in].

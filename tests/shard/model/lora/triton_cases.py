@@ -4,6 +4,7 @@ on CUDA or, with TRITON_INTERPRET=1, on CPU.
 
 import json
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,6 +158,18 @@ def test_equals_the_specification(shape: tuple[int, int], mix: str, dtype: torch
     untouched = torch.tensor([slot in (-1, NONE_OF_IT) for slot in rows], device=DEVICE)
     assert torch.equal(got[untouched], base[untouched])
     assert not (got[~untouched] == base[~untouched]).all(1).any()
+
+
+def test_memory_is_held_while_the_slot_is_bound() -> None:
+    bench = Bench(torch.float32, [target("module", 33, 37)])
+    bench.load(1, 2)
+    memories = [weakref.ref(memory) for memory in bench.memories]
+    del bench.memories
+    assert all(memory() is not None for memory in memories)
+    bench.kernels.clear(1)
+    bench.load(2)
+    del bench.memories
+    assert [memory() for memory in memories] == [None, None]
 
 
 @DTYPES
