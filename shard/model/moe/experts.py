@@ -32,7 +32,8 @@ class Experts(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        if block.has_post_expert_norm or block._is_expert_parallel:
+        # transformers 5.17 has neither attribute
+        if getattr(block, "has_post_expert_norm", False) or getattr(block, "_is_expert_parallel", False):
             raise ValueError(f"{type(block).__name__}: experts with a norm are not served")
         self.num_experts = block.down_proj.shape[0]
         # targets of the parameters, if marked
