@@ -53,7 +53,8 @@ def written_out(
         keys, values = (pool[block_table[index].long()].flatten(0, 1)[:length].float() for pool in (key, value))
         keys, values = (each.repeat_interleave(query.shape[1] // key.shape[2], 1) for each in (keys, values))
         scores = torch.einsum("qhd,lhd->hql", query[first:end].float(), keys) * scale
-        behind = torch.arange(length - (end - first), length)[:, None] - torch.arange(length)
+        positions = torch.arange(length, device=query.device)
+        behind = positions[length - (end - first) :, None] - positions
         hidden = behind < 0
         if window_size[0] >= 0:
             hidden |= behind > window_size[0]

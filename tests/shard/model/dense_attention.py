@@ -6,16 +6,18 @@ import torch
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
 from lorikeet.shard.batch.inputs import StepInputs
 
+CPU = torch.device("cpu")
+
 
 class DenseAttention(AttentionBackend):
     """Every row looks at all pages of its segment's table row, at the most that a step may have."""
 
-    def __init__(self, page_size: int, most_rows: int, max_kv_len: int) -> None:
+    def __init__(self, page_size: int, most_rows: int, max_kv_len: int, device: torch.device = CPU) -> None:
         self.page_size = page_size
         self._num_pages = -(-max_kv_len // page_size)
         # [most_rows, pages] pages of each row's segment; [most_rows] position of each row
-        self._pages = torch.zeros(most_rows, self._num_pages, dtype=torch.long)
-        self._positions = torch.zeros(most_rows, dtype=torch.long)
+        self._pages = torch.zeros(most_rows, self._num_pages, dtype=torch.long, device=device)
+        self._positions = torch.zeros(most_rows, dtype=torch.long, device=device)
         self._inputs: StepInputs | None = None
 
     def prepare(self, inputs: StepInputs) -> None:
@@ -35,10 +37,11 @@ class DenseAttention(AttentionBackend):
         for pool, x in zip(pools, (key, value), strict=True):
             pool.index_copy_(0, self._inputs.kv_slots, x)
         num_rows = query.shape[0]
+        offsets = torch.arange(self.page_size, device=query.device)
         # [T, L] slots
-        slots = (self._pages[:num_rows, :, None] * self.page_size + torch.arange(self.page_size)).flatten(1)
+        slots = (self._pages[:num_rows, :, None] * self.page_size + offsets).flatten(1)
         keys, values = (pool[slots].repeat_interleave(spec.group, 2).float() for pool in pools)
         scores = torch.einsum("thd,tlhd->thl", query.float(), keys) * spec.scaling
-        hidden = torch.arange(slots.shape[1]) > self._positions[:num_rows, None]
+        hidden = torch.arange(slots.shape[1], device=query.device) > self._positions[:num_rows, None]
         scores = scores.masked_fill(hidden[:, None], float("-inf"))
         return torch.einsum("thl,tlhd->thd", scores.softmax(-1), values).to(query.dtype)

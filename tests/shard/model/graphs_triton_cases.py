@@ -1,5 +1,5 @@
 """Captured steps with adapters, heads and sampling: one graph for any mix of them, and of ranks. Run by test_graphs.py
-in a process of its own, with TRITON_INTERPRET=1.
+in a process of its own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
 from dataclasses import replace
@@ -11,13 +11,14 @@ from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.tables import targets_of
+from lorikeet.shard.model.graphs import CudaRecorder, Launch
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
-from tests.shard.model.lora.triton_cases import LARGEST, MIXES, NONE_OF_IT, Bench
+from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with
 from tests.shard.rig import Rig, Setup, make_request
@@ -26,6 +27,23 @@ MOST_ROWS = 8
 CLOSE = 2.0**-7
 COUNTS = [1, 1, 3, 0, 2, 0, 1, 0, 0]
 SMALL = 0.1
+
+
+class CountingRecorder:
+    """CUDA's graphs on a device, a tape on CPU."""
+
+    def __init__(self) -> None:
+        self._recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
+        self.num_replayed = 0
+
+    def record(self, compute: Launch) -> Launch:
+        replay = self._recorder.record(compute)
+
+        def counted() -> None:
+            self.num_replayed += 1
+            replay()
+
+        return counted
 
 
 class Adapters(Bench):
@@ -41,7 +59,7 @@ class Adapters(Bench):
 
 def with_adapters() -> tuple[Model, Bench]:
     """A tiny model with adapters of many ranks, DoRA and biases among them."""
-    model = model_with(num_layers=1)
+    model = model_with(num_layers=1, device=DEVICE)
     bench = Adapters(torch.float16, targets_of(model.lora_targets), model.inputs)
     bench.load(*range(7))
     model.allocate_kv(NUM_PAGES + 1)
@@ -56,14 +74,14 @@ def step(model: Model, slots: list[int], counts: list[int]) -> torch.Tensor:
         if count
     ]
     rows = list(range(sum(counts)))
-    ids = (7 * torch.arange(len(rows)) + 3) % VOCAB
-    model.inputs.fill(segments, ids, torch.tensor(rows), rows)
+    ids = (7 * torch.arange(len(rows), device=DEVICE) + 3) % VOCAB
+    model.inputs.fill(segments, ids, torch.arange(len(rows), device=DEVICE), rows)
     return model.forward().clone()
 
 
 def test_one_graph_holds_any_mix_of_adapters_and_ranks() -> None:
     (plain, bench), (graphed, later) = with_adapters(), with_adapters()
-    recorder, padding = TapeRecorder(), Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES, has_adapters=True)
+    recorder, padding = CountingRecorder(), Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES, has_adapters=True)
     padding.row_counts = [MOST_ROWS]
     graphed.capture(padding, recorder, [each for each in padding.all() if not each.num_drafts])
     for each in (bench, later):  # came after the graph was captured
@@ -84,20 +102,16 @@ def put_heads(model: Model, slot: int, shape: HeadsShape) -> None:
     generator = torch.Generator().manual_seed(slot)
     made = [torch.randn(size, generator=generator).half() / 6 for size in shape.tensors()]
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in made]
-    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=DEVICE)
     for piece, tensor in zip(memory.split(sizes), made, strict=True):
         piece[: tensor.nbytes].view(torch.float16).copy_(tensor.flatten())
     model.heads.put(slot, HeadsContent(shape, torch.float16, memory.numel(), torch.empty(0)).on(memory))
-    KEPT.append(memory)
-
-
-KEPT: list[torch.Tensor] = []
 
 
 def test_one_graph_holds_any_mix_of_heads() -> None:
     """Checks heads of both versions and of one and two blocks, which came after the graph was captured."""
-    plain, graphed = model_with(num_layers=1), model_with(num_layers=1)
-    recorder, padding = TapeRecorder(), Padding(4, MOST_TOKENS, NUM_PAGES, has_adapters=True)
+    plain, graphed = model_with(num_layers=1, device=DEVICE), model_with(num_layers=1, device=DEVICE)
+    recorder, padding = CountingRecorder(), Padding(4, MOST_TOKENS, NUM_PAGES, has_adapters=True)
     padding.row_counts = [4]
     for model in (plain, graphed):
         model.allocate_adapters(4)
@@ -108,7 +122,7 @@ def test_one_graph_holds_any_mix_of_heads() -> None:
         put_heads(model, 1, HeadsShape(3, 1, 32, 0))
         put_heads(model, 2, HeadsShape(2, 2, 32, VOCAB))
     segments = [Segment(0, 2, range(4)), Segment(0, 1, range(4, 8))]
-    ids, rows = torch.tensor([3, 5, 8]), torch.arange(3)
+    ids, rows = torch.tensor([3, 5, 8], device=DEVICE), torch.arange(3, device=DEVICE)
     for heads in ([HeadsRow(0, 1, 3), HeadsRow(1, 1, 3)], [HeadsRow(2, 2, 2), HeadsRow(0, 1, 1)], [HeadsRow(1, 2, 1)]):
         found = []
         for model in (plain, graphed):
@@ -133,7 +147,7 @@ SAMPLING = (
 def test_a_graph_samples_what_the_same_kernels_sample_outside(lag: int, drafts_on_device: bool) -> None:
     found = []
     for samples_in_graph in (True, False):
-        model, recorder = model_with(num_layers=1), TapeRecorder()
+        model, recorder = model_with(num_layers=1, device=DEVICE), CountingRecorder()
         rig = Rig(
             Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, tile=Tile(64, 64),
                   draft_sources=DraftSources(8, 1, 8, 4), drafts_on_device=drafts_on_device)

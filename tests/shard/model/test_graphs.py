@@ -26,7 +26,7 @@ from lorikeet.shard.scheduler.request import SamplingParams
 from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
-from tests.shard.model.dense_attention import DenseAttention
+from tests.shard.model.dense_attention import CPU, DenseAttention
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.ranks_in_threads import together
 from tests.shard.rig import Rig, Setup, make_request
@@ -59,12 +59,12 @@ class ReadingAttention(DenseAttention):
         return output if float(output.sum()) else output * 2
 
 
-def model_with(kind: type[DenseAttention] = DenseAttention, num_layers: int = 2) -> Model:
-    """A tiny Llama whose layers are plain, as on a device."""
+def model_with(kind: type[DenseAttention] = DenseAttention, num_layers: int = 2, device: torch.device = CPU) -> Model:
+    """A tiny Llama whose layers are plain."""
     torch.manual_seed(0)
     config = config_of(num_layers)
-    network, backend = network_of(config), kind(PAGE_SIZE, 64, MOST_TOKENS)
-    return assemble(network, config, backend, torch.float16, StepInputs(PAGE_SIZE, torch.device("cpu")), MOST_TOKENS)
+    network, backend = network_of(config).to(device), kind(PAGE_SIZE, 64, MOST_TOKENS, device)
+    return assemble(network, config, backend, torch.float16, StepInputs(PAGE_SIZE, device), MOST_TOKENS)
 
 
 def config_of(num_layers: int) -> LlamaConfig:

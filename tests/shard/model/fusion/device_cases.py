@@ -198,10 +198,12 @@ def test_k_and_v_go_to_their_pages(has_norms: bool, width: int, dtype: torch.dty
     device_kernels.rotate(plain, angles, angles, shape, *weights, None, None, None, 1e-5, 0.0, True)
     device_kernels.rotate(stored, angles, angles, shape, *weights, slots, keys, values, 1e-5, 0.0, True)
     query, key, value = plain.view(6, 9, 24).split([5, 2, 2], dim=1)
-    assert torch.equal(stored.view(6, 9, 24)[:, :5], query)
+    # compiled apart, one of both may fuse multiplications and additions
+    agrees = torch.equal if DEVICE.type == "cpu" else close
+    assert agrees(query, stored.view(6, 9, 24)[:, :5])
     assert torch.equal(value, qkv.view(6, 9, 24)[:, 7:]) and not torch.equal(key, qkv.view(6, 9, 24)[:, 5:7])
-    for pool, wanted in ((keys, key), (values, value)):
-        assert torch.equal(pool.flatten(0, 1)[slots], wanted)
+    assert agrees(key, keys.flatten(0, 1)[slots]) and torch.equal(values.flatten(0, 1)[slots], value)
+    for pool in (keys, values):
         assert int((pool.flatten(0, 1).abs().sum((1, 2)) > 0).sum()) == 6
 
 

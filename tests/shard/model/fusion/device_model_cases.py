@@ -258,8 +258,7 @@ def test_unknown_fusions_are_rejected() -> None:
 
 def test_a_loaded_model_has_the_fused_modules_of_its_configuration(tmp_path: Path) -> None:
     tiny.make("llama", tmp_path, num_hidden_layers=1)
-    device = str(DEVICE) if DEVICE.type == "cpu" else "cuda:0"
-    config = ShardConfig("tiny", str(tmp_path), "unix:/dev/null", device=device, attention="reference")
+    config = ShardConfig("tiny", str(tmp_path), "unix:/dev/null", device=str(DEVICE), attention="reference")
     for fusions, count in (("device", 1), ("none", 0)):
         model = load_model(replace(config, fusions=fusions))
         assert sum(isinstance(module, FusedDecoderLayer) for module in model.network.modules()) == count
