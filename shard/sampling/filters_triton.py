@@ -13,46 +13,54 @@ from lorikeet.shard.sampling.scores_triton import (
     MOST_BITS,
     NOTHING,
     NUMBERS,
+    SHOWN,
     best_of,
     log_exponentials,
     scores_of,
 )  # fmt: skip
 
-DISTANCE = tl.constexpr(0.5)
-"""Between two of the distances from the maximum that are tried for the buffer; the last is infinite."""
+STEP = tl.constexpr(0.25)
+"""Distance from a row's maximum by which tokens are counted; the last of the steps has all that are further away."""
 MARGIN = tl.constexpr(1.00001)
 """So that rounding of a sum excludes no token from the buffer."""
 
 
 @triton.jit
-def bound(measures, numbers, factors, num_pieces, ROOM: tl.constexpr, PIECES: tl.constexpr, DISTANCES: tl.constexpr):
-    """Which distance holds every token that the row's first filter keeps, and how many tokens it holds in all."""
-    steps, pieces = tl.arange(0, DISTANCES), tl.arange(0, PIECES)
-    places = measures + (pieces[:, None] * DISTANCES + steps[None, :]) * 2
-    mask = (pieces < num_pieces)[:, None]
-    sizes = tl.sum(tl.load(places, mask=mask, other=0.0), 0)
-    masses = tl.sum(tl.load(places + 1, mask=mask, other=0.0), 0)
-    is_last = steps == DISTANCES - 1
-    total = tl.sum(tl.where(is_last, masses, 0.0), 0)
-    top_k, top_p, log_min_p = tl.load(numbers + 1), tl.load(factors + 1), tl.load(factors + 2)
-    if top_k > 0:
-        suffices = sizes >= top_k.to(tl.float32)
-    elif top_p < 1.0:
-        suffices = masses >= top_p * total * MARGIN
-    elif log_min_p > NOTHING:
-        suffices = DISTANCE * (steps + 1) >= -log_min_p * MARGIN
-    else:  # what typical_p keeps is not the highest: as many as there is room for
-        suffices = sizes > ROOM
-    chosen = tl.min(tl.where(suffices | is_last, steps, DISTANCES), 0)
-    if (top_k <= 0) & (top_p >= 1.0) & (log_min_p == NOTHING):
-        chosen = tl.where(tl.sum(tl.where(steps == chosen, sizes, 0.0), 0) > ROOM, tl.maximum(chosen - 1, 0), chosen)
-    return chosen, tl.sum(tl.where(steps == chosen, sizes, 0.0), 0).to(tl.int32)
+def steps_below(most, x, STEPS: tl.constexpr):
+    """In which step below the row's maximum each score is."""
+    return tl.maximum(tl.minimum((most - x) / STEP, STEPS - 1.0), 0.0).to(tl.int32)
 
 
 @triton.jit
-def lowest_near(most, chosen, DISTANCES: tl.constexpr):
-    """The score at a distance from the maximum."""
-    return tl.where(chosen == DISTANCES - 1, NOTHING, most - DISTANCE * (chosen + 1))
+def last_step(sizes, num_pieces, ROOM: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr):
+    """The last step down to which all tokens fit into the buffer, -1 for none, and how many these are.
+
+    sizes: [pieces, STEPS] int32 tokens in each step.
+    """
+    steps, pieces = tl.arange(0, STEPS), tl.arange(0, PIECES)
+    places = sizes + pieces[:, None] * STEPS + steps[None, :]
+    within = tl.cumsum(tl.sum(tl.load(places, mask=(pieces < num_pieces)[:, None], other=0), 0), 0)
+    last = tl.sum((within <= ROOM).to(tl.int32), 0) - 1
+    return last, tl.sum(tl.where(steps == last, within, 0), 0)
+
+
+@triton.jit
+def lowest_near(most, last, STEPS: tl.constexpr):
+    """The score below which a token is in a later step."""
+    return tl.where(last == STEPS - 1, NOTHING, most - STEP * (last + 1))
+
+
+@triton.jit
+def holds_first_filter(last, size, mass, total, numbers, factors, STEPS: tl.constexpr):
+    """Whether the buffer has every token that the row's first filter keeps. mass: of the buffer; total: of the row."""
+    top_k, top_p, log_min_p = tl.load(numbers + 1), tl.load(factors + 1), tl.load(factors + 2)
+    if top_k > 0:
+        holds = size >= top_k
+    elif top_p < 1.0:
+        holds = mass >= top_p * total * MARGIN
+    else:
+        holds = (log_min_p == NOTHING) | (STEP * (last + 1) >= -log_min_p * MARGIN)
+    return (last >= 0) & (holds | (last == STEPS - 1))
 
 
 @triton.jit
@@ -141,29 +149,37 @@ def _over_row(
 def filter_row(
     logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`filtered` of a whole row, which is read again for every bit of a threshold. Returns thresholds of the ordered
-    score and of the nearness, log of the sum and entropy for the latter, and the sum of what is kept.
+    """`filtered` of a whole row but for its last filter by mass, unless the row's total is shown: `draw_from_row` does
+    without that threshold. A threshold takes a pass over the row for every bit.
+
+    Returns thresholds of the ordered score and of the nearness, log of the sum and entropy for the latter, the sum of
+    what is kept, and the mass that the last filter keeps, infinity where there is none left.
     """
     own, of = numbers + row * NUMBERS, factors + row * FACTORS
     top_k, top_p, log_min_p, typical_p = tl.load(own + 1), tl.load(of + 1), tl.load(of + 2), tl.load(of + 3)
+    is_shown = (tl.load(own + 2) & SHOWN) != 0
     lowest = tl.full((), -2147483648, tl.int32)
     threshold, least, entropy, log_total = lowest, lowest, most * 0.0, most * 0.0
+    wanted = most * 0.0 + float("inf")
     size, total, surprise, near = _over_row(
         logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
         threshold, log_total, entropy, least, WIDTH,
     )  # fmt: skip
     for kind in range(3):  # top_k, top_p, typical_p
         is_used = ((kind == 0) & (top_k > 0)) | ((kind == 1) & (top_p < 1.0)) | ((kind == 2) & (typical_p < 1.0))
-        if (kind == 2) & (log_min_p > NOTHING):
-            threshold = tl.maximum(threshold, ordered_bits(most + log_min_p))
-            size, total, surprise, near = _over_row(
-                logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
-                threshold, log_total, entropy, least, WIDTH,
-            )  # fmt: skip
-        if is_used:
-            if kind == 2:
-                log_total = tl.log(total)
-                entropy = log_total - tl.div_rn(surprise, total)
+        is_last = ((kind == 1) & (typical_p >= 1.0)) | (kind == 2)
+        if (kind == 2) & is_used:
+            if log_min_p > NOTHING:
+                threshold = tl.maximum(threshold, ordered_bits(most + log_min_p))
+                size, total, surprise, near = _over_row(
+                    logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
+                    threshold, log_total, entropy, least, WIDTH,
+                )  # fmt: skip
+            log_total = tl.log(total)
+            entropy = log_total - tl.div_rn(surprise, total)
+        if is_used & is_last & (is_shown == 0):
+            wanted = tl.where(kind == 1, top_p, typical_p) * total
+        elif is_used:
             low, high = tl.full((), -2147483648, tl.int64), tl.full((), 2147483647, tl.int64)
             for _bit in range(32):
                 middle = _middle(low, high)
@@ -186,25 +202,31 @@ def filter_row(
                 logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
                 threshold, log_total, entropy, lowest, WIDTH,
             )  # fmt: skip
-    return threshold, least, log_total, entropy
+    return tl.maximum(threshold, ordered_bits(most + log_min_p)), least, log_total, entropy, wanted
 
 
 @triton.jit
 def draw_from_row(
     logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
-    threshold, least, log_total, entropy, IS_TYPICAL, WIDTH: tl.constexpr,
+    threshold, least, log_total, entropy, pivot, IS_TYPICAL, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The best value of what is kept, its token, and the sum of what is kept."""
+    """Of what is kept and comes before `pivot` in the order of the last filter: the token of the best value, its place
+    in that order, and the sum. The order is that of nearness with IS_TYPICAL, else of scores, the highest first.
+    """
     seed = tl.load(numbers + row * NUMBERS)
     best, token, total = most * 0.0 + NOTHING, tl.full((), 0, tl.int32), most * 0.0
+    place = tl.full((), -2147483648, tl.int32)
     for first in range(0, vocab_size, WIDTH):
         tokens = first + tl.arange(0, WIDTH)
         x = scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride)
-        kept = (ordered_bits(x) >= threshold) & (x > NOTHING)
-        kept = kept & ((nearness(x - most - log_total, entropy) >= least) | (IS_TYPICAL == 0))
+        ordered, near = ordered_bits(x), nearness(x - most - log_total, entropy)
+        kept = (ordered >= threshold) & (x > NOTHING) & ((near >= least) | (IS_TYPICAL == 0))
+        order = tl.where(IS_TYPICAL != 0, near, ordered)
+        kept = kept & (order > pivot)
         total += tl.sum(tl.where(kept, tl.exp(x - most), 0.0), 0)
         values = tl.where(kept, x - log_exponentials(tokens, seed, position), NOTHING)
         here, its_token = best_of(values, tokens)
-        token = tl.where(here > best, its_token, token)
+        its_place = tl.max(tl.where(tokens == its_token, order, -2147483648), 0)
+        token, place = tl.where(here > best, its_token, token), tl.where(here > best, its_place, place)
         best = tl.maximum(best, here)
-    return best, token, total
+    return token, place, total

@@ -1,10 +1,9 @@
-"""Sampling on CUDA: tokens of many rows by four launches, none of which writes a value for every token it may sample.
+"""Sampling on CUDA: tokens of many rows by a few launches, none of which writes a value for every token it may sample.
 
 `scan` reads each row once: maximum, sum and, of rows without filters, the arg max with noise. Of rows with filters
-`measure` counts the tokens within a few distances from the maximum and adds up their probabilities, `collect` puts the
-tokens within one of these distances into a buffer, and `resolve` applies the filters to the buffer. filters.py,
-penalties.py, masks.py and noise.py are the specification. Where the buffer is too small, `resolve` does the same with
-the whole row, and says so.
+`measure` counts the tokens in steps below the maximum, `collect` puts those of as many steps as fit into a buffer, and
+`resolve` applies the filters to the buffer. Where the buffer is too small, `resolve_rest` reads the whole row a few
+times, and the result says so. filters.py, penalties.py, masks.py and noise.py are the specification.
 Bits: a row's sums have an order that depends on the vocabulary alone, so its token is the same in any batch.
 A captured step launches them for all rows whose logits it computes. A row that it does not sample has no row of the
 parameters: its programs return at once, and `scan` copies its logits for what follows the graph.
@@ -19,13 +18,14 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.sampling.filters_triton import (
-    bound,
     draw_from_row,
     filter_row,
     filtered,
+    holds_first_filter,
+    last_step,
     lowest_near,
     nearness,
-    ordered_bits,
+    steps_below,
 )  # fmt: skip
 from lorikeet.shard.sampling.scores_triton import (
     FACTORS,
@@ -48,10 +48,10 @@ WIDTH = 4096
 """Tokens of a program."""
 ROOM = 4096
 """Tokens of a row to which filters are applied without reading the row again."""
-SCAN_REGISTERS, RESOLVE_REGISTERS = 128, 192
-"""Registers of a thread, at most: two programs of `scan` on a multiprocessor; none of `resolve` is spilt to memory."""
-DISTANCES = 32
-"""Distances from the maximum that are tried for the buffer."""
+SCAN_REGISTERS, RESOLVE_REGISTERS = 64, 192
+"""Registers of a thread, at most: four programs that read rows on a multiprocessor; none of `resolve` is spilt."""
+STEPS = 64
+"""Steps below the maximum in which tokens are counted for the buffer."""
 
 
 class Parameters(NamedTuple):
@@ -75,7 +75,8 @@ def scan(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """stats[row, program]: maximum, sum of exp(score - maximum), best value and its token, the same maximum and sum of
-    the logits, whether there is a NaN, sum of (score - maximum) exp(score - maximum). kept_logits[index]: the logits of
+    the logits, whether there is a NaN, sum of (score - maximum) exp(score - maximum); sums that the row does not need
+    are arbitrary. kept_logits[index]: the logits of
     rows that are not sampled.
     """
     place, piece = tl.program_id(0), tl.program_id(1)
@@ -90,8 +91,12 @@ def scan(
     x = scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride)
     flags = tl.load(numbers + row * NUMBERS + 2)
     most = tl.max(x, 0)
-    distances = x - tl.where(most == NOTHING, 0.0, most)
-    weights = tl.exp(distances)
+    total, spread = most, most
+    if (flags & (SHOWN | FILTERS)) != 0:
+        distances = x - tl.where(most == NOTHING, 0.0, most)
+        weights = tl.exp(distances)
+        total = tl.sum(weights, 0)
+        spread = tl.sum(tl.where(weights > 0, distances, 0.0) * weights, 0)
     values = x
     if (flags & (SAMPLES | FILTERS)) == SAMPLES:
         values = x - log_exponentials(tokens, tl.load(numbers + row * NUMBERS), position)
@@ -103,13 +108,13 @@ def scan(
         raw_total = tl.sum(tl.exp(raw - tl.where(raw_most == NOTHING, 0.0, raw_most)), 0)
     place = stats + (place * tl.num_programs(1) + piece) * STATS
     tl.store(place, most)
-    tl.store(place + 1, tl.sum(weights, 0))
+    tl.store(place + 1, total)
     tl.store(place + 2, best)
     tl.store(place + 3, token.to(tl.float32))
     tl.store(place + 4, raw_most)
     tl.store(place + 5, raw_total)
     tl.store(place + 6, tl.max((x != x).to(tl.float32), 0))
-    tl.store(place + 7, tl.sum(tl.where(weights > 0, distances, 0.0) * weights, 0))
+    tl.store(place + 7, spread)
 
 
 @triton.jit
@@ -120,10 +125,10 @@ def highest(stats, pieces, num_pieces):
 
 @triton.jit
 def measure(
-    logits, indices, rows, positions, numbers, factors, counts, stats, measures, vocab_size, logits_stride,
-    WIDTH: tl.constexpr, PIECES: tl.constexpr, DISTANCES: tl.constexpr,
+    logits, indices, rows, positions, numbers, factors, counts, stats, sizes, vocab_size, logits_stride,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """measures[row, program, distance]: number of tokens within the distance from the row's maximum, and their sum."""
+    """sizes[row, program, step]: number of tokens in each step below the row's maximum."""
     place, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows + place)
     if row < 0:
@@ -135,20 +140,16 @@ def measure(
     most = highest(stats + place * num_pieces * STATS, tl.arange(0, PIECES), num_pieces)
     tokens = piece * WIDTH + tl.arange(0, WIDTH)
     x = scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride)
-    weights = tl.exp(x - most)
-    measures += (place * num_pieces + piece) * DISTANCES * 2
-    for step in range(DISTANCES):
-        near = (x >= lowest_near(most, step, DISTANCES)) & (x > NOTHING)
-        tl.store(measures + step * 2, tl.sum(near.to(tl.float32), 0))
-        tl.store(measures + step * 2 + 1, tl.sum(tl.where(near, weights, 0.0), 0))
+    found = tl.histogram(steps_below(most, x, STEPS), STEPS, mask=x > NOTHING)
+    tl.store(sizes + (place * num_pieces + piece) * STEPS + tl.arange(0, STEPS), found)
 
 
 @triton.jit
 def collect(
-    logits, indices, rows, positions, numbers, factors, counts, stats, measures, kept_scores, kept_ids, vocab_size,
-    logits_stride, WIDTH: tl.constexpr, ROOM: tl.constexpr, PIECES: tl.constexpr, DISTANCES: tl.constexpr,
+    logits, indices, rows, positions, numbers, factors, counts, stats, sizes, kept_scores, kept_ids, vocab_size,
+    logits_stride, WIDTH: tl.constexpr, ROOM: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """kept_scores, kept_ids[row]: the tokens within the distance that suffices, in their order."""
+    """kept_scores, kept_ids[row]: the tokens of as many steps as fit into the buffer, in their order."""
     place, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows + place)
     if row < 0:
@@ -157,96 +158,43 @@ def collect(
         return
     index = tl.load(indices + place)
     position = tl.load(positions + index)
-    measures += place * num_pieces * DISTANCES * 2
-    chosen, size = bound(measures, numbers + row * NUMBERS, factors + row * FACTORS, num_pieces,
-                          ROOM, PIECES, DISTANCES)  # fmt: skip
-    if size > ROOM:
-        return
-    pieces = tl.arange(0, PIECES)
-    before = tl.load(measures + (pieces * DISTANCES + chosen) * 2, mask=pieces < piece, other=0.0)
+    sizes += place * num_pieces * STEPS
+    last, _size = last_step(sizes, num_pieces, ROOM, PIECES, STEPS)
+    pieces, steps = tl.arange(0, PIECES), tl.arange(0, STEPS)
+    mask = (pieces < piece)[:, None] & (steps <= last)[None, :]
+    before = tl.sum(tl.sum(tl.load(sizes + pieces[:, None] * STEPS + steps[None, :], mask=mask, other=0), 1), 0)
     most = highest(stats + place * num_pieces * STATS, pieces, num_pieces)
     tokens = piece * WIDTH + tl.arange(0, WIDTH)
     x = scores_of(logits, row, index, position, tokens, numbers, factors, counts, vocab_size, logits_stride)
-    near = (x >= lowest_near(most, chosen, DISTANCES)) & (x > NOTHING)
-    at = place * ROOM + tl.sum(before, 0).to(tl.int32) + tl.cumsum(near.to(tl.int32), 0) - 1
+    near = (steps_below(most, x, STEPS) <= last) & (x > NOTHING)
+    at = place * ROOM + before + tl.cumsum(near.to(tl.int32), 0) - 1
     tl.store(kept_scores + at, x, mask=near)
     tl.store(kept_ids + at, tokens, mask=near)
 
 
 @triton.jit
-def resolve(
-    logits, indices, rows, positions, numbers, factors, counts, stats, measures, kept_scores, kept_ids,
-    token_ids, bad, overflowed, logprobs, last_tokens, vocab_size, logits_stride, num_pieces,
-    WIDTH: tl.constexpr, ROOM: tl.constexpr, PIECES: tl.constexpr, DISTANCES: tl.constexpr, UPDATES: tl.constexpr,
+def _emit(
+    logits, index, row, position, numbers, factors, counts, stats, token_ids, logprobs, last_tokens, vocab_size,
+    logits_stride, token, most, total, pieces, is_piece, UPDATES: tl.constexpr,
 ):  # fmt: skip
-    """token_ids, bad, overflowed, logprobs[index]: the row's token. With UPDATES its newest token and counts follow."""
-    place = tl.program_id(0)
-    index, row = tl.load(indices + place), tl.load(rows + place)
-    if row < 0:
-        return
-    position = tl.load(positions + index)
-    own, of = numbers + row * NUMBERS, factors + row * FACTORS
+    """Store the row's token and its log probability. With UPDATES its newest token and counts follow.
+
+    stats: of the row, [pieces, STATS]; total: sum of exp(score - most) of what it is sampled from.
+    """
+    own = numbers + row * NUMBERS
     flags = tl.load(own + 2)
-    pieces = tl.arange(0, PIECES)
-    is_piece = pieces < num_pieces
-    found = stats + (place * num_pieces + pieces) * STATS
-    peaks = tl.load(found, mask=is_piece, other=NOTHING)
-    most = tl.max(peaks, 0)
-    origin = tl.where(most == NOTHING, 0.0, most)
-    shares = tl.exp(peaks - origin)
-    total = tl.sum(shares * tl.load(found + 1, mask=is_piece, other=0.0), 0)
-    has_nan = tl.max(tl.load(found + 6, mask=is_piece, other=0.0), 0) > 0
-    bests = tl.load(found + 2, mask=is_piece, other=NOTHING)
-    _, token = best_of(bests, tl.load(found + 3, mask=is_piece, other=0.0).to(tl.int32))
-    is_bad = has_nan | (most == NOTHING) | (most == float("inf"))
-    overflows = most != most
-    if ((flags & FILTERS) != 0) & (is_bad == 0):
-        measures += place * num_pieces * DISTANCES * 2
-        chosen, size = bound(measures, own, of, num_pieces, ROOM, PIECES, DISTANCES)
-        overflows = size > ROOM
-        seed = tl.load(own)
-        is_alone = (tl.load(own + 1) <= 0) & (tl.load(of + 1) >= 1.0) & (tl.load(of + 2) == NOTHING)
-        if overflows == 0:
-            lanes = tl.arange(0, ROOM)
-            is_there = lanes < size
-            x = tl.load(kept_scores + place * ROOM + lanes, mask=is_there, other=NOTHING)
-            ids = tl.load(kept_ids + place * ROOM + lanes, mask=is_there, other=0)
-            log_share = tl.load(found + 7, mask=is_piece, other=0.0)
-            sums = tl.load(found + 1, mask=is_piece, other=0.0)
-            shift = tl.where(sums > 0, peaks - origin, 0.0)
-            surprise = tl.sum(shares * (log_share + sums * shift), 0)
-            entropy = tl.log(total) - tl.div_rn(surprise, total)
-            everything = total
-            kept, total, least, entropy = filtered(x, ids, is_there, most, total, entropy, own, of)
-            # typical_p alone: whether a token outside the buffer could be as near
-            edge = lowest_near(most, chosen, DISTANCES) - most - tl.log(everything)
-            beyond = tl.where(edge + entropy > 0, 0, nearness(edge, entropy))
-            overflows = is_alone & (chosen < DISTANCES - 1) & (beyond >= least)
-            values = tl.where(kept, x - log_exponentials(ids, seed, position), NOTHING)
-            _, token = best_of(values, tl.where(kept, ids, MOST_BITS))
-        if overflows:
-            threshold, least, log_total, entropy = filter_row(
-                logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most, WIDTH
-            )
-            threshold = tl.maximum(threshold, ordered_bits(most + tl.load(of + 2)))
-            is_typical = (tl.load(of + 3) < 1.0).to(tl.int32)
-            _, token, total = draw_from_row(
-                logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
-                threshold, least, log_total, entropy, is_typical, WIDTH,
-            )  # fmt: skip
     token = tl.minimum(token, vocab_size - 1)
     tl.store(token_ids + index, token.to(tl.int64))
-    tl.store(bad + index, is_bad.to(tl.uint8))
-    tl.store(overflowed + index, overflows.to(tl.uint8))
     logprob = tl.full((), float("nan"), tl.float32)
     if (flags & SHOWN) != 0:
         score = tl.max(scores_of(logits, row, index, position, token + tl.arange(0, 2) * vocab_size, numbers, factors,
                                counts, vocab_size, logits_stride), 0)  # fmt: skip
         logprob = score - most - tl.log(total)
     if (flags & RAW) != 0:
-        raw_peaks = tl.load(found + 4, mask=is_piece, other=NOTHING)
+        raw_peaks = tl.load(stats + pieces * STATS + 4, mask=is_piece, other=NOTHING)
         raw_most = tl.max(raw_peaks, 0)
-        raw_total = tl.sum(tl.exp(raw_peaks - raw_most) * tl.load(found + 5, mask=is_piece, other=0.0), 0)
+        raw_sums = tl.load(stats + pieces * STATS + 5, mask=is_piece, other=0.0)
+        raw_total = tl.sum(tl.exp(raw_peaks - raw_most) * raw_sums, 0)
         logit = tl.load(logits + index * logits_stride + token).to(tl.float32)
         logprob = logit - raw_most - tl.log(raw_total)
     tl.store(logprobs + index, logprob)
@@ -256,6 +204,109 @@ def resolve(
         if slot >= 0:
             at = counts_of(counts, slot, vocab_size) + token
             tl.store(at, tl.load(at) + 1)
+
+
+@triton.jit
+def resolve(
+    logits, indices, rows, positions, numbers, factors, counts, stats, sizes, kept_scores, kept_ids,
+    token_ids, bad, overflowed, logprobs, last_tokens, vocab_size, logits_stride, num_pieces,
+    ROOM: tl.constexpr, PIECES: tl.constexpr, STEPS: tl.constexpr, UPDATES: tl.constexpr,
+):  # fmt: skip
+    """token_ids, bad, overflowed, logprobs[index]: the row's token, unless its buffer was too small."""
+    place = tl.program_id(0)
+    index, row = tl.load(indices + place), tl.load(rows + place)
+    if row < 0:
+        return
+    position = tl.load(positions + index)
+    own, of = numbers + row * NUMBERS, factors + row * FACTORS
+    flags = tl.load(own + 2)
+    pieces = tl.arange(0, PIECES)
+    is_piece = pieces < num_pieces
+    stats += place * num_pieces * STATS
+    found = stats + pieces * STATS
+    peaks = tl.load(found, mask=is_piece, other=NOTHING)
+    most = tl.max(peaks, 0)
+    origin = tl.where(most == NOTHING, 0.0, most)
+    shares = tl.exp(peaks - origin)
+    sums = tl.load(found + 1, mask=is_piece, other=0.0)
+    total = tl.sum(shares * sums, 0)
+    has_nan = tl.max(tl.load(found + 6, mask=is_piece, other=0.0), 0) > 0
+    bests = tl.load(found + 2, mask=is_piece, other=NOTHING)
+    _, token = best_of(bests, tl.load(found + 3, mask=is_piece, other=0.0).to(tl.int32))
+    is_bad = has_nan | (most == NOTHING) | (most == float("inf"))
+    overflows = most != most
+    if ((flags & FILTERS) != 0) & (is_bad == 0):
+        last, size = last_step(sizes + place * num_pieces * STEPS, num_pieces, ROOM, PIECES, STEPS)
+        lanes = tl.arange(0, ROOM)
+        is_there = lanes < size
+        x = tl.load(kept_scores + place * ROOM + lanes, mask=is_there, other=NOTHING)
+        ids = tl.load(kept_ids + place * ROOM + lanes, mask=is_there, other=0)
+        mass = tl.sum(tl.where(is_there, tl.exp(x - most), 0.0), 0)
+        overflows = holds_first_filter(last, size, mass, total, own, of, STEPS) == 0
+        is_alone = (tl.load(own + 1) <= 0) & (tl.load(of + 1) >= 1.0) & (tl.load(of + 2) == NOTHING)
+        shift = tl.where(sums > 0, peaks - origin, 0.0)
+        surprise = tl.sum(shares * (tl.load(found + 7, mask=is_piece, other=0.0) + sums * shift), 0)
+        entropy = tl.log(total) - tl.div_rn(surprise, total)
+        everything = total
+        kept, total, least, entropy = filtered(x, ids, is_there, most, total, entropy, own, of)
+        # typical_p alone: whether a token outside the buffer could be as near
+        edge = lowest_near(most, last, STEPS) - most - tl.log(everything)
+        beyond = tl.where(edge + entropy > 0, 0, nearness(edge, entropy))
+        overflows = overflows | (is_alone & (last < STEPS - 1) & (beyond >= least))
+        values = tl.where(kept, x - log_exponentials(ids, tl.load(own), position), NOTHING)
+        _, token = best_of(values, tl.where(kept, ids, MOST_BITS))
+    tl.store(bad + index, is_bad.to(tl.uint8))
+    tl.store(overflowed + index, overflows.to(tl.uint8))
+    if overflows == 0:
+        _emit(
+            logits, index, row, position, numbers, factors, counts, stats, token_ids, logprobs, last_tokens,
+            vocab_size, logits_stride, token, most, total, pieces, is_piece, UPDATES,
+        )  # fmt: skip
+
+
+@triton.jit
+def resolve_rest(
+    logits, indices, rows, positions, numbers, factors, counts, stats, token_ids, overflowed, logprobs, last_tokens,
+    vocab_size, logits_stride, num_pieces, WIDTH: tl.constexpr, PIECES: tl.constexpr, UPDATES: tl.constexpr,
+):  # fmt: skip
+    """The tokens of rows whose buffer was too small, by passes over the whole row.
+
+    The best of all tokens is the row's token if the last filter keeps it: if those before it in the filter's order do
+    not reach the wanted mass. If it does not, neither does it keep any after it; the best of those before it is next.
+    """
+    place = tl.program_id(0)
+    index, row = tl.load(indices + place), tl.load(rows + place)
+    if row < 0:
+        return
+    if tl.load(overflowed + index) == 0:
+        return
+    position = tl.load(positions + index)
+    pieces = tl.arange(0, PIECES)
+    is_piece = pieces < num_pieces
+    stats += place * num_pieces * STATS
+    most = highest(stats, pieces, num_pieces)
+    threshold, least, log_total, entropy, wanted = filter_row(
+        logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most, WIDTH
+    )
+    is_typical = (tl.load(factors + row * FACTORS + 3) < 1.0).to(tl.int32)
+    token, pivot = tl.full((), 0, tl.int32), tl.full((), -2147483648, tl.int32)
+    total, mass = most * 0.0, most * 0.0 + float("inf")
+    is_first = 1
+    while (is_first != 0) | ((mass >= wanted) & (mass > 0)):
+        other, its_pivot, mass = draw_from_row(
+            logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
+            threshold, least, log_total, entropy, pivot, is_typical, WIDTH,
+        )  # fmt: skip
+        if (is_first != 0) | (mass >= wanted):
+            token, pivot = other, its_pivot
+        if is_first != 0:
+            total = mass
+            mass = tl.where(wanted == float("inf"), most * 0.0, wanted)  # whether it is kept, takes another pass
+        is_first = 0
+    _emit(
+        logits, index, row, position, numbers, factors, counts, stats, token_ids, logprobs, last_tokens, vocab_size,
+        logits_stride, token, most, total, pieces, is_piece, UPDATES,
+    )  # fmt: skip
 
 
 class Outputs(NamedTuple):
@@ -286,25 +337,34 @@ def sample_rows(
     num_rows, vocab_size = indices.shape[0], logits.shape[1]
     num_pieces = triton.cdiv(vocab_size, width)
     fixed: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
-    shape: dict[str, Any] = {"PIECES": triton.next_power_of_2(num_pieces), "DISTANCES": DISTANCES}
+    pieces: dict[str, Any] = {"PIECES": triton.next_power_of_2(num_pieces)}
     step = (logits, indices, rows, positions, numbers, factors, counts)
-    sizes = (vocab_size, logits.stride(0))
-    num_measures = num_rows * num_pieces * DISTANCES * 2 if any_filters else 4  # what follows stays aligned
-    num_kept = num_rows * room if any_filters else 4
-    floats = torch.empty(
-        num_rows * num_pieces * STATS.value + num_measures + num_kept, dtype=torch.float32, device=logits.device
+    shape = (vocab_size, logits.stride(0))
+    num_stats, num_kept = num_rows * num_pieces * STATS.value, num_rows * room if any_filters else 4
+    stats, kept_scores = torch.empty(num_stats + num_kept, dtype=torch.float32, device=logits.device).split(
+        [num_stats, num_kept]
     )
-    stats, measures, kept_scores = floats.split([num_rows * num_pieces * STATS.value, num_measures, num_kept])
-    kept_ids = torch.empty(num_kept, dtype=torch.int32, device=logits.device)
+    num_sizes = num_rows * num_pieces * STEPS if any_filters else 4  # what follows stays aligned
+    sizes, kept_ids = torch.empty(num_sizes + num_kept, dtype=torch.int32, device=logits.device).split(
+        [num_sizes, num_kept]
+    )
     grid = (num_rows, num_pieces)
-    scan[grid](*step, stats, kept_logits, *sizes, WIDTH=width, maxnreg=SCAN_REGISTERS, **fixed)
+    scan[grid](*step, stats, kept_logits, *shape, WIDTH=width, maxnreg=SCAN_REGISTERS, **fixed)
     if any_filters:
-        measure[grid](*step, stats, measures, *sizes, WIDTH=width, **shape, **fixed)
-        collect[grid](*step, stats, measures, kept_scores, kept_ids, *sizes, WIDTH=width, ROOM=room, **shape, **fixed)
+        measure[grid](*step, stats, sizes, *shape, WIDTH=width, STEPS=STEPS, maxnreg=SCAN_REGISTERS, **pieces, **fixed)
+        collect[grid](
+            *step, stats, sizes, kept_scores, kept_ids, *shape, WIDTH=width, ROOM=room, STEPS=STEPS,
+            maxnreg=SCAN_REGISTERS, **pieces, **fixed,
+        )  # fmt: skip
     resolve[(num_rows,)](
-        *step, stats, measures, kept_scores, kept_ids, token_ids, bad, overflowed, logprobs, last_tokens, *sizes,
-        num_pieces, WIDTH=width, ROOM=room, UPDATES=updates, maxnreg=RESOLVE_REGISTERS, **shape, **fixed,
+        *step, stats, sizes, kept_scores, kept_ids, token_ids, bad, overflowed, logprobs, last_tokens, *shape,
+        num_pieces, ROOM=room, STEPS=STEPS, UPDATES=updates, maxnreg=RESOLVE_REGISTERS, **pieces, **fixed,
     )  # fmt: skip
+    if any_filters:
+        resolve_rest[(num_rows,)](
+            *step, stats, token_ids, overflowed, logprobs, last_tokens, *shape, num_pieces, WIDTH=2 * width,
+            UPDATES=updates, **pieces, **{**fixed, "num_warps": 16},
+        )  # fmt: skip
 
 
 @sample_rows.register_fake

@@ -24,7 +24,7 @@ from lorikeet.shard.system import gpu
 _ALIGNED = 16
 MATRIX_UNITS = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units, which takes fewer registers."""
-PROGRAMS_PER_PROCESSOR = {True: 7, False: 2}
+PROGRAMS_PER_PROCESSOR = {True: 6, False: 2}
 """Programs of a launch for each multiprocessor, with matrix units and without: as many as run at once
 (docs/cuda-kernels.md).
 """

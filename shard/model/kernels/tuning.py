@@ -21,14 +21,14 @@ log = structlog.get_logger()
 FOLDER = Path(__file__).with_name("tuned")
 
 BUILT_IN: dict[str, dict[str, int]] = {
-    "shrink": {"DEPTH": 128, "SPLITS": 8, "num_warps": 4, "num_stages": 3},
-    "expand": {"WIDTH": 128, "num_warps": 4, "num_stages": 1},
+    "shrink": {"DEPTH": 128, "SPLITS": 8, "num_warps": 2, "num_stages": 3},
+    "expand": {"WIDTH": 64, "num_warps": 2, "num_stages": 1},
     "head_block": {"WIDTH": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
     "head_logits": {"WIDTH": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
 }
-"""By kernel, in the order of its launch's arguments. shrink and expand are the two parts of an adapter's product: one
-launch with these values, two with those of a file. The size of an entry is the number of inputs of shrink, head_block
-and head_logits, and the number of outputs of expand (the largest of those that share a launch).
+"""By kernel, in the order of its launch's arguments. shrink and expand are the two parts of an adapter's product.
+The size of an entry is the number of inputs of shrink, head_block and head_logits, and the number of outputs of expand
+(the largest of those that share a launch).
 """
 WITHOUT_TENSOR_CORES: dict[str, dict[str, int]] = BUILT_IN | {
     "shrink": {"DEPTH": 64, "SPLITS": 8, "num_warps": 4, "num_stages": 1},

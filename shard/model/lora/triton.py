@@ -90,11 +90,11 @@ def shrink(
 @triton.jit
 def _sum_splits(h, row, is_row, factors, rank, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, RANKS] float32: the sums of all splits, in their order."""
-    padded = tl.cdiv(rank, RANKS) * RANKS
+    padded, splits = tl.cdiv(rank, RANKS) * RANKS, _splits(rank, RANKS, SPLITS)
     value = tl.zeros((ROWS, RANKS), tl.float32)
-    for split in tl.range(0, _splits(rank, RANKS, SPLITS), num_stages=1):
+    for split in tl.static_range(SPLITS):
         place = h + row[:, None] + split * padded + factors[None, :]
-        value += tl.load(place, mask=is_row[:, None], other=0.0)
+        value += tl.load(place, mask=(tl.where(is_row, splits, 0) > split)[:, None], other=0.0)
     return value
 
 
@@ -124,27 +124,46 @@ def _load_b(b, factors, outputs, rank, num_out, end):
     return tl.load(b + factors[:, None] * num_out + outputs[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def _share(parts, num_parts, num_tasks, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """How programs share the blocks of WIDTH outputs: the most blocks of a share, and the end of each part's shares in
+    those of a task, [PARTS]. There is one share for each program or, with many tasks, up to four for each part.
+    """
+    places = tl.arange(0, PARTS)
+    num_out = tl.load(parts + places * PART + 1, mask=places < num_parts, other=0).to(tl.int32)
+    blocks = tl.cdiv(num_out, WIDTH)
+    num_programs = tl.num_programs(0)
+    most = tl.max(blocks, 0)
+    if num_tasks * num_parts * 2 > num_programs:
+        length = tl.maximum(tl.cdiv(most, 4), 1)
+    else:
+        length = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * num_tasks, num_programs), 1)
+        while (length < most) & (tl.sum(tl.cdiv(blocks, length), 0) * num_tasks > num_programs):
+            length += 1
+    return length, tl.cumsum(tl.cdiv(blocks, length), 0)
+
+
 @triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
 def expand(
-    h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, num_blocks, room,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+    h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Add the adapters of the tasks' rows to y. A program takes a strip of neighbouring blocks of WIDTH outputs of one
-    task and part; it reads what the strip's blocks share once, and the next block's weights while it computes one.
+    """Add the adapters of the tasks' rows to y. A program takes neighbouring blocks of WIDTH outputs of one task and
+    part; it reads what they share once, and weights and y of the next block while it computes one.
 
-    For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink.
-    IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink. PARTS: a
+    power of two, at least num_parts. IS_ALIGNED: 16 divides each part's first column and number of outputs.
     """
     element: tl.constexpr = y.dtype.element_ty
-    lanes = tl.arange(0, ROWS)
-    num_programs = tl.num_programs(0)
-    num_units = _num_used(tasks, num_tasks) * num_parts
-    # few units: one strip for each program; many: a few strips each, so that all programs are busy to the end
-    num_strips = tl.where(num_units * 2 <= num_programs, num_programs // tl.maximum(num_units, 1), 4)
-    num_strips = tl.minimum(num_strips, num_blocks)
-    for item in tl.range(tl.program_id(0), num_units * num_strips, num_programs, num_stages=1):
-        strip, part, task = item % num_strips, item // num_strips % num_parts, item // num_strips // num_parts
+    lanes, factors = tl.arange(0, ROWS), tl.arange(0, RANKS)
+    used = _num_used(tasks, num_tasks)
+    length, ends = _share(parts, num_parts, used, WIDTH, PARTS)
+    num_shares = tl.max(ends, 0)
+    for item in tl.range(tl.program_id(0), used * num_shares, tl.num_programs(0), num_stages=1):
+        task, place = item // num_shares, item % num_shares
+        part = tl.sum((ends <= place).to(tl.int32), 0)
+        begin = (place - tl.max(tl.where(ends <= place, ends, 0), 0)) * length
         slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
         target = tl.load(parts + part * PART)
         num_out = tl.load(parts + part * PART + 1).to(tl.int32)
@@ -159,15 +178,15 @@ def expand(
         num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
         num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
         num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
-        blocks = tl.cdiv(num_out, WIDTH)
-        begin, end = strip * blocks // num_strips, (strip + 1) * blocks // num_strips
-        if (count > 0) & (begin < end) & (rank + num_scales + num_biases > 0):
+        if (count > 0) & (rank + num_scales + num_biases > 0):
+            end = tl.minimum(begin + length, tl.cdiv(num_out, WIDTH))
             a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
             scales, biases = _pointer(entry, 3, tl.float32), _pointer(entry, 4, tl.float32)
             bases = _pointer(parts + part * PART, 3, tl.float32)
-            factors = tl.arange(0, RANKS)
             outputs = begin * WIDTH + tl.arange(0, WIDTH)
+            results = y + rows[:, None] * y_stride + column
             weights = _load_b(b, factors, outputs, rank, num_out, num_out)
+            before = tl.load(results + outputs[None, :], mask=is_row[:, None] & (outputs < num_out)[None, :], other=0.0)
             if IS_EMBEDDING:
                 row = tl.load(h + rows, mask=is_row, other=0)
                 value = _factors_of_ids(a, row, is_row, factors, rank)
@@ -176,11 +195,11 @@ def expand(
                 value = _sum_splits(h, row, is_row, factors, rank, RANKS, SPLITS, ROWS)
             # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
             for block in tl.range(begin, end, num_stages=1):
-                place = y + rows[:, None] * y_stride + column + outputs[None, :]
-                mask = is_row[:, None] & (outputs < num_out)[None, :]
-                before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
                 following = outputs + WIDTH
-                ahead = _load_b(b, factors, following, rank, num_out, tl.where(block + 1 < end, num_out, 0))
+                stop = tl.where(block + 1 < end, num_out, 0)
+                next_weights = _load_b(b, factors, following, rank, num_out, stop)
+                mask = is_row[:, None] & (following < stop)[None, :]
+                next_before = tl.load(results + following[None, :], mask=mask, other=0.0)
                 delta = _multiply_factors(value, weights, tl.zeros((ROWS, WIDTH), tl.float32), WIDENS)
                 for start in tl.range(RANKS, rank, RANKS, num_stages=1):
                     others = start + factors
@@ -188,13 +207,15 @@ def expand(
                         more = _factors_of_ids(a, row, is_row, others, rank)
                     else:
                         more = _sum_splits(h, row, is_row, others, rank, RANKS, SPLITS, ROWS)
-                    delta = _multiply_factors(more, _load_b(b, others, outputs, rank, num_out, num_out), delta, WIDENS)
+                    more_weights = _load_b(b, others, outputs, rank, num_out, num_out)
+                    delta = _multiply_factors(more, more_weights, delta, WIDENS)
                 scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
                 bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
                 base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
-                after = scale[None, :] * (before - base[None, :] + delta) + base[None, :] + bias[None, :]
-                tl.store(place, after.to(element), mask=mask)
-                weights, outputs = ahead, following
+                after = scale[None, :] * (before.to(tl.float32) - base[None, :] + delta) + base[None, :] + bias[None, :]
+                mask = is_row[:, None] & (outputs < num_out)[None, :]
+                tl.store(results + outputs[None, :], after.to(element), mask=mask)
+                weights, before, outputs = next_weights, next_before, following
 
 
 def room_of(splits: int) -> int:
@@ -242,10 +263,10 @@ def expand_rows(
     width, warps, stages = tiles
     num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(num_out, width), h.dim() == 1
     expand[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
-        h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts, num_blocks,
+        h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts,
         0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width, SPLITS=splits,
-        IS_ALIGNED=is_aligned, IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps,
-        num_stages=stages,
+        PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_EMBEDDING=is_embedding, WIDENS=WIDENS,
+        enable_fp_fusion=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
