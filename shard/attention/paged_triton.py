@@ -192,56 +192,62 @@ def attend(
         most = tl.full((ROWS,), _NOTHING, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-        for span in range(first_span, end_span):
-            span_most = tl.full((ROWS,), _NOTHING, tl.float32)
-            span_total = tl.zeros((ROWS,), tl.float32)
-            span_sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-            lower = tl.maximum(_start_of(span, SPAN, SHORT, NUM_SHORT), lowest)
-            for at in range(lower, tl.minimum(_start_of(span + 1, SPAN, SHORT, NUM_SHORT), last + 1), COLUMNS):
-                page = tl.load(pages + at // PAGE).to(tl.int64)
-                slots = page * PAGE + at % PAGE + columns
-                seen = at + columns
-                is_there = seen <= last
-                found = tl.load(
-                    keys + (slots[:, None] * KV_HEADS + kv_head) * KEY_DIM + key_dims[None, :],
-                    mask=is_there[:, None] & (key_dims < KEY_DIM)[None, :],
-                    other=0.0,
-                )
-                scores = _dot(queries, tl.trans(found.to(queries.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
-                scores *= scale
-                if HAS_SCALES:
-                    scores *= tl.load(key_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
-                if HAS_CAP:
-                    scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
-                distance = positions[:, None] - seen[None, :]
-                if HAS_SLOPES:
-                    scores -= slope[:, None] * distance.to(tl.float32)
-                visible = distance >= 0
-                if WINDOW > 0:
-                    visible = visible & (distance < WINDOW)
-                scores = tl.where(visible, scores, _NOTHING)
+        span_most = tl.full((ROWS,), _NOTHING, tl.float32)
+        span_total = tl.zeros((ROWS,), tl.float32)
+        span_sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+        span_end = _start_of(first_span + 1, SPAN, SHORT, NUM_SHORT)
+        stop = tl.minimum(_start_of(end_span, SPAN, SHORT, NUM_SHORT), last + 1)
+        # one loop over the keys of all spans, so that the copies of the next tile go on at the end of a span
+        for at in range(tl.maximum(_start_of(first_span, SPAN, SHORT, NUM_SHORT), lowest), stop, COLUMNS):
+            page = tl.load(pages + at // PAGE).to(tl.int64)
+            slots = page * PAGE + at % PAGE + columns
+            seen = at + columns
+            is_there = seen <= last
+            found = tl.load(
+                keys + (slots[:, None] * KV_HEADS + kv_head) * KEY_DIM + key_dims[None, :],
+                mask=is_there[:, None] & (key_dims < KEY_DIM)[None, :],
+                other=0.0,
+            )
+            scores = _dot(queries, tl.trans(found.to(queries.dtype)), tl.zeros((ROWS, COLUMNS), tl.float32), WIDENS)
+            scores *= scale
+            if HAS_SCALES:
+                scores *= tl.load(key_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
+            if HAS_CAP:
+                scores = cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
+            distance = positions[:, None] - seen[None, :]
+            if HAS_SLOPES:
+                scores -= slope[:, None] * distance.to(tl.float32)
+            visible = distance >= 0
+            if WINDOW > 0:
+                visible = visible & (distance < WINDOW)
+            scores = tl.where(visible, scores, _NOTHING)
 
-                both = tl.maximum(span_most, tl.max(scores, 1))
-                origin = tl.where(both == _NOTHING, 0.0, both)
-                before = tl.exp2(span_most - origin)
-                weights = tl.exp2(scores - origin[:, None])
-                span_most = both
-                span_total = span_total * before + tl.sum(weights, 1)
-                brought = tl.load(
-                    values + (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :],
-                    mask=is_there[:, None] & (value_dims < VALUE_DIM)[None, :],
-                    other=0.0,
-                )
-                if HAS_SCALES:
-                    weights *= tl.load(value_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
-                    if queries.dtype == tl.float16:  # a small scale is out of its range
-                        weights, brought = weights.to(tl.bfloat16), brought.to(tl.bfloat16)
-                    else:
-                        weights, brought = weights.to(queries.dtype), brought.to(queries.dtype)
+            both = tl.maximum(span_most, tl.max(scores, 1))
+            origin = tl.where(both == _NOTHING, 0.0, both)
+            before = tl.exp2(span_most - origin)
+            weights = tl.exp2(scores - origin[:, None])
+            span_most = both
+            span_total = span_total * before + tl.sum(weights, 1)
+            brought = tl.load(
+                values + (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :],
+                mask=is_there[:, None] & (value_dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+            if HAS_SCALES:
+                weights *= tl.load(value_scales + slots * KV_HEADS + kv_head, mask=is_there, other=0.0)[None, :]
+                if queries.dtype == tl.float16:  # a small scale is out of its range
+                    weights, brought = weights.to(tl.bfloat16), brought.to(tl.bfloat16)
                 else:
-                    weights = weights.to(brought.dtype)
-                span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)
-            most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+                    weights, brought = weights.to(queries.dtype), brought.to(queries.dtype)
+            else:
+                weights = weights.to(brought.dtype)
+            span_sums = _dot(weights, brought, span_sums * before[:, None], WIDENS)
+            if (at + COLUMNS >= span_end) | (at + COLUMNS >= stop):
+                most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+                span_most = tl.full((ROWS,), _NOTHING, tl.float32)
+                span_total = tl.zeros((ROWS,), tl.float32)
+                span_sums = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+                span_end += tl.where(span_end < NUM_SHORT * SHORT, SHORT, SPAN)
 
         if fold < 0:
             mean = _divide(most, total, sums, sinks, heads, valid, HAS_SINKS)
@@ -263,7 +269,7 @@ def attend(
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_spans - 1:
                 tl.store(counter, 0)
                 _fold(partials, stats, sinks, output, partial, num_spans, first_row, first, count, kv_head,
-                      KV_HEADS, GROUP, VALUE_DIM, VALUE_WIDTH, HAS_SINKS, 4)  # fmt: skip
+                      KV_HEADS, GROUP, VALUE_DIM, VALUE_WIDTH, HAS_SINKS, 8)  # fmt: skip
 
 
 _WIDENS = not isinstance(attend, triton.JITFunction)

@@ -87,8 +87,10 @@ class CudaRecorder:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where steps are captured: always the same stream, because libraries allocate for each stream."""
-    return torch.cuda.Stream(device)
+    """Where steps are captured: always the same stream, because libraries allocate for each stream. Its kernels go
+    before those that are captured beside them on streams of usual priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class Graphs:

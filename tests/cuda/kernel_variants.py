@@ -106,7 +106,7 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     else:
         h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 924, shrinking)
     lora.expand_rows(
-        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, num_out, 924, num_out % 16 == 0,
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 924, num_out % 16 == 0,
         shrinking[1], expanding,
     )  # fmt: skip
 

@@ -141,7 +141,7 @@ class DeviceKernels:
         expanding = self._tuned.tiles("expand", targets.num_out, y.dtype)
         h = shrink_rows(x, tasks.tasks, tasks.pair_ids, parts, table, self._num_programs, shrinking)
         expand_rows(
-            h, y, tasks.tasks, tasks.pair_ids, parts, table, targets.num_out, self._num_programs,
+            h, y, tasks.tasks, tasks.pair_ids, parts, table, [targets.num_out], self._num_programs,
             targets.num_out % _ALIGNED == 0, shrinking[1], expanding,
         )  # fmt: skip
 
@@ -162,11 +162,11 @@ class DeviceKernels:
         groups = _groups_of(rows)
         if shrunk.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(shrunk.stream)
-        num_out = max(target.num_out for target, _ in columns)
+        num_outs = [target.num_out for target, _ in columns]
         is_aligned = all(target.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for target, column in columns)
         expand_rows(
-            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, num_out, self._num_programs,
-            is_aligned, shrunk.splits, self._tuned.tiles("expand", num_out, y.dtype),
+            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, num_outs, self._num_programs,
+            is_aligned, shrunk.splits, self._tuned.tiles("expand", max(num_outs), y.dtype),
         )  # fmt: skip
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:

@@ -118,10 +118,21 @@ def _factors_of_ids(a, ids, is_row, factors, rank):
 
 
 @triton.jit
-def _load_b(b, factors, outputs, rank, num_out, end):
-    """[factors, outputs] of b, [rank, num_out], zeros from output `end` on."""
-    mask = (factors < rank)[:, None] & (outputs < end)[None, :]
+def _load_b(b, factors, outputs, rank, num_out, IS_WHOLE: tl.constexpr):
+    """[factors, outputs] of b, [rank, num_out]; with IS_WHOLE all outputs exist."""
+    mask = (factors < rank)[:, None]
+    if not IS_WHOLE:
+        mask = mask & (outputs < num_out)[None, :]
     return tl.load(b + factors[:, None] * num_out + outputs[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_results(results, outputs, is_row, num_out, IS_WHOLE: tl.constexpr):
+    """[rows, outputs] of y, as `_load_b`."""
+    mask = is_row[:, None]
+    if not IS_WHOLE:
+        mask = mask & (outputs < num_out)[None, :]
+    return tl.load(results + outputs[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -147,13 +158,14 @@ def _share(parts, num_parts, num_tasks, WIDTH: tl.constexpr, PARTS: tl.constexpr
 def expand(
     h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """Add the adapters of the tasks' rows to y. A program takes neighbouring blocks of WIDTH outputs of one task and
     part; it reads what they share once, and weights and y of the next block while it computes one.
 
     For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink. PARTS: a
-    power of two, at least num_parts. IS_ALIGNED: 16 divides each part's first column and number of outputs.
+    power of two, at least num_parts. IS_ALIGNED: 16 divides each part's first column and number of outputs; IS_WHOLE:
+    WIDTH divides the latter.
     """
     element: tl.constexpr = y.dtype.element_ty
     lanes, factors = tl.arange(0, ROWS), tl.arange(0, RANKS)
@@ -185,8 +197,8 @@ def expand(
             bases = _pointer(parts + part * PART, 3, tl.float32)
             outputs = begin * WIDTH + tl.arange(0, WIDTH)
             results = y + rows[:, None] * y_stride + column
-            weights = _load_b(b, factors, outputs, rank, num_out, num_out)
-            before = tl.load(results + outputs[None, :], mask=is_row[:, None] & (outputs < num_out)[None, :], other=0.0)
+            weights = _load_b(b, factors, outputs, rank, num_out, IS_WHOLE)
+            before = _load_results(results, outputs, is_row, num_out, IS_WHOLE)
             if IS_EMBEDDING:
                 row = tl.load(h + rows, mask=is_row, other=0)
                 value = _factors_of_ids(a, row, is_row, factors, rank)
@@ -195,11 +207,10 @@ def expand(
                 value = _sum_splits(h, row, is_row, factors, rank, RANKS, SPLITS, ROWS)
             # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
             for block in tl.range(begin, end, num_stages=1):
-                following = outputs + WIDTH
-                stop = tl.where(block + 1 < end, num_out, 0)
-                next_weights = _load_b(b, factors, following, rank, num_out, stop)
-                mask = is_row[:, None] & (following < stop)[None, :]
-                next_before = tl.load(results + following[None, :], mask=mask, other=0.0)
+                # the last block is read again
+                following = tl.minimum(block + 1, end - 1) * WIDTH + tl.arange(0, WIDTH)
+                next_weights = _load_b(b, factors, following, rank, num_out, IS_WHOLE)
+                next_before = _load_results(results, following, is_row, num_out, IS_WHOLE)
                 delta = _multiply_factors(value, weights, tl.zeros((ROWS, WIDTH), tl.float32), WIDENS)
                 for start in tl.range(RANKS, rank, RANKS, num_stages=1):
                     others = start + factors
@@ -207,13 +218,18 @@ def expand(
                         more = _factors_of_ids(a, row, is_row, others, rank)
                     else:
                         more = _sum_splits(h, row, is_row, others, rank, RANKS, SPLITS, ROWS)
-                    more_weights = _load_b(b, others, outputs, rank, num_out, num_out)
+                    more_weights = _load_b(b, others, outputs, rank, num_out, IS_WHOLE)
                     delta = _multiply_factors(more, more_weights, delta, WIDENS)
-                scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
-                bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
-                base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
-                after = scale[None, :] * (before.to(tl.float32) - base[None, :] + delta) + base[None, :] + bias[None, :]
-                mask = is_row[:, None] & (outputs < num_out)[None, :]
+                after = before.to(tl.float32) + delta
+                if num_scales + num_biases > 0:
+                    scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
+                    bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
+                    base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
+                    after = scale[None, :] * (before.to(tl.float32) - base[None, :] + delta)
+                    after = after + base[None, :] + bias[None, :]
+                mask = is_row[:, None]
+                if not IS_WHOLE:
+                    mask = mask & (outputs < num_out)[None, :]
                 tl.store(results + outputs[None, :], after.to(element), mask=mask)
                 weights, before, outputs = next_weights, next_before, following
 
@@ -255,18 +271,19 @@ def _(
 @operator("expand_rows", mutates_args=("y",))
 def expand_rows(
     h: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
-    table: torch.Tensor, num_out: int, num_programs: int, is_aligned: bool, splits: int, tiles: list[int],
+    table: torch.Tensor, num_outs: list[int], num_programs: int, is_aligned: bool, splits: int, tiles: list[int],
 ) -> None:  # fmt: skip
     """y: [rows, out of all parts], changed in place. h: of `shrink_rows` with as many `splits`, or [rows] token ids for
-    embeddings; num_out: most outputs of a part; tiles: WIDTH, warps and stages; the rest as there.
+    embeddings; num_outs: outputs of each part; tiles: WIDTH, warps and stages; the rest as there.
     """
     width, warps, stages = tiles
-    num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(num_out, width), h.dim() == 1
+    num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(max(num_outs), width), h.dim() == 1
+    is_whole = all(num_out % width == 0 for num_out in num_outs)
     expand[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
         h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts,
         0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width, SPLITS=splits,
-        PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_EMBEDDING=is_embedding, WIDENS=WIDENS,
-        enable_fp_fusion=True, num_warps=warps, num_stages=stages,
+        PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_WHOLE=is_whole,
+        IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
