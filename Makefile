@@ -27,7 +27,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda proto docs site clean
+.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda gpu-check proto docs site clean
 
 help:
 	@sed -n '2,12s/^# \{0,1\}//p' Makefile
@@ -99,6 +99,10 @@ proof: $(VENV)/.installed-$(DEV)
 
 bench-cuda: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
+
+# Is the project right and fast on the card at hand: one table after a few minutes. make gpu-check ARGS="--only kernels --out folder"
+gpu-check: $(VENV)/.installed-$(DEV)
+	$(PY) -m benchmarks.cuda.check $(ARGS)
 
 proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto
