@@ -3,8 +3,9 @@
     python -m benchmarks.cuda.check [--only STAGE …] [--budget SECONDS] [--out FOLDER] [--compare FILE]
                                     [--beside FOLDER] [--smoke]
 
-Each stage is a process with a time limit. One that crashes begins again behind the check that crashed; one that hangs is
-ended. The table comes last, also after SIGTERM: what is wrong first, at most 9 000 characters. Exit code 0: all is right.
+Each stage is a process with a time limit. One that crashes begins again behind the check that crashed; one that hangs
+is ended. The table comes last, also after SIGTERM: at most 9 000 characters, what is wrong first. Exit code 0: all is
+right.
 """
 
 import argparse

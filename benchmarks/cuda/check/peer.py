@@ -1,4 +1,4 @@
-"""The same random model in transformers on the same card: `generate`, continuous batching, and PEFT with one adapter."""
+"""The same random model in transformers on the same card: `generate`, continuous batching, PEFT with one adapter."""
 
 import time
 from typing import Any
