@@ -94,7 +94,9 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         served = Adapters(setup, Path(name))
         num_tokens = setup.prompt + swap_tokens(setup)
-        rows.check("start with slots", lambda: served.start(count + SPARE, count + swap.CYCLE, num_tokens))
+        rows.check(
+            "start with slots", lambda: served.start(count + SPARE, count + swap.CYCLE, num_tokens), is_needed=True
+        )
         for each in (1, count):
             rows.check(f"decode {each}, slots idle", lambda n=each: served.decode(n, []))
         rows.check("bring all in", served.bring_in)
@@ -117,7 +119,7 @@ def check_disk(rows: Rows, setup: Setup, is_brief: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         served = Adapters(setup, Path(name))
         num_tokens = setup.prompt + setup.text
-        rows.check("start with few slots", lambda: served.start(DISK_SLOTS, FROM_DISK, num_tokens))
+        rows.check("start with few slots", lambda: served.start(DISK_SLOTS, FROM_DISK, num_tokens), is_needed=True)
         rows.check("first token, from files", served.bring_in)
         rows.check("first token, from host memory", served.bring_in)
         served.digests = served.digests[-1:] * 6

@@ -11,10 +11,10 @@ import torch
 from structlog.testing import capture_logs
 
 from benchmarks.cuda import engines
+from benchmarks.cuda.attention import owner_of
 from benchmarks.cuda.check.profiles import profiled
 from benchmarks.cuda.check.rows import Row, Rows, ceilings
 from benchmarks.cuda.setup import LlamaShape, Setup, step_bytes
-from lorikeet.shard.attention.layerwise import PlacedKV
 from lorikeet.shard.model import Model
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
@@ -81,8 +81,7 @@ def warnings_in(logs: Any) -> list[str]:
 
 def owners(model: Model) -> list[str]:
     """The attention backends that compute a model's layers: `auto` may have fallen back to another."""
-    kvs = (binding.kv for binding in model.bindings)
-    return sorted({type(kv.owner if isinstance(kv, PlacedKV) else model.backend).__name__ for kv in kvs})
+    return sorted({owner_of(model.backend, binding.kv) for binding in model.bindings})
 
 
 def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
@@ -90,7 +89,7 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     made = Engines(rows, setup, setup.large)
     batches = [1, 8, 64, 256] if setup.is_cuda else [1, 2]
     length = setup.prompt + setup.text
-    rows.check("start", lambda: made.start("usual", batches[-1], length))
+    rows.check("start", lambda: made.start("usual", batches[-1], length), is_needed=True)
     for count in batches:
         rows.check(f"decode {count}", lambda count=count: made.decode("usual", count))
     if is_brief:
@@ -99,14 +98,14 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
         rows.check(f"profile {count}", lambda count=count: profiled(rows, made.made["usual"], setup, count))
     made.drop()
     count = 64 if setup.is_cuda else 2
-    rows.check("start without graphs", lambda: made.start("eager", count, length, graphs=False))
+    rows.check("start without graphs", lambda: made.start("eager", count, length, graphs=False), is_needed=True)
     rows.check(f"decode {count} without graphs", lambda: made.decode("eager", count))
 
 
 def check_prompts(rows: Rows, setup: Setup, is_brief: bool) -> None:
     made = Engines(rows, setup, setup.large)
     longest = LONGEST_PROMPT + MOST_TOKENS if setup.is_cuda else 128
-    rows.check("start for long prompts", lambda: made.start("long", 8, longest))
+    rows.check("start for long prompts", lambda: made.start("long", 8, longest), is_needed=True)
     for count, length in ((1, 128), (1, 2048), (1, 8000), (8, 2048)) if setup.is_cuda else ((1, 32),):
         rows.check(f"prompt {count} x {length}", lambda n=count, length=length: made.prompt("long", n, length))
 
@@ -116,8 +115,9 @@ def check_bits(rows: Rows, setup: Setup, is_brief: bool) -> None:
     setup = replace(setup, text=min(setup.text, MOST_TOKENS))
     made = Engines(rows, setup, setup.large)
     count, length = (64, 2048) if setup.is_cuda else (2, 16)
+    num_tokens = setup.prompt + setup.text
     for kind in ("int8", "int4"):
-        rows.check(f"start {kind}", lambda k=kind: made.start(k, count, setup.prompt + setup.text, quantize=k))
+        rows.check(f"start {kind}", lambda k=kind: made.start(k, count, num_tokens, quantize=k), is_needed=True)
         rows.check(f"decode 1 {kind}", lambda k=kind: made.decode(k, 1))
         rows.check(f"decode {count} {kind}", lambda k=kind: made.decode(k, count))
         rows.check(f"prompt 1 x {length} {kind}", lambda k=kind: made.prompt(k, 1, length))
@@ -129,6 +129,6 @@ def check_small(rows: Rows, setup: Setup, is_brief: bool) -> None:
     setup = replace(setup, text=min(setup.text, 2 * MOST_TOKENS))
     made = Engines(rows, setup, setup.small)
     counts = (1, 16, 64, 256) if setup.is_cuda else (1, 2)
-    rows.check("start", lambda: made.start("small", counts[-1], setup.prompt + setup.text))
+    rows.check("start", lambda: made.start("small", counts[-1], setup.prompt + setup.text), is_needed=True)
     for count in counts:
         rows.check(f"decode {count}", lambda count=count: made.decode("small", count))

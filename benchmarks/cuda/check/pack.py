@@ -27,42 +27,11 @@ CACHE = Path("/tmp/gpu-check-triton")
 """Triton's cache, where packed.sh has it too: some of its files hold absolute paths."""
 MOST_BYTES = 60 << 20
 DISTRIBUTION = "lorikeet-serve"
-INCLUDED = frozenset(
-    [
-        "torch",
-        "triton",
-        "transformers",
-        "peft",
-        "safetensors",
-        "tokenizers",
-        "sentencepiece",
-        "jinja2",
-        "numpy",
-        "huggingface-hub",
-        "httpx",
-        "pyyaml",
-        "uvloop",
-        "prometheus-client",
-        "rich",
-        "packaging",
-        "tqdm",
-        "requests",
-        "click",
-        "h11",
-        "anyio",
-        "sniffio",
-        "idna",
-        "certifi",
-        "markupsafe",
-        "psutil",
-        "accelerate",
-        "regex",
-        "filelock",
-        "fsspec",
-        "sympy",
-        "networkx",
-    ]
-)
+INCLUDED = frozenset({
+    "torch", "triton", "transformers", "peft", "safetensors", "tokenizers", "sentencepiece", "jinja2", "numpy", "httpx",
+    "huggingface-hub", "pyyaml", "uvloop", "prometheus-client", "rich", "packaging", "tqdm", "requests", "click", "h11",
+    "anyio", "sniffio", "idna", "certifi", "markupsafe", "psutil", "accelerate", "regex", "filelock", "fsspec",
+})  # fmt: skip
 """What a machine that runs transformers on torch for CUDA has: these and what they need are not gathered."""
 PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux2014_x86_64")
 COMPILED = (".cubin", ".json")
@@ -89,9 +58,9 @@ def gather(folder: Path, python: str, versions: dict[str, str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     platforms = [f"--platform={name}" for name in PLATFORMS]
     pinned = [f"{name}=={version}" for name, version in sorted(versions.items())]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
-               "--only-binary=:all:", f"--python-version={python}", *platforms, f"--dest={folder}", *pinned]  # fmt: skip
-    subprocess.run(command, check=True)
+    where = [f"--python-version={python}", *platforms, f"--dest={folder}"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", *where, *pinned], check=True)
 
 
 def compile_kernels(archive: Path, architecture: int) -> None:

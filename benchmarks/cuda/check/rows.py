@@ -37,11 +37,11 @@ class Rows:
             file.write(json.dumps({"stage": self.stage, "name": name, **values}) + "\n")
         print(f"[{self.stage}] {name}: {summary(values)}", flush=True)
 
-    def check(self, name: str, work: Callable[[], Row]) -> bool:
-        """Run a check and write its row, unless it is done. `work` returns the values. Returns whether it is right.
-        Ends the process if the device is broken.
+    def check(self, name: str, work: Callable[[], Row], is_needed: bool = False) -> bool:
+        """Run a check and write its row, unless it is done. `work` returns the values. `is_needed`: later checks need
+        what it makes, so that it runs again. Returns whether it is right. Ends the process if the device is broken.
         """
-        if name in self.done:
+        if name in self.done and not is_needed:
             return False
         (self.out / CURRENT).write_text(name)
         if os.environ.get(BREAK) == name:
@@ -54,7 +54,8 @@ class Rows:
         except Exception as error:  # what is tested may raise anything
             first = (str(error).strip().splitlines() or [""])[0]
             values = {"ok": False, "error": f"{type(error).__name__}: {first}"[:300]}
-        self.put(name, **values, s=round(time.monotonic() - start, 2))
+        if name not in self.done or not values["ok"]:
+            self.put(name, **values, s=round(time.monotonic() - start, 2))
         if not values["ok"] and is_broken():
             os._exit(BROKEN)
         return bool(values["ok"])

@@ -92,7 +92,7 @@ class Server:
 
 def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     with Server(rows, setup, "--speculative-tokens", "3").running() as server:
-        rows.check("start", server.wait)
+        rows.check("start", server.wait, is_needed=True)
         rows.check("texts of all adapters", lambda: _texts(server))
         rows.check("forced JSON", lambda: _forced(server))
         rows.check("load of all adapters", lambda: _load(server, 64 if setup.is_cuda else 2))
@@ -134,9 +134,9 @@ def check_served(rows: Rows, setup: Setup, is_brief: bool) -> None:
     """As the stage `small`, over HTTP."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows.check("write the model", lambda: _write(setup, folder))
+        rows.check("write the model", lambda: _write(setup, folder), is_needed=True)
         with Server(rows, setup, "--model-id", name).running() as server:
-            rows.check("start", server.wait)
+            rows.check("start", server.wait, is_needed=True)
             for count in (1, 16, 64, 256) if setup.is_cuda else (1, 2):
                 rows.check(f"served {count}", lambda count=count: _measured(server, setup, folder, count))
 
