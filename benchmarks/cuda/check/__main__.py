@@ -26,7 +26,7 @@ from benchmarks.cuda.check.rows import CURRENT, FILE, LOGS, Rows, read, table
 from benchmarks.cuda.check.stages import BESIDE, STAGES, USUAL, run
 
 ROOT = Path(__file__).parents[3]
-SLOW = 6
+SLOW = 3
 """A smoke run's stages may take so many times their limit: its processor is not a card."""
 LEAST_S = 15.0
 """A stage for which less time is left does not begin."""

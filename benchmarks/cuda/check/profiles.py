@@ -44,8 +44,8 @@ def profiled(rows: Rows, engine: EngineHarness, setup: Setup, count: int) -> Row
     idle, whole = between(spans)
     total = sum(times.values())
     for name in sorted(times, key=lambda name: times[name], reverse=True)[:MOST_KERNELS]:
-        rows.put(f"  {count}: {name[:44]}", per_step=round(counts[name] / num_steps, 1),
-                 us_per_step=round(times[name] / num_steps, 1), share=round(times[name] / total, 3))  # fmt: skip
+        microseconds, launches = round(times[name] / num_steps, 1), round(counts[name] / num_steps)
+        rows.put(f"{count}: {name[:40]}", us=microseconds, launches=launches, share=round(times[name] / total, 3))
     return {
         "idle_us_per_step": idle / num_steps, "device_us_per_step": total / num_steps, "span_us": whole / num_steps,
     }  # fmt: skip

@@ -16,7 +16,9 @@ BROKEN = 75
 BREAK, HANG = "GPU_CHECK_BREAK", "GPU_CHECK_HANG"
 """Environment variables with the name of a check that shall crash, or never end: for tests."""
 MOST_CHARACTERS = 9000
-NAME_WIDTH, ROW_WIDTH, FAILED_WIDTH = 52, 170, 240
+LEAST_WIDTH, ROW_WIDTH, FAILED_WIDTH = 60, 170, 240
+HIDDEN = ("s", "off", "same_bits", "differ", "capture_s")
+"""Values that say nothing new in the line of a row that is right."""
 LOWER_IS_BETTER = ("us", "ms", "ms_each", "gap_us", "over_idle", "lengthening", "later_ms")
 HIGHER_IS_BETTER = ("tok_s", "tflops", "copy_gbs", "share_of_copy", "gbs")
 """Values that are compared with those of another run, the first of them alone."""
@@ -92,8 +94,9 @@ def ceilings(out: Path) -> Row:
     return next((row for row in reversed(read(out)) if row["name"] == "card" and row.get("copy_gbs")), {})
 
 
-def summary(row: Row) -> str:
-    shown = (item for item in row.items() if item[0] not in ("stage", "name", "ok", "error"))
+def summary(row: Row, hidden: Sequence[str] = ()) -> str:
+    """A row's values in one line; the hidden ones are left out."""
+    shown = (item for item in row.items() if item[0] not in ("stage", "name", "ok", "error", *hidden))
     text = " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown)
     return f"{row['error']} {text}" if row.get("error") else text
 
@@ -108,25 +111,27 @@ def ratio(row: Row, other: Row) -> str:
 
 def table(head: str, rows: Sequence[Row], earlier: Sequence[Row] = ()) -> str:
     """At most MOST_CHARACTERS: the head, then a line per row, those that are not right first. With rows of another run
-    each line has its ratio to the row of the same name there.
+    each line has its ratio to the row of the same name there. The more rows there are, the shorter are their lines.
     """
     others = {(row["stage"], row["name"]): row for row in earlier}
     failed = [row for row in rows if not row.get("ok", True)]
+    right = [row for row in rows if row.get("ok", True)]
     lines = [head, f"{len(rows)} rows, {len(failed)} not ok"]
-    for row in failed:
-        lines.append(f"NOT OK {row['stage']} | {row['name']} | {summary(row)}"[:FAILED_WIDTH])
-    for row in rows:
-        if row in failed:
-            continue
-        compared = ratio(row, others.get((row["stage"], row["name"]), {}))
-        text = f"{row['stage']:9} {row['name'][:NAME_WIDTH]:{NAME_WIDTH}} {summary(row)}"
-        lines.append(text[: ROW_WIDTH - len(compared)] + compared)
+    lines += [f"NOT OK {row['stage']} | {row['name']} | {summary(row)}"[:FAILED_WIDTH] for row in failed]
+    room = MOST_CHARACTERS - sum(len(line) + 1 for line in lines)
+    width = min(ROW_WIDTH, max(LEAST_WIDTH, room // max(1, len(right)) - 2))
+    for stage in dict.fromkeys(row["stage"] for row in right):
+        lines.append(f"{stage}:")
+        for row in right:
+            if row["stage"] == stage:
+                compared = ratio(row, others.get((stage, row["name"]), {}))
+                lines.append(f"  {row['name']}: {summary(row, HIDDEN)}"[: width - len(compared)].rstrip() + compared)
     return _shortened(lines)
 
 
 def _shortened(lines: Sequence[str]) -> str:
     """The first lines that fit, and how many are left out."""
-    room = MOST_CHARACTERS - len("and 0000 more rows in rows.jsonl\n")
+    room = MOST_CHARACTERS - len(f"and 0000 more rows in {FILE}\n")
     kept: list[str] = []
     for line in lines:
         room -= len(line) + 1
