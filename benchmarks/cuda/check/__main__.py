@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cuda.check.rows import CURRENT, FILE, LOGS, Rows, read, table
-from benchmarks.cuda.check.stages import BESIDE, STAGES, USUAL, run
+from benchmarks.cuda.check.stages import BOTH, STAGES, USUAL, run
 
 ROOT = Path(__file__).parents[3]
 SLOW = 3
@@ -89,7 +89,7 @@ class Run:
 
 
 def run_all(here: Run, names: Sequence[str], budget_s: float) -> None:
-    """The stages in this order; kernels are compiled beside the first of the others."""
+    """The stages in this order; kernels are compiled during the first of the others."""
     end = time.monotonic() + budget_s
     with contextlib.ExitStack() as stack:
         compiling: subprocess.Popen[bytes] | None = None
@@ -107,7 +107,7 @@ def run_all(here: Run, names: Sequence[str], budget_s: float) -> None:
                 here.stage(name, min(here.limit(name), end - time.monotonic()))
 
 
-def run_beside(here: Run, other: Run, names: Sequence[str], budget_s: float) -> None:
+def run_both(here: Run, other: Run, names: Sequence[str], budget_s: float) -> None:
     """Each stage on this tree, then on the other, on the same warm card."""
     end = time.monotonic() + budget_s
     for name in names:
@@ -137,44 +137,47 @@ def finish(out: Path, head: str, earlier: Path | None) -> int:
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
-    parser.add_argument("--budget", type=float, help="seconds for all stages; 480, beside another tree 530")
+    parser.add_argument("--budget", type=float, help="seconds for all stages; 480, with another tree 530")
     parser.add_argument(
         "--out", type=Path, help="folder of the results, at most 8 files; emptied of those of a run before"
     )
     parser.add_argument("--compare", type=Path, metavar="FILE", help="rows.jsonl of an earlier run: adds ratios to it")
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another tree: each stage on it, too, by turns")
+    parser.add_argument(
+        "--beside", dest="other", type=Path, metavar="FOLDER", help="another tree: each stage on it, too, by turns"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU, to test the check itself")
     parser.add_argument("--brief", action="store_true", help="leave out profiles and swaps")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--done", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.stage:
-        return run(
-            options.stage, Rows(options.out, options.stage, frozenset(options.done)), options.smoke, options.brief
+        rows = Rows(options.out, options.stage, frozenset(options.done))
+        return run(options.stage, rows, options.smoke, options.brief)
+    if options.compare is not None and (options.other is not None or not options.compare.exists()):
+        parser.error(
+            f"--compare {options.compare}: no such file, or --beside is given too"
         )
-    for name in ("compare", "beside"):
-        path = getattr(options, name)
-        if path is not None and not (path / "src" / "lorikeet" if name == "beside" else path).exists():
-            parser.error(f"--{name} {path}: there is nothing to compare with")
-    names = [name for name in STAGES if name in (options.only or (BESIDE if options.beside else USUAL))]
+    if options.other is not None and not (options.other / "src" / "lorikeet").is_dir():
+        parser.error(f"--beside {options.other}: it has no src/lorikeet")
+    names = [name for name in STAGES if name in (options.only or (BOTH if options.other else USUAL))]
     out = options.out or Path(tempfile.gettempdir(), "gpu-check")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / FILE).unlink(missing_ok=True)
-    budget = options.budget or (530.0 if options.beside else 480.0) * (SLOW if options.smoke else 1)
+    budget = options.budget or (530.0 if options.other else 480.0) * (SLOW if options.smoke else 1)
     began, earlier = time.monotonic(), options.compare
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     code = 1
     try:
-        here = Run(out, options.smoke, is_brief=options.brief or options.beside is not None)
-        if options.beside is None:
+        here = Run(out, options.smoke, is_brief=options.brief or options.other is not None)
+        if options.other is None:
             run_all(here, names, budget)
         else:
-            earlier = out / "beside"
+            earlier = out / "other"
             earlier.mkdir(exist_ok=True)
             (earlier / FILE).unlink(missing_ok=True)
-            other = Run(earlier, options.smoke, options.beside.resolve(), is_brief=True)
-            run_beside(here, other, names, budget)
+            other = Run(earlier, options.smoke, options.other.resolve(), is_brief=True)
+            run_both(here, other, names, budget)
     finally:
         code = finish(out, f"gpu-check: {time.monotonic() - began:.0f} s of {budget:.0f}", earlier)
     return code

@@ -7,7 +7,7 @@ from importlib import import_module
 from benchmarks.cuda.check.rows import Row, Rows
 from benchmarks.cuda.setup import SMOKE, Setup
 
-__all__ = ["BESIDE", "STAGES", "USUAL", "Row", "Stage", "run"]
+__all__ = ["BOTH", "STAGES", "USUAL", "Row", "Stage", "run"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ STAGES = {
     "disk": Stage("adapters", "check_disk", 60),
 }
 USUAL = ("warm", "ceilings", "kernels", "sampling", "embedded", "large", "adapters", "bits", "peer", "server", "cases")
-BESIDE = ("sampling", "large", "adapters", "bits")
+BOTH = ("ceilings", "sampling", "large", "adapters", "bits")
 
 
 def run(name: str, rows: Rows, is_smoke: bool, is_brief: bool) -> int:

@@ -11,7 +11,7 @@ from benchmarks.cuda.check import __main__ as command
 from benchmarks.cuda.check import rows as kept
 from benchmarks.cuda.check.pack import INCLUDED, needed, pack_kernels
 from benchmarks.cuda.check.rows import Row, Rows, read, table
-from benchmarks.cuda.check.stages import BESIDE, STAGES, USUAL
+from benchmarks.cuda.check.stages import BOTH, STAGES, USUAL
 
 THREE_CHECKS = """
 import sys
@@ -62,7 +62,7 @@ def test_a_stage_that_does_not_start_is_a_row(tmp_path: Path) -> None:
 def test_stages_without_time_are_rows(tmp_path: Path) -> None:
     command.run_all(ThreeChecks(tmp_path), ["kernels", "large"], 0)
     assert [row["name"] for row in read(tmp_path)] == ["not begun"] * 2
-    command.run_beside(ThreeChecks(tmp_path), ThreeChecks(tmp_path), ["large"], 0)
+    command.run_both(ThreeChecks(tmp_path), ThreeChecks(tmp_path), ["large"], 0)
     assert len(read(tmp_path)) == 4
 
 
@@ -97,7 +97,7 @@ def test_rows_are_compared_by_their_first_value() -> None:
 
 
 def test_usual_stages_fit_into_eight_minutes_and_their_order_is_that_of_all() -> None:
-    assert [name for name in STAGES if name in USUAL] == list(USUAL) and set(BESIDE) <= set(STAGES)
+    assert [name for name in STAGES if name in USUAL] == list(USUAL) and set(BOTH) <= set(STAGES)
     assert all(STAGES[name].limit_s <= 160 for name in STAGES)
 
 
@@ -161,8 +161,8 @@ def test_a_crash_and_a_hang_are_outlived(tmp_path: Path, monkeypatch: pytest.Mon
 def test_two_trees_by_turns(tmp_path: Path) -> None:
     options = ["--smoke", "--only", "sampling", "--out", str(tmp_path)]
     assert command.main([*options, "--beside", str(command.ROOT)]) == 0
-    here, beside = read(tmp_path), read(tmp_path / "beside")
-    assert [row["name"] for row in here] == [row["name"] for row in beside] == ["greedy", "top-k, penalties"]
+    here, other = read(tmp_path), read(tmp_path / "other")
+    assert [row["name"] for row in here] == [row["name"] for row in other] == ["greedy", "top-k, penalties"]
     assert (tmp_path / "table.txt").read_text().count("| us ") == 2
     earlier = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert earlier["us"] > 0
