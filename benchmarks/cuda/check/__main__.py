@@ -154,9 +154,7 @@ def main(given: Sequence[str] | None = None) -> int:
         rows = Rows(options.out, options.stage, frozenset(options.done))
         return run(options.stage, rows, options.smoke, options.brief)
     if options.compare is not None and (options.other is not None or not options.compare.exists()):
-        parser.error(
-            f"--compare {options.compare}: no such file, or --beside is given too"
-        )
+        parser.error(f"--compare {options.compare}: no such file, or --beside is given too")
     if options.other is not None and not (options.other / "src" / "lorikeet").is_dir():
         parser.error(f"--beside {options.other}: it has no src/lorikeet")
     names = [name for name in STAGES if name in (options.only or (BOTH if options.other else USUAL))]
