@@ -4,6 +4,7 @@
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make test-clients [CLIENTS=folder] make check                       make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
+#   make gpu-check [ARGS="--only …"]  make gpu-pack
 #   make setup [DEV=dev-all]          make proto    make docs    make site
 #
 # DEV names the extras of pyproject.toml to install for tests: dev, or dev-all, which adds Triton, Ray and Go (1.6 GB).
@@ -27,10 +28,10 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda proto docs site clean
+.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda gpu-check gpu-pack proto docs site clean
 
 help:
-	@sed -n '2,12s/^# \{0,1\}//p' Makefile
+	@sed -n '2,13s/^# \{0,1\}//p' Makefile
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -99,6 +100,14 @@ proof: $(VENV)/.installed-$(DEV)
 
 bench-cuda: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
+
+# Is the project right and fast on the card at hand: one table after a few minutes. make gpu-check ARGS="--only kernels --out folder"
+gpu-check: $(VENV)/.installed-$(DEV)
+	$(PY) -m benchmarks.cuda.check $(ARGS)
+
+# Wheels and compiled kernels for a machine with a card and without network: benchmarks/cuda/check/packed.sh uses them there.
+gpu-pack: $(VENV)/.installed-dev-all
+	$(PY) -m benchmarks.cuda.check.pack $(ARGS)
 
 proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto

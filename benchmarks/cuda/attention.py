@@ -14,14 +14,16 @@ from benchmarks.cuda.setup import LlamaShape, Setup, Step, limit_steps, steps
 from benchmarks.cuda.timing import seconds_of
 from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard import attention
-from lorikeet.shard.attention import AttentionSpec
+from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
 from lorikeet.shard.attention.flash import choose_implementation, current_implementation
 from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, write_limits
+from lorikeet.shard.attention.layerwise import PlacedKV
 from lorikeet.shard.attention.varlen import OLDEST
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.system import gpu
 
-BACKENDS = ("varlen", "triton")
+OWNERS = {"varlen": "VarlenAttention", "triton": "PagedAttention"}
+BACKENDS = tuple(OWNERS)
 MOST_BYTES = 4 << 30
 """Maximum bytes of all layers' K and V together."""
 MOST_LAYERS = 8
@@ -63,7 +65,10 @@ def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
     pages = -(-step.context // backend.page_size)
     num_bytes = step.requests * pages * backend.page_bytes(spec, dtype)
     num_layers = max(1, min(MOST_LAYERS, MOST_BYTES // num_bytes)) if setup.is_cuda else 1
-    layers = cycle([backend.allocate(spec, step.requests * pages, dtype, device) for _ in range(num_layers)])
+    kvs = [backend.allocate(spec, step.requests * pages, dtype, device) for _ in range(num_layers)]
+    layers = cycle(kvs)
+    if setup.is_cuda and owner_of(backend, kvs[0]) != OWNERS[name]:
+        raise RuntimeError(f"{name} does not compute this layer here, but {owner_of(backend, kvs[0])}")
     inputs = StepInputs(backend.page_size, device)
     order = torch.randperm(step.requests * pages, generator=torch.Generator().manual_seed(setup.seed)).tolist()
     start = step.context - step.tokens
@@ -75,6 +80,11 @@ def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     query, key, value = (torch.randn(num_rows, each, spec.key_dim, device=device, dtype=dtype) for each in heads)
     return lambda: backend.attend(spec, next(layers), query, key, value)
+
+
+def owner_of(backend: AttentionBackend, kv: LayerKV | None) -> str:
+    """The backend that computes a layer: one that does not support it here leaves it to the next."""
+    return type(kv.owner if isinstance(kv, PlacedKV) else backend).__name__
 
 
 def triton_over_varlen(raw: Raw) -> float:

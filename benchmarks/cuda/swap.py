@@ -50,10 +50,10 @@ def measure(setup: Setup) -> Cases:
         spare = digests[setup.swap_batch :]
         engine.run([EngineRequest([1, 2], 1, adapter_digest=digest) for digest in digests])
         with engines.uncollected():
-            yield from in_rounds(setup.rounds, lambda _: _round(engine, batch, spare, setup.swaps))
+            yield from in_rounds(setup.rounds, lambda _: run_round(engine, batch, spare, setup.swaps))
 
 
-def _round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequence[str], swaps: int) -> Raw:
+def run_round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequence[str], swaps: int) -> Raw:
     running = engine.submit(batch)
     while not all(run.steps for run in running):
         engine.turn()

@@ -126,7 +126,7 @@ class Outside(TorchDispatchMode):
 
 def model_of(shape: LlamaShape, has_adapters: bool) -> Model:
     """The model with attention by the paged kernel."""
-    config = LlamaConfig(**shape.config(), head_dim=128)
+    config = LlamaConfig(**shape.config(), head_dim=shape.head_dim)
     with META:
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).eval()
     with recorded():

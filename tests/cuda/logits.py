@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.cuda import engines
+from benchmarks.cuda.attention import OWNERS, owner_of
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
+from lorikeet.shard.attention.varlen import has_page_tables
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.model import Model
 
@@ -36,7 +38,8 @@ def shapes(setup: Setup) -> dict[str, tuple[int, int]]:
 
 def measure(setup: Setup, which: str) -> Cases:
     """One case per kernel, with the largest difference of every shape and the largest logit."""
-    names = list(KERNELS[which])
+    # torch 2.11 has FlashAttention without page tables
+    names = [name for name in KERNELS[which] if name != "varlen" or has_page_tables()]
     wanted = _passes(setup, PLAIN) if names else {}
     for name in names:
         try:
@@ -61,6 +64,7 @@ def _passes(setup: Setup, settings: Mapping[str, Any]) -> dict[str, torch.Tensor
     for name, (batch, count) in shapes(setup).items():
         pages = -(-(context + count) // model.page_size)
         model.allocate_kv(batch * pages)
+        _check_owners(setup, model, settings["attention"])
         owned = [range(at * pages, (at + 1) * pages) for at in range(batch)]
         ids = torch.tensor(engines.prompts(setup, shape, batch, context + count), device=setup.device)
         at_once = max(1, 4096 // context)
@@ -68,6 +72,13 @@ def _passes(setup: Setup, settings: Mapping[str, Any]) -> dict[str, torch.Tensor
             _forward(model, ids[first : first + at_once, :context], 0, owned[first : first + at_once])
         found[name] = _forward(model, ids[:, context:], context, owned).cpu()
     return found
+
+
+def _check_owners(setup: Setup, model: Model, attention: str) -> None:
+    """Raise RuntimeError where another backend than the one that is named computes the layers of a device."""
+    owners = {owner_of(model.backend, binding.kv) for binding in model.bindings}
+    if setup.is_cuda and attention in OWNERS and owners != {OWNERS[attention]}:
+        raise RuntimeError(f"{attention} does not compute the layers here, but {', '.join(sorted(owners))}")
 
 
 def _forward(model: Model, ids: torch.Tensor, start: int, pages: Sequence[range]) -> torch.Tensor:

@@ -67,11 +67,15 @@ def oracle(folder: Path, prompts: list[list[int]], max_total_tokens: int) -> lis
     # falcon's eager attention adds its alibi twice; what transformers runs by default does not
     attention = "sdpa" if config.model_type == "falcon" else "eager"
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation=attention).eval()
+    # where its length reaches the other factors, transformers 5.17 drops Phi-3's cache and goes on from one token alone
+    rope = getattr(config, "rope_parameters", None) or {}
+    has_cache = rope.get("rope_type") != "longrope"
     texts = []
     for prompt in prompts:
         output: Any = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
             max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
+            use_cache=has_cache,
         )  # fmt: skip
         logits = torch.stack(output.logits, 1)[0].float()
         texts.append(Continued(output.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1)))

@@ -1,0 +1,134 @@
+"""The large model with random weights: decoding against what its bytes take, prompts, weights of 8 and 4 bits, where
+the time of a step goes; and the small model, whose host's part is largest.
+"""
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from structlog.testing import capture_logs
+
+from benchmarks.cuda import engines
+from benchmarks.cuda.attention import owner_of
+from benchmarks.cuda.check.profiles import profiled
+from benchmarks.cuda.check.rows import Row, Rows, ceilings
+from benchmarks.cuda.setup import LlamaShape, Setup, step_bytes
+from lorikeet.shard.model import Model
+from tests.shard.engine.harness import EngineHarness, EngineRequest
+
+MOST_TOKENS = 64
+"""Of an output."""
+LONGEST_PROMPT = 8192
+
+
+class Engines:
+    """Engines of one model, by name."""
+
+    def __init__(self, rows: Rows, setup: Setup, shape: LlamaShape) -> None:
+        self._rows, self._setup, self._shape = rows, setup, shape
+        self._copy_gbs = ceilings(rows.out).get("copy_gbs")
+        self.made: dict[str, EngineHarness] = {}
+
+    def start(self, name: str, num_requests: int, num_tokens: int, **settings: Any) -> Row:
+        """Any warning of a start is a failure: what should be fast is slow then."""
+        with capture_logs() as logs:
+            room = engines.room(self._setup, num_requests, num_tokens)
+            config, model = engines.load(self._setup, self._shape, **room, **settings)
+            self.made[name] = EngineHarness(config, model)
+        warnings = warnings_in(logs)
+        graphs = next((log for log in logs if log["event"] == "graphs_captured"), {})
+        found = {"attention": owners(model), "graphs": graphs.get("num_graphs", 0),
+                 "capture_s": graphs.get("seconds", 0)}  # fmt: skip
+        is_owned = not self._setup.is_cuda or not any("Reference" in owner for owner in found["attention"])
+        return {"ok": not warnings and is_owned, **found, **({"warnings": warnings} if warnings else {})}
+
+    def decode(self, name: str, count: int) -> Row:
+        engine, setup = self.made[name], self._setup
+        asked = engines.wanted(setup, self._shape, count)
+        engine.run(asked)
+        found = engines.steadily(engine, asked)
+        row = {"ms": 1e3 * found["seconds"], "gap_us": 1e6 * found["gap"], "tok_s": found["tokens_per_second"]}
+        if self._copy_gbs:
+            floor = step_bytes(self._shape, count * (setup.prompt + setup.text / 2)) / self._copy_gbs / 1e9
+            row["share_of_floor"] = floor / found["seconds"]
+        return row
+
+    def prompt(self, name: str, count: int, length: int) -> Row:
+        engine, setup = self.made[name], self._setup
+        for seed in (length, length + 1):  # the first one warms up
+            ids = engines.prompts(setup, self._shape, count, length, seed=seed)
+            start = time.monotonic()
+            engine.run([EngineRequest(each, 1) for each in ids])
+            seconds = time.monotonic() - start
+        flops = 2 * self._shape.num_multiplied * count * length
+        return {"ms": 1e3 * seconds, "tok_s": count * length / seconds, "tflops": flops / seconds / 1e12}
+
+    def drop(self) -> None:
+        """Free the memory of all."""
+        self.made.clear()
+        gc.collect()
+        if self._setup.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def warnings_in(logs: Any) -> list[str]:
+    """What a start complains about."""
+    said = (log for log in logs if log["log_level"] in ("warning", "error"))
+    return [f"{log['event']}: {log.get('reason', '')}"[:150] for log in said]
+
+
+def owners(model: Model) -> list[str]:
+    """The attention backends that compute a model's layers: `auto` may have fallen back to another."""
+    return sorted({owner_of(model.backend, binding.kv) for binding in model.bindings})
+
+
+def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    setup = replace(setup, text=min(setup.text, MOST_TOKENS))
+    made = Engines(rows, setup, setup.large)
+    batches = [1, 8, 64, 256] if setup.is_cuda else [1, 2]
+    length = setup.prompt + setup.text
+    rows.check("start", lambda: made.start("usual", batches[-1], length), is_needed=True)
+    for count in batches:
+        rows.check(f"decode {count}", lambda count=count: made.decode("usual", count))
+    if is_brief:
+        return
+    for count in (1, min(64, batches[-1])):
+        rows.check(f"profile {count}", lambda count=count: profiled(rows, made.made["usual"], setup, count))
+    made.drop()
+    count = 64 if setup.is_cuda else 2
+    rows.check("start without graphs", lambda: made.start("eager", count, length, graphs=False), is_needed=True)
+    rows.check(f"decode {count} without graphs", lambda: made.decode("eager", count))
+
+
+def check_prompts(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    made = Engines(rows, setup, setup.large)
+    longest = LONGEST_PROMPT + MOST_TOKENS if setup.is_cuda else 128
+    rows.check("start for long prompts", lambda: made.start("long", 8, longest), is_needed=True)
+    for count, length in ((1, 128), (1, 2048), (1, 8000), (8, 2048)) if setup.is_cuda else ((1, 32),):
+        rows.check(f"prompt {count} x {length}", lambda n=count, length=length: made.prompt("long", n, length))
+
+
+def check_bits(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    """Decoding with weights of 8 and 4 bits, and a prompt."""
+    setup = replace(setup, text=min(setup.text, MOST_TOKENS))
+    made = Engines(rows, setup, setup.large)
+    count, length = (64, 2048) if setup.is_cuda else (2, 16)
+    num_tokens = setup.prompt + setup.text
+    for kind in ("int8", "int4"):
+        rows.check(f"start {kind}", lambda k=kind: made.start(k, count, num_tokens, quantize=k), is_needed=True)
+        rows.check(f"decode 1 {kind}", lambda k=kind: made.decode(k, 1))
+        rows.check(f"decode {count} {kind}", lambda k=kind: made.decode(k, count))
+        rows.check(f"prompt 1 x {length} {kind}", lambda k=kind: made.prompt(k, 1, length))
+        made.drop()
+
+
+def check_small(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    """The small model's engine alone, without HTTP."""
+    setup = replace(setup, text=min(setup.text, 2 * MOST_TOKENS))
+    made = Engines(rows, setup, setup.small)
+    counts = (1, 16, 64, 256) if setup.is_cuda else (1, 2)
+    rows.check("start", lambda: made.start("small", counts[-1], setup.prompt + setup.text), is_needed=True)
+    for count in counts:
+        rows.check(f"decode {count}", lambda count=count: made.decode("small", count))

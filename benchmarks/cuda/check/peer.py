@@ -1,0 +1,54 @@
+"""The same random model in transformers on the same card: `generate`, continuous batching, PEFT with one adapter."""
+
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.cuda import engines
+from benchmarks.cuda.check.rows import Row, Rows
+from benchmarks.cuda.setup import Setup
+from benchmarks.models.adapter_files import ALL
+from benchmarks.serving.transformers_peer import generated
+
+MOST_TOKENS = 64
+
+
+def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    length, count = min(setup.text, MOST_TOKENS), setup.requests
+    ids = engines.prompts(setup, setup.large, count, setup.prompt)
+    config = LlamaConfig(**setup.large.config())
+    network: Any = engines.random_network(
+        config, getattr(torch, setup.dtype), setup.device, setup.seed, attention="sdpa"
+    )
+    batch = torch.tensor(ids, device=setup.device)
+
+    def generate(model: Any) -> Row:
+        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+        model.generate(input_ids=batch[:, :4], attention_mask=torch.ones_like(batch[:, :4]), **options)
+        _wait(setup)
+        start = time.monotonic()
+        model.generate(input_ids=batch, attention_mask=torch.ones_like(batch), **options)
+        _wait(setup)
+        return {"tok_s": count * length / (time.monotonic() - start)}
+
+    def batched() -> Row:
+        memory = {"max_memory_percent": 0.5} if setup.is_cuda else {"num_blocks": 8, "max_batch_tokens": 64}
+        generated(network, ids[:2], length, **memory)
+        counts, seconds = generated(network, ids, length, **memory)
+        return {"ok": counts == [length] * count, "tok_s": sum(counts) / seconds}
+
+    def adapted() -> Row:
+        import peft
+
+        return generate(peft.get_peft_model(network, peft.LoraConfig(r=setup.rank, target_modules=list(ALL))))
+
+    rows.check(f"transformers generate, {count} at once", lambda: generate(network))
+    rows.check("transformers continuous batching", batched)
+    rows.check("PEFT generate, one adapter", adapted)
+
+
+def _wait(setup: Setup) -> None:
+    if setup.is_cuda:
+        torch.cuda.synchronize(setup.device)
