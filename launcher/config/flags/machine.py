@@ -130,8 +130,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "disable-custom-kernels",
-            "use PyTorch operators for norms, rotary embeddings, MLPs and sampling, and no cooperative launches for "
-            "adapters (slower; for debugging)", SWITCH, False, SHARD, computed=True,
+            "use PyTorch operators for norms, rotary embeddings, MLPs and sampling "
+            "(slower; for debugging)", SWITCH, False, SHARD, computed=True,
             differs="on CPU too; attention, adapters and masks of grammars keep their kernels",
         ),
         Flag("disable-sgmv", "disable the SGMV kernel", SWITCH, False, no_effect=_OWN_KERNELS),
