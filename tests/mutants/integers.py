@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "every group of weights uses the activation sum of the first group",
         "shard/model/kernels/integer.h",
-        "->sums[g];",
-        "->sums[0];",
+        "(first_row.offsets + g)",
+        "(first_row.offsets)",
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
