@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         "the output head is rounded to 4 bits instead of 8",
         "shard/model/quantization/integers.py",
-        "rounding._replace(bits=8) if module is output else rounding",
+        "of_head if module is output else rounding",
         "rounding",
         f"{ROUNDING}::test_what_is_rounded[int4]",
     ),

@@ -16,7 +16,7 @@ from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from lorikeet.shard.system import gpu
 
-GROUPS = (128, 64, 32)
+GROUPS = (128, 32)
 """Weights of a row that may share a scale."""
 LEAST_OUTPUTS = 16
 """Layers with fewer stay as they are: they decide, and cost nothing."""
@@ -153,11 +153,12 @@ def round_network(network: Any, rounding: Rounding, device: torch.device) -> Non
     as they are; the layer pass rounds experts, on CPU. Raises ValueError for a layer that cannot be rounded.
     """
     output = getattr(network, "get_output_embeddings", lambda: None)()
+    of_head = rounding._replace(bits=8, group=GROUPS[-1])
     holders = Counter(id(each) for module in network.modules() for each in module.parameters(recurse=False))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and module.weight.numel() // _num_in(module) >= LEAST_OUTPUTS:
             try:
-                made = _rounded(module, rounding._replace(bits=8) if module is output else rounding, device)
+                made = _rounded(module, of_head if module is output else rounding, device)
             except ValueError as reason:
                 raise ValueError(f"{name}: {reason}") from None
             made.num_shared = module.weight.numel() if holders[id(module.weight)] > 1 else 0
@@ -203,33 +204,45 @@ def _rounded(module: nn.Linear | Conv1D, rounding: Rounding, device: torch.devic
 
 
 def round_weight(weight: torch.Tensor, bits: int, group: int = GROUPS[-1]) -> IntegerWeight:
-    """weight: [out, in]; `group`: as in Rounding; in 8 bits always the smallest, or the row if that does not divide it.
-    Raises ValueError for values that are not finite, and for rows that have no groups.
+    """weight: [out, in]; `group`: as in Rounding. Rows of 8 bits that have no groups have one scale and no minimum, and
+    all rows on devices, where the scale follows the sum. Raises ValueError for values that are not finite, and for rows
+    of 4 bits that have no groups.
     """
     num_in = weight.shape[1]
-    if bits == 8:
-        size = GROUPS[-1] if num_in % GROUPS[-1] == 0 else num_in
-    elif not (size := next((own for own in GROUPS if own <= group and num_in % own == 0), 0)):
+    size = next((own for own in GROUPS if own <= group and num_in % own == 0), 0)
+    is_whole = bits == 8 and (not size or weight.device.type != "cpu")
+    if not size and not is_whole:
         raise ValueError(f"its rows have {num_in} weights, which is no multiple of {GROUPS[-1]}")
     if not weight.isfinite().all():
         raise ValueError("it has weights that are not finite")
     rows_at_once = max(1, WEIGHTS_AT_ONCE[weight.device.type] // num_in)
-    round_part = _round_to_8 if bits == 8 else _round_to_4
-    parts = [round_part(rows.float().unflatten(1, (-1, size))) for rows in weight.split(rows_at_once)]
+    round_part = _round_rows if is_whole else _round_to_8 if bits == 8 else _round_to_4
+    parts = [round_part(rows.float().unflatten(1, (-1, size or num_in))) for rows in weight.split(rows_at_once)]
     values, scales, *minimums = (torch.cat(part) for part in zip(*parts, strict=True))
     return IntegerWeight(bits, values.flatten(1), scales, *minimums)
 
 
-def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """weight: [rows, groups, group]. Returns values of the same shape, -127 to 127, and scales, [rows, groups]."""
+def _round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """weight: [rows, 1, in]. Returns values of the same shape, -127 to 127, and scales, [rows, 1]."""
     scales = gpu.divide(weight.abs().amax(2), 127.0)
-    values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a group of zeros has a scale of 0
+    values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a row of zeros has a scale of 0
     return values.to(torch.int8), scales
 
 
+def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """weight: [rows, groups, group]. Returns values of the same shape, -128 to 127 between the extremes of a group, and
+    scales and minimums, [rows, groups].
+    """
+    low, high = weight.aminmax(dim=2, keepdim=True)
+    scales = gpu.divide(high - low, 255.0)
+    minimums = low + 128.0 * scales
+    values = ((weight - minimums) / scales).round().nan_to_num(0.0).clamp(-128, 127)
+    return values.to(torch.int8), scales[:, :, 0], minimums[:, :, 0]
+
+
 def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same with values from 0 to 15, and minimums, [rows, groups]. Scale and minimum are searched for the least
-    squares of errors, as in ggml's K-quants: several scales are tried, and the best is refined.
+    """The same with values from 0 to 15. Scale and minimum are searched for the least squares of errors, as in ggml's
+    K-quants: several scales are tried, and the best is refined.
     """
     low = weight.amin(2, keepdim=True)
     x = weight - low  # sums of small numbers round less
