@@ -2,7 +2,8 @@
 #
 #   make serve [MODEL=hub/id or folder] [HOST=0.0.0.0] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
-#   make test-clients [CLIENTS=folder] make check                       make fmt
+#   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder]
+#   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
 #   make gpu-check [ARGS="--only …"]  make gpu-pack
 #   make setup [DEV=dev-all]          make proto    make docs    make site
@@ -21,6 +22,7 @@ T ?= tests
 DEV ?= dev
 TORCH_INDEX ?=
 CLIENTS ?= $(HOME)/.cache/lorikeet-clients
+REAL_MODELS ?= $(HOME)/.cache/lorikeet-real
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -28,10 +30,11 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel test-clients check fmt bench proof bench-cuda gpu-check gpu-pack proto docs site clean
+.PHONY: help setup serve test t test-long test-wheel test-clients test-real check fmt bench proof bench-cuda gpu-check \
+        gpu-pack proto docs site clean
 
 help:
-	@sed -n '2,13s/^# \{0,1\}//p' Makefile
+	@sed -n '2,14s/^# \{0,1\}//p' Makefile
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -80,6 +83,10 @@ test-wheel: $(VENV)/.installed-$(DEV)
 # Published clients, each in an environment of its own below CLIENTS, which is kept.
 test-clients: $(VENV)/.installed-$(DEV)
 	LORIKEET_CLIENTS=$(CLIENTS) $(PY) -m pytest -m clients tests/clients $(ARGS)
+
+# Real models, from packages that hold them, in a folder outside the tree, which is kept.
+test-real: $(VENV)/.installed-$(DEV)
+	REAL_MODELS=$(REAL_MODELS) $(PY) -m pytest -m real tests/real $(ARGS)
 
 check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .

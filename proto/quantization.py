@@ -36,8 +36,8 @@ class Method:
     """Why checkpoints that are quantised by it are not supported, if they are not."""
 
 
-INTEGERS = {"int8": 8, "int4": 4}
-"""Methods of ours, which round plain weights to so many bits."""
+INTEGERS = {"int8": (8, 32), "int4": (4, 128), "int4-g32": (4, 32)}
+"""Methods of ours, which round plain weights to so many bits, so many weights of a row with one scale."""
 ROUNDING = (*INTEGERS, "gguf")
 """Methods whose weights are integers, so that activations are rounded on CPU."""
 PACKED = ("gptq", "awq")

@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "every group of weights uses the activation sum of the first group",
         "shard/model/kernels/integer.h",
-        "->sums[g];",
-        "->sums[0];",
+        "(first_row.offsets + g)",
+        "(first_row.offsets)",
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
@@ -29,17 +29,17 @@ MUTANTS = [
         f"{PRODUCTS}::test_odd_rows",
     ),
     Mutant(
-        "the scale of a 4-bit group ignores the sign of its largest value",
+        "scales of 4-bit groups that are tried later win even if they are worse",
         "shard/model/quantization/integers.py",
-        "scales = extreme / -float(MIDDLE)",
-        "scales = extreme.abs() / float(MIDDLE)",
-        f"{ROUNDING}::test_the_tokens_of_the_rounded_weights[llama-int4]",
+        "is_better = error < least",
+        "is_better = error <= torch.inf",
+        f"{ROUNDING}::test_four_bits_are_nearer_than_between_the_extremes",
     ),
     Mutant(
         "the output head is rounded to 4 bits instead of 8",
         "shard/model/quantization/integers.py",
-        "8 if module is output else rounding.bits",
-        "rounding.bits",
+        "of_head if module is output else rounding",
+        "rounding",
         f"{ROUNDING}::test_what_is_rounded[int4]",
     ),
     Mutant(

@@ -1,9 +1,10 @@
 // Matrix products of weights in 8 or 4 bits and activations that are rounded to 8 bits, on any CPU.
 //
-// Products are summed as integers, which is exact in any order; what follows in float32 has one order, and no product
-// is fused with a sum. So every processor computes the same bits, for any number of rows.
+// Each 32 activations of a row have a scale. Products with one scale on each side are summed as integers, which is exact
+// in any order; what follows in float32 has one order, and no product is fused with a sum. So every processor computes
+// the same bits, for any number of rows.
 //
-// A block is OUTPUTS rows of the matrix. It has a 32-bit word per row for each four terms of a sum in 8 bits, and for
+// A panel is OUTPUTS rows of the matrix. It has a 32-bit word per row for each four terms of a sum in 8 bits, and for
 // each eight in 4 bits: the first four are the low halves of its bytes. Stored weights have no sign.
 #pragma once
 #include <math.h>
@@ -63,10 +64,10 @@
 #define TILE 4
 #endif
 #define VECTORS (OUTPUTS / LANES)
-#define SEGMENT 32          // terms whose products in 4 bits are summed in 16: 16 x 15 x 127 < 2^15
+#define BLOCK 32            // activations with one scale; in 4 bits their products fit 16 bits: 16 x 15 x 127 < 2^15
 #define FEW 4               // rows that are rounded before threads start
 #define ALONE (1 << 18)     // multiplications below which a second thread costs more than it saves
-#define SMALLEST 0x1p-100f  // rows of smaller values count as zeros
+#define SMALLEST 0x1p-100f  // blocks of smaller values count as zeros
 
 typedef int32_t ints __attribute__((vector_size(VECTOR), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(VECTOR), aligned(4)));
@@ -80,35 +81,48 @@ typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
 #endif
 
 typedef struct {
-    int64_t num_out, num_in, group, bits;
-    int64_t zero;           // what is subtracted from each stored weight
-    const uint8_t *packed;  // [blocks, words of a row, OUTPUTS, 4]
-    const float *scales;    // [blocks, groups, OUTPUTS]
-    const float *minimums;  // of the same shape: what is added to each weight; or NULL
-    const float *bias;      // [num_out] or NULL
+    int64_t num_out, num_in, group, bits;  // group: 16, a multiple of BLOCK, or num_in
+    int64_t zero;                          // what is subtracted from each stored weight
+    const uint8_t *packed;                 // [panels, words of a row, OUTPUTS, 4]
+    const float *scales;                   // [panels, groups, OUTPUTS]
+    const float *minimums;                 // of the same shape: what is added to each weight; or NULL
+    const float *bias;                     // [num_out] or NULL
 } Matrix;
 
-// A row of activations, rounded: followed by the sums of its groups and its values in 8 or 16 bits.
+// A row of activations, rounded. A part is the terms with one scale of activations and one of weights.
 typedef struct {
-    float scale;
-    int32_t sums[];
+    float *scales;    // [blocks]
+    float *offsets;   // [groups]: sums of rounded activations
+    int32_t *starts;  // [parts]: -zero times the sum of a part's integers
+    int8_t *values;   // [blocks, BLOCK] in 8 or 16 bits
 } Row;
 
-int64_t outputs_of_a_block(void) { return OUTPUTS; }
+int64_t outputs_of_a_panel(void) { return OUTPUTS; }
 int64_t zero_in_8_bits(void) { return ZERO; }
 
+static inline int64_t num_blocks(int64_t num_in) { return (num_in + BLOCK - 1) / BLOCK; }
 static inline int64_t num_groups(const Matrix *m) { return m->num_in / m->group; }
-static inline int64_t values_at(const Matrix *m) { return (4 + 4 * num_groups(m) + 63) / 64 * 64; }
+static inline int part_size(const Matrix *m) { return m->group == BLOCK / 2 ? BLOCK / 2 : BLOCK; }
+static inline int64_t num_parts(const Matrix *m) { return num_blocks(m->num_in) * (BLOCK / part_size(m)); }
+
+static inline int64_t values_at(const Matrix *m) {
+    return (4 * (num_blocks(m->num_in) + num_groups(m) + num_parts(m)) + 63) / 64 * 64;
+}
+
+static inline Row row_at(const Matrix *m, const uint8_t *place) {
+    float *scales = (float *)place, *offsets = scales + num_blocks(m->num_in);
+    return (Row){scales, offsets, (int32_t *)(offsets + num_groups(m)), (int8_t *)place + values_at(m)};
+}
 
 // Bytes of a row of activations
-int64_t row_bytes(const Matrix *m) { return values_at(m) + (m->num_in + 31) / 32 * 32 * (WIDE(m->bits) ? 2 : 1); }
+int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in) * BLOCK * (WIDE(m->bits) ? 2 : 1); }
 
-// weights: [num_out, num_in] of `bits`, without sign -> packed, with `filler` beyond num_out and num_in
+// weights: [num_out, num_in] of `bits`, without sign -> packed in whole blocks, with `filler` beyond num_out and num_in
 void pack(const uint8_t *weights, int64_t num_out, int64_t num_in, int64_t bits, int64_t filler, uint8_t *packed) {
-    const int64_t blocks = (num_out + OUTPUTS - 1) / OUTPUTS, terms = bits == 8 ? 4 : 8;
-    const int64_t width = (num_in + terms - 1) / terms;
+    const int64_t panels = (num_out + OUTPUTS - 1) / OUTPUTS, terms = bits == 8 ? 4 : 8;
+    const int64_t width = num_blocks(num_in) * BLOCK / terms;
 #pragma omp parallel for
-    for (int64_t b = 0; b < blocks; b++)
+    for (int64_t b = 0; b < panels; b++)
         for (int64_t p = 0; p < width; p++)
             for (int64_t c = 0; c < OUTPUTS; c++)
                 for (int64_t i = 0; i < 4; i++) {
@@ -120,7 +134,7 @@ void pack(const uint8_t *weights, int64_t num_out, int64_t num_in, int64_t bits,
                 }
 }
 
-// values: [num_out, groups] -> [blocks, groups, OUTPUTS], zeros beyond num_out
+// values: [num_out, groups] -> [panels, groups, OUTPUTS], zeros beyond num_out
 void pack_groups(const float *values, int64_t num_out, int64_t groups, float *packed) {
     for (int64_t n = 0; n < (num_out + OUTPUTS - 1) / OUTPUTS * OUTPUTS; n++)
         for (int64_t g = 0; g < groups; g++)
@@ -139,6 +153,8 @@ INLINE floats times(floats a, floats b) {
 #endif
     return made;
 }
+
+INLINE float times_one(float a, float b) { return times(a - (floats){0}, b - (floats){0})[0]; }
 
 INLINE floats splat(float x) { return x - (floats){0}; }
 
@@ -194,76 +210,90 @@ INLINE void sum_8(const int rows, const uint8_t *w, const int8_t *x, int64_t str
     }
 }
 
-// The same for weights in 4 bits; `count` is a multiple of SEGMENT / 8.
+// The same for weights in 4 bits, of at most BLOCK terms.
 INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t stride, int64_t count,
                   ints sums[TILE][VECTORS]) {
-    for (int64_t segment = 0; segment < count; segment += SEGMENT / 8) {
 #ifndef WORDS
-        shorts pairs[TILE][VECTORS];
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) pairs[r][v] = (shorts){0};
+    shorts pairs[TILE][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) pairs[r][v] = (shorts){0};
 #endif
-        _Pragma("GCC unroll 4") for (int p = 0; p < SEGMENT / 8; p++, w += 4 * OUTPUTS) {
-            words low[VECTORS], high[VECTORS];
+    _Pragma("GCC unroll 4") for (int64_t p = 0; p < count; p++, w += 4 * OUTPUTS) {
+        words low[VECTORS], high[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            const words weights = *(const words *)(w + v * VECTOR);
+            low[v] = weights & 0x0f0f0f0f;
+            high[v] = weights >> 4 & 0x0f0f0f0f;
+        }
+        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+            const int8_t *eight = x + r * stride + 8 * p;
+            const words first = splat_word(eight), second = splat_word(eight + 4);
             for (int v = 0; v < VECTORS; v++) {
-                const words weights = *(const words *)(w + v * VECTOR);
-                low[v] = weights & 0x0f0f0f0f;
-                high[v] = weights >> 4 & 0x0f0f0f0f;
-            }
-            _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
-                const int8_t *eight = x + r * stride + 8 * (segment + p);
-                const words first = splat_word(eight), second = splat_word(eight + 4);
-                for (int v = 0; v < VECTORS; v++) {
 #ifdef WORDS
-                    sums[r][v] = add_words(add_words(sums[r][v], low[v], first), high[v], second);
+                sums[r][v] = add_words(add_words(sums[r][v], low[v], first), high[v], second);
 #else
-                    pairs[r][v] += ADD_BYTES(low[v], first) + ADD_BYTES(high[v], second);
+                pairs[r][v] += ADD_BYTES(low[v], first) + ADD_BYTES(high[v], second);
 #endif
-                }
             }
         }
-#ifndef WORDS
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += ADD_PAIRS(pairs[r][v], (shorts){0} + 1);
-#endif
     }
+#ifndef WORDS
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] += ADD_PAIRS(pairs[r][v], (shorts){0} + 1);
+#endif
 }
 
-// y[r, 0..width) of one block: by group the integer sum times its scale, plus the sum of x times the minimum; then times
-// the scale of the row, plus the bias.
-INLINE void block_rows(const int rows, const int bits, const Matrix *m, int64_t block, const uint8_t *x, int64_t stride,
-                       element *y) {
-    const int64_t groups = num_groups(m), terms = bits == 8 ? 4 : 8, count = (m->group + terms - 1) / terms;
-    const uint8_t *w = m->packed + block * groups * count * 4 * OUTPUTS;
-    const int8_t *values = (const int8_t *)x + values_at(m);
+// y[r, 0..width) of one panel. Of each group: the integer sums of its parts, each times the scale of its activations;
+// then times the scale of the weights, plus the sum of activations times the minimum. Last the bias.
+INLINE void panel_rows(const int rows, const int bits, const int part, const Matrix *m, int64_t panel, const uint8_t *x,
+                       int64_t stride, element *y) {
+    const int64_t groups = num_groups(m), parts = m->group > part ? (m->group + part - 1) / part : 1;
+    const int64_t words = num_blocks(m->num_in) * BLOCK * bits / 32;
+    const uint8_t *w = m->packed + panel * words * 4 * OUTPUTS;
+    const Row first_row = row_at(m, x);
+    const int8_t *values = first_row.values;
     floats totals[TILE][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) totals[r][v] = (floats){0};
     for (int64_t g = 0; g < groups; g++) {
-        ints sums[TILE][VECTORS];
+        floats of_group[TILE][VECTORS];
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = (ints){0};
-        const int64_t at = g * count;
-        if (bits == 8)
-            sum_8(rows, w + at * 4 * OUTPUTS, values + at * (WIDE(8) ? 8 : 4), stride, count, sums);
-        else
-            sum_4(rows, w + at * 4 * OUTPUTS, values + at * 8, stride, count, sums);
+            for (int v = 0; v < VECTORS; v++) of_group[r][v] = (floats){0};
+        for (int64_t p = g * parts; p < (g + 1) * parts; p++) {
+            ints sums[TILE][VECTORS];
+            for (int r = 0; r < rows; r++) {
+                const int32_t start = *(const int32_t *)((const uint8_t *)(first_row.starts + p) + r * stride);
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = start - (ints){0};
+            }
+            if (bits == 8)
+                sum_8(rows, w, values, stride, part / 4, sums);
+            else
+                sum_4(rows, w, values, stride, part / 8, sums);
+            w += part * bits / 8 * OUTPUTS;
+            values += part * (WIDE(bits) ? 2 : 1);
+            for (int r = 0; r < rows; r++) {
+                const float *scale = first_row.scales + p * part / BLOCK;
+                const floats scales = splat(*(const float *)((const uint8_t *)scale + r * stride));
+                for (int v = 0; v < VECTORS; v++)
+                    of_group[r][v] += times(scales, __builtin_convertvector(sums[r][v], floats));
+            }
+        }
         for (int v = 0; v < VECTORS; v++) {
-            const int64_t place = (block * groups + g) * OUTPUTS + v * LANES;
+            const int64_t place = (panel * groups + g) * OUTPUTS + v * LANES;
             const floats scales = *(const floats *)(m->scales + place);
             for (int r = 0; r < rows; r++) {
-                const int32_t sum = ((const Row *)(x + r * stride))->sums[g];
-                const ints exact = sums[r][v] - (int32_t)m->zero * sum;
-                totals[r][v] += times(scales, __builtin_convertvector(exact, floats));
-                if (m->minimums) totals[r][v] += times(*(const floats *)(m->minimums + place), splat((float)sum));
+                totals[r][v] += times(scales, of_group[r][v]);
+                if (m->minimums) {
+                    const float offset = *(const float *)((const uint8_t *)(first_row.offsets + g) + r * stride);
+                    totals[r][v] += times(*(const floats *)(m->minimums + place), splat(offset));
+                }
             }
         }
     }
-    const int64_t first = block * OUTPUTS, width = m->num_out - first < OUTPUTS ? m->num_out - first : OUTPUTS;
+    const int64_t first = panel * OUTPUTS, width = m->num_out - first < OUTPUTS ? m->num_out - first : OUTPUTS;
     float made[OUTPUTS];
     for (int r = 0; r < rows; r++) {
-        const floats scale = splat(((const Row *)(x + r * stride))->scale);
-        for (int v = 0; v < VECTORS; v++) *(floats *)(made + v * LANES) = times(totals[r][v], scale);
+        for (int v = 0; v < VECTORS; v++) *(floats *)(made + v * LANES) = totals[r][v];
         if (m->bias)
             for (int64_t c = 0; c < width; c++) made[c] += m->bias[first + c];
         for (int64_t c = 0; c < width; c++) y[r * m->num_out + first + c] = from_float(made[c]);
@@ -271,11 +301,16 @@ INLINE void block_rows(const int rows, const int bits, const Matrix *m, int64_t 
 }
 
 #define DEFINE_ROWS(R)                                                                                             \
-    static void rows_##R(const Matrix *m, int64_t block, const uint8_t *x, int64_t stride, element *y) {           \
-        if (m->bits == 8)                                                                                          \
-            block_rows(R, 8, m, block, x, stride, y);                                                              \
+    static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {           \
+        const int is_half = part_size(m) != BLOCK;                                                                 \
+        if (m->bits == 8 && is_half)                                                                               \
+            panel_rows(R, 8, BLOCK / 2, m, panel, x, stride, y);                                                   \
+        else if (m->bits == 8)                                                                                     \
+            panel_rows(R, 8, BLOCK, m, panel, x, stride, y);                                                       \
+        else if (is_half)                                                                                          \
+            panel_rows(R, 4, BLOCK / 2, m, panel, x, stride, y);                                                   \
         else                                                                                                       \
-            block_rows(R, 4, m, block, x, stride, y);                                                              \
+            panel_rows(R, 4, BLOCK, m, panel, x, stride, y);                                                       \
     }
 DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4)
 typedef void some_rows(const Matrix *, int64_t, const uint8_t *, int64_t, element *);
@@ -286,39 +321,52 @@ static some_rows *const by_rows[TILE] = {rows_1, rows_2, rows_3, rows_4, rows_5,
 static some_rows *const by_rows[TILE] = {rows_1, rows_2, rows_3, rows_4};
 #endif
 
-// Round a row of x by its own largest value. Without a finite one, its scale is NaN.
-static void round_row(const Matrix *m, const element *x, uint8_t *place) {
-    Row *row = (Row *)place;
-    const int64_t k = m->num_in, whole = (k + 31) / 32 * 32;
-    int8_t *values = (int8_t *)place + values_at(m);
-    int8_t *narrow = WIDE(m->bits) ? values + whole : values;  // widened in place, from the front
+// Round a block of x by its own largest value, zeros beyond `count`. Returns its scale, NaN without a finite one.
+static inline float round_block(const element *x, int64_t count, int8_t *values) {
+    float block[BLOCK] = {0};
     uint32_t largest = 0;  // bits of absolute values have their order, NaN above all
-    for (int64_t c = 0; c < k; c++) {
-        const float value = to_float(x[c]);
+    for (int64_t c = 0; c < count; c++) block[c] = to_float(x[c]);
+    for (int c = 0; c < BLOCK; c++) {
         uint32_t bits;
-        memcpy(&bits, &value, 4);
+        memcpy(&bits, block + c, 4);
         bits &= 0x7fffffff;
         largest = bits > largest ? bits : largest;
     }
     float top;
     memcpy(&top, &largest, 4);
     const int is_finite = largest < 0x7f800000, is_zero = top < SMALLEST;
-    row->scale = !is_finite ? NAN : is_zero ? 0 : top / 127.f;
-    memset(narrow, 0, whole);
+    memset(values, 0, BLOCK);
     if (is_finite && !is_zero) {
         const float inverse = 127.f / top;
-        for (int64_t c = 0; c < k; c++) narrow[c] = (int8_t)(int32_t)rintf(to_float(x[c]) * inverse);
+        for (int c = 0; c < BLOCK; c++) values[c] = (int8_t)(int32_t)rintf(block[c] * inverse);
     }
-    for (int64_t g = 0; g < num_groups(m); g++) {
-        int32_t sum = 0;
-        for (int64_t c = 0; c < m->group; c++) sum += narrow[g * m->group + c];
-        row->sums[g] = sum;
-    }
-    if (WIDE(m->bits))
-        for (int64_t c = 0; c < whole; c += 4) {
-            const int16_t four[4] = {narrow[c], narrow[c + 2], narrow[c + 1], narrow[c + 3]};
-            memcpy(values + 2 * c, four, 8);
+    return !is_finite ? NAN : is_zero ? 0 : top / 127.f;
+}
+
+// x: [num_in] -> a rounded row
+static void round_row(const Matrix *m, const element *x, uint8_t *place) {
+    const Row row = row_at(m, place);
+    const int64_t k = m->num_in, blocks = num_blocks(k), groups = num_groups(m);
+    const int part = part_size(m);
+    for (int64_t g = 0; g < groups; g++) row.offsets[g] = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        int8_t values[BLOCK];
+        row.scales[b] = round_block(x + b * BLOCK, k - b * BLOCK < BLOCK ? k - b * BLOCK : BLOCK, values);
+        for (int first = 0; first < BLOCK; first += part) {
+            int32_t sum = 0;
+            for (int c = first; c < first + part; c++) sum += values[c];
+            row.starts[(b * BLOCK + first) / part] = -(int32_t)m->zero * sum;
+            const int64_t g = (b * BLOCK + first) / m->group;
+            if (g < groups) row.offsets[g] += times_one(row.scales[b], (float)sum);
         }
+        if (WIDE(m->bits))
+            for (int c = 0; c < BLOCK; c += 4) {
+                const int16_t four[4] = {values[c], values[c + 2], values[c + 1], values[c + 3]};
+                memcpy(row.values + 2 * (b * BLOCK + c), four, 8);
+            }
+        else
+            memcpy(row.values + b * BLOCK, values, BLOCK);
+    }
 }
 
 // The products of matrices of the same shape of rows with one input. x: [rows, num_in]; scratch: [rows, row_bytes]
@@ -339,9 +387,9 @@ static void multiply_all(const Matrix *const *matrices, int count, const element
         }
         for (int i = 0; i < count; i++) {
             const Matrix *m = matrices[i];
-            const int64_t blocks = (m->num_out + OUTPUTS - 1) / OUTPUTS;
+            const int64_t panels = (m->num_out + OUTPUTS - 1) / OUTPUTS;
 #pragma omp for schedule(static) nowait
-            for (int64_t b = 0; b < blocks; b++)
+            for (int64_t b = 0; b < panels; b++)
                 for (int64_t r = 0; r < rows; r += TILE) {
                     const int64_t some = rows - r < TILE ? rows - r : TILE;
                     by_rows[some - 1](m, b, scratch + r * stride, stride, ys[i] + r * m->num_out);

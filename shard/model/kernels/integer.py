@@ -1,8 +1,8 @@
 """Products of weights in 8 or 4 bits with activations that are rounded to 8 bits: integer.c from Python, and the same
 arithmetic in torch, which is the reference and computes where there is no compiler.
 
-A row of activations is rounded by its own largest value. Sums of products are exact integers; scales follow in float32
-in one order. So both, on any processor and for any number of rows, give equal bits.
+Each block of 32 activations of a row is rounded by its own largest value. Sums of products are exact integers; scales
+follow in float32 in one order. So both, on any processor and for any number of rows, give equal bits.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
@@ -23,7 +24,7 @@ from lorikeet.shard.system.native import CompilerMissing, library
 _SOURCE = Path(__file__).with_name("integer.c")
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
-    "outputs_of_a_block": ([], _SIZE),
+    "outputs_of_a_panel": ([], _SIZE),
     "zero_in_8_bits": ([], _SIZE),
     "row_bytes": ([_POINTER], _SIZE),
     "pack": ([_POINTER, *[_SIZE] * 4, _POINTER], None),
@@ -39,10 +40,10 @@ _OF_LAYERS: dict[str, tuple[list[Any], Any]] = {
         None,
     ),
 }
+BLOCK = 32
+"""Activations that share a scale; BLOCK of integer.h."""
 SMALLEST = 2.0**-100
-"""Rows of smaller values count as zeros; SMALLEST of integer.c."""
-MOST_INPUTS = 2**16
-"""Longer sums of products may exceed 32 bits."""
+"""Blocks of smaller values count as zeros; SMALLEST of integer.h."""
 _ALIGNMENT = 64
 MIDDLE = 8
 """What is subtracted from weights in 4 bits that have no minimum."""
@@ -67,8 +68,13 @@ class IntegerWeight:
     minimums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.values.shape[1] > MOST_INPUTS:
-            raise ValueError(f"it has rows of {self.values.shape[1]} weights, more than {MOST_INPUTS}")
+        num_in, num_groups = self.values.shape[1], self.scales.shape[1]
+        is_served = num_groups == 1 or self.group == BLOCK // 2 or (self.group > 0 and self.group % BLOCK == 0)
+        if not is_served or num_in % num_groups:
+            raise ValueError(
+                f"its rows of {num_in} weights have {num_groups} groups, which must have {BLOCK // 2} weights or a "
+                f"multiple of {BLOCK}"
+            )
 
     @property
     def group(self) -> int:
@@ -105,34 +111,40 @@ class IntegerWeight:
         return grouped.flatten(1)
 
 
-def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [rows, in]. Returns values from -127 to 127, [rows, in] int32, and the scale of each row, [rows] float32: NaN
-    for a row that is not finite.
+def round_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [rows, in]. Returns values from -127 to 127, [rows, blocks, BLOCK] int32, zeros beyond `in`, and the scale of
+    each block, [rows, blocks] float32: NaN for a block that is not finite.
     """
-    x = x.float()
-    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
+    blocks = functional.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(2)
     is_rounded = largest.isfinite() & (largest >= SMALLEST)
     # no number divided by a tensor: torch would multiply by the reciprocal, which rounds twice
     inverse = torch.where(is_rounded, torch.full_like(largest, 127.0) / largest, 0.0)
-    values = torch.where(is_rounded[:, None], (x * inverse[:, None]).round(), 0.0)
-    scale = torch.where(is_rounded, gpu.divide(largest, 127.0), torch.where(largest.isfinite(), 0.0, torch.nan))
-    return values.int(), scale
+    values = torch.where(is_rounded[:, :, None], (blocks * inverse[:, :, None]).round(), 0.0)
+    scales = torch.where(is_rounded, gpu.divide(largest, 127.0), torch.where(largest.isfinite(), 0.0, torch.nan))
+    return values.int(), scales
 
 
 def plain_product(x: torch.Tensor, weight: IntegerWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """The product in torch's operators. x: [rows, in]; bias: [out] float32. Returns [rows, out] in x's dtype."""
-    values, scale = round_rows(x)
-    # double precision sums these integers exactly, in any order
-    terms = (values.double().unflatten(1, (-1, weight.group)), weight.values.double().unflatten(1, (-1, weight.group)))
+    blocks, scales = round_blocks(x)
+    # parts have one scale on each side; double precision sums their integers exactly, in any order
+    size = min(weight.group, BLOCK)
+    # [rows, parts, size] and [out, parts, size]
+    values = blocks.double().flatten(1)[:, : x.shape[1]].split(size, 1)
+    factors = (weight.values.double() - weight.middle).split(size, 1)
     # [rows, out]
     total = torch.zeros(len(x), len(weight.values))
     for group in range(weight.scales.shape[1]):
-        sums = (terms[0][:, group] @ (terms[1][:, group] - weight.middle).T).float()
-        total += sums * weight.scales[:, group]
+        of_group, offset = torch.zeros_like(total), torch.zeros(len(x))
+        for part in range(group * weight.group // size, -(-(group + 1) * weight.group // size)):
+            scale = scales[:, part * size // BLOCK]
+            of_group += (values[part] @ factors[part].T).float() * scale[:, None]
+            offset += values[part].sum(1).float() * scale
+        total += of_group * weight.scales[:, group]
         if weight.minimums is not None:
-            total += terms[0][:, group].sum(1).float()[:, None] * weight.minimums[:, group]
-    y = total * scale[:, None]
-    return (y if bias is None else y + bias).to(x.dtype)
+            total += offset[:, None] * weight.minimums[:, group]
+    return (total if bias is None else total + bias).to(x.dtype)
 
 
 class _Matrix(ctypes.Structure):
@@ -155,13 +167,13 @@ class PackedIntegers:
         values = weight.values.contiguous().view(torch.uint8)
         if bits == 8:
             values = values + zero  # wraps: -128 becomes 0
-        block = code.outputs_of_a_block()
-        num_blocks, words = -(-num_out // block), -(-num_in * bits // 32)
-        # [blocks, words of a row, outputs of a block, 4], half as many elements of twice the size
-        self.packed = _pool.empty(num_blocks * words * block * 2)
+        panel = code.outputs_of_a_panel()
+        num_panels, words = -(-num_out // panel), -(-num_in // BLOCK) * BLOCK * bits // 32
+        # [panels, words of a row, outputs of a panel, 4], half as many elements of twice the size
+        self.packed = _pool.empty(num_panels * words * panel * 2)
         code.pack(values.data_ptr(), num_out, num_in, bits, zero, self.packed.data_ptr())
         self.scales, self.minimums = (
-            None if each is None else _packed_groups(code, each, num_blocks * block)
+            None if each is None else _packed_groups(code, each, num_panels * panel)
             for each in (weight.scales, weight.minimums)
         )
         self.bias, self.num_out = bias, num_out

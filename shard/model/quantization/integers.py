@@ -12,15 +12,20 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
-from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight, PackedIntegers
+from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from lorikeet.shard.system import gpu
 
 GROUPS = (128, 32)
-"""Weights that share a scale in 4 bits: the first that divides the rows of a layer."""
+"""Weights of a row that may share a scale."""
 LEAST_OUTPUTS = 16
 """Layers with fewer stay as they are: they decide, and cost nothing."""
-ROWS_AT_ONCE = 1024
+WEIGHTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Rounded together: as many as fit a processor's cache, or occupy a device."""
+_LARGEST_4 = 15
+_TRIED_4 = tuple(14 + step / 4 for step in range(9))
+"""What the largest weight of a group is rounded to, before values are limited to 15."""
+_REFINEMENTS_4 = 2
 
 
 class Rounding(NamedTuple):
@@ -29,6 +34,8 @@ class Rounding(NamedTuple):
     bits: int
     rounds_activations: bool
     """Else activations keep their dtype; on CPU each product converts the weight to it first."""
+    group: int = GROUPS[-1]
+    """Weights of a row that share a scale: the largest of GROUPS up to this one that divides the row."""
 
 
 class IntegerLinear(nn.Module):
@@ -146,12 +153,12 @@ def round_network(network: Any, rounding: Rounding, device: torch.device) -> Non
     as they are; the layer pass rounds experts, on CPU. Raises ValueError for a layer that cannot be rounded.
     """
     output = getattr(network, "get_output_embeddings", lambda: None)()
+    of_head = rounding._replace(bits=8, group=GROUPS[-1])
     holders = Counter(id(each) for module in network.modules() for each in module.parameters(recurse=False))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and module.weight.numel() // _num_in(module) >= LEAST_OUTPUTS:
             try:
-                bits = 8 if module is output else rounding.bits
-                made = _rounded(module, bits, rounding.rounds_activations, device)
+                made = _rounded(module, of_head if module is output else rounding, device)
             except ValueError as reason:
                 raise ValueError(f"{name}: {reason}") from None
             made.num_shared = module.weight.numel() if holders[id(module.weight)] > 1 else 0
@@ -178,8 +185,8 @@ def rounding_of(network: nn.Module) -> Rounding | None:
 def pack_rounded(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> IntegerMatrix:
     """weight: [out, in], of the activations' dtype; bias: [out]. Raises ValueError as `round_weight` does."""
     bias = None if bias is None else bias.clone()
-    module = IntegerLinear(round_weight(weight, rounding.bits), bias, rounding.rounds_activations, weight.dtype)
-    matrix = IntegerMatrix(module, weight.dtype)
+    rounded = round_weight(weight, rounding.bits, rounding.group)
+    matrix = IntegerMatrix(IntegerLinear(rounded, bias, rounding.rounds_activations, weight.dtype), weight.dtype)
     matrix.copy_from_mmap()
     return matrix
 
@@ -188,36 +195,78 @@ def _num_in(module: nn.Linear | Conv1D) -> int:
     return module.weight.shape[1 if isinstance(module, nn.Linear) else 0]
 
 
-def _rounded(module: nn.Linear | Conv1D, bits: int, rounds_activations: bool, device: torch.device) -> IntegerLinear:
+def _rounded(module: nn.Linear | Conv1D, rounding: Rounding, device: torch.device) -> IntegerLinear:
     weight = module.weight.detach().to(device)
     weight = weight if isinstance(module, nn.Linear) else weight.t()  # Conv1D keeps its weight as [in, out]
     bias = None if module.bias is None else module.bias.detach().clone()
-    return IntegerLinear(round_weight(weight, bits), bias, rounds_activations, weight.dtype)
+    rounded = round_weight(weight, rounding.bits, rounding.group)
+    return IntegerLinear(rounded, bias, rounding.rounds_activations, weight.dtype)
 
 
-def round_weight(weight: torch.Tensor, bits: int) -> IntegerWeight:
-    """weight: [out, in]. Raises ValueError for values that are not finite, and for rows that have no groups."""
-    group = weight.shape[1] if bits == 8 else next((each for each in GROUPS if weight.shape[1] % each == 0), 0)
-    if not group:
-        raise ValueError(f"its rows have {weight.shape[1]} weights, which is no multiple of {GROUPS[-1]}")
+def round_weight(weight: torch.Tensor, bits: int, group: int = GROUPS[-1]) -> IntegerWeight:
+    """weight: [out, in]; `group`: as in Rounding. Rows of 8 bits that have no groups have one scale and no minimum, and
+    all rows on devices, where the scale follows the sum. Raises ValueError for values that are not finite, and for rows
+    of 4 bits that have no groups.
+    """
+    num_in = weight.shape[1]
+    size = next((own for own in GROUPS if own <= group and num_in % own == 0), 0)
+    is_whole = bits == 8 and (not size or weight.device.type != "cpu")
+    if not size and not is_whole:
+        raise ValueError(f"its rows have {num_in} weights, which is no multiple of {GROUPS[-1]}")
     if not weight.isfinite().all():
         raise ValueError("it has weights that are not finite")
-    round_part = _round_to_8 if bits == 8 else _round_to_4
-    parts = [round_part(rows.float().unflatten(1, (-1, group))) for rows in weight.split(ROWS_AT_ONCE)]
-    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return IntegerWeight(bits, values.flatten(1), scales)
+    rows_at_once = max(1, WEIGHTS_AT_ONCE[weight.device.type] // num_in)
+    round_part = _round_rows if is_whole else _round_to_8 if bits == 8 else _round_to_4
+    parts = [round_part(rows.float().unflatten(1, (-1, size or num_in))) for rows in weight.split(rows_at_once)]
+    values, scales, *minimums = (torch.cat(part) for part in zip(*parts, strict=True))
+    return IntegerWeight(bits, values.flatten(1), scales, *minimums)
 
 
-def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: [rows, groups, group]. Returns values of the same shape, -127 to 127, and scales, [rows, groups]."""
+def _round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """weight: [rows, 1, in]. Returns values of the same shape, -127 to 127, and scales, [rows, 1]."""
     scales = gpu.divide(weight.abs().amax(2), 127.0)
-    values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a group of zeros has a scale of 0
+    values = (weight / scales[:, :, None]).round().nan_to_num(0.0)  # a row of zeros has a scale of 0
     return values.to(torch.int8), scales
 
 
-def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with values from 0 to 15 around MIDDLE. The largest value, with its sign, is the most negative one."""
-    extreme = weight.gather(2, weight.abs().argmax(2, keepdim=True))
-    scales = extreme / -float(MIDDLE)
-    values = (weight / scales).round().nan_to_num(0.0).clamp(-MIDDLE, MIDDLE - 1) + MIDDLE
-    return values.to(torch.uint8), scales[:, :, 0]
+def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """weight: [rows, groups, group]. Returns values of the same shape, -128 to 127 between the extremes of a group, and
+    scales and minimums, [rows, groups].
+    """
+    low, high = weight.aminmax(dim=2, keepdim=True)
+    scales = gpu.divide(high - low, 255.0)
+    minimums = low + 128.0 * scales
+    values = ((weight - minimums) / scales).round().nan_to_num(0.0).clamp(-128, 127)
+    return values.to(torch.int8), scales[:, :, 0], minimums[:, :, 0]
+
+
+def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same with values from 0 to 15. Scale and minimum are searched for the least squares of errors, as in ggml's
+    K-quants: several scales are tried, and the best is refined.
+    """
+    low = weight.amin(2, keepdim=True)
+    x = weight - low  # sums of small numbers round less
+    span = x.amax(2, keepdim=True)
+    least, scales, minimums = torch.full_like(span, torch.inf), torch.zeros_like(span), torch.zeros_like(span)
+    for top in _TRIED_4:
+        values = (x * (top / span)).round().nan_to_num(0.0).clamp(0, _LARGEST_4)
+        scale, minimum = _least_squares(x, values)
+        error = (values * scale + minimum - x).square().sum(2, keepdim=True)
+        is_better = error < least
+        least, scales = torch.where(is_better, error, least), torch.where(is_better, scale, scales)
+        minimums = torch.where(is_better, minimum, minimums)
+    for _ in range(_REFINEMENTS_4):
+        values = ((x - minimums) / scales).round().nan_to_num(0.0).clamp(0, _LARGEST_4)
+        scales, minimums = _least_squares(x, values)
+    return values.to(torch.uint8), scales[:, :, 0], (minimums + low)[:, :, 0]
+
+
+def _least_squares(x: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the minimum, [rows, groups, 1], that make `values * scale + minimum` nearest to x. Both are [rows,
+    groups, group].
+    """
+    mean_value, mean = values.mean(2, keepdim=True), x.mean(2, keepdim=True)
+    centred = values - mean_value
+    squares = centred.square().sum(2, keepdim=True)
+    scale = torch.where(squares > 0, (centred * x).sum(2, keepdim=True) / squares, 0.0)  # equal weights need none
+    return scale, mean - scale * mean_value

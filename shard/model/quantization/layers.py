@@ -89,7 +89,8 @@ def quantize_loaded(
     Raises ValueError for weights that cannot be grouped.
     """
     if method in quantization.INTEGERS:
-        round_network(network, Rounding(quantization.INTEGERS[method], rounds_activations), torch.device(device))
+        bits, group = quantization.INTEGERS[method]
+        round_network(network, Rounding(bits, rounds_activations, group), torch.device(device))
     elif method is not None and method.startswith("hqq-"):
         _quantize_with_hqq(network, method, dtype, device)
 

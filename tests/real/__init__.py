@@ -1,0 +1,1 @@
+"""Real models from package registries, in a cache outside the tree: `make test-real`."""
