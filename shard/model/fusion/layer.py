@@ -15,13 +15,12 @@ from lorikeet.shard.model.fusion.attention import FusedAttention
 from lorikeet.shard.model.fusion.compiled import CompiledLayer, CompiledLayers
 from lorikeet.shard.model.fusion.kernels import CpuKernels, FusionKernels
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
+from lorikeet.shard.system import comparison
 
 PLAIN = ("input_layernorm", "", "post_attention_layernorm", "")
 """Llama's names of the norms before attention, after it, before the MLP and after it."""
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 """Gemma's names of these norms; it normalises the input and the output of both parts."""
-TOLERANCE = 2**-6
-"""Mean difference allowed, as a part of the largest that rounding may leave: both sides compute the same sums."""
 
 
 class FusedDecoderLayer(nn.Module):
@@ -119,6 +118,4 @@ def _agrees(layer: Any, fused: FusedDecoderLayer, is_exact: bool) -> bool:
     got = fused.one_by_one(x, attention_mask=None, position_embeddings=None)
     if is_exact:
         return torch.equal(wanted, got)
-    difference = (wanted.float() - got.float()).abs().mean()
-    is_near = difference <= TOLERANCE * verify.TOLERANCES[wanted.dtype] * wanted.float().abs().mean()
-    return verify.close(wanted, got) and bool(is_near)
+    return comparison.has_same_roundings(comparison.per_channel(wanted, got), wanted.dtype)
