@@ -34,6 +34,14 @@ def channel_sizes(x: Tensor) -> Tensor:
     return x.float().reshape(-1, x.shape[-1]).square().mean(0).sqrt()
 
 
+def sizes_in_rows(x: Tensor) -> Tensor:
+    """x: [..., C], of too few rows for the sizes of channels. Returns [..., C] float32, each element's size plus the
+    median size of its row.
+    """
+    sizes = x.float().abs()
+    return sizes + sizes.median(-1, keepdim=True).values.clamp(min=torch.finfo(torch.float32).tiny)
+
+
 def is_near(shares: Tensor, dtype: torch.dtype) -> bool:
     """Whether no difference exceeds what another order of roundings to `dtype` may change."""
     return bool((shares <= LARGEST[dtype]).all())
