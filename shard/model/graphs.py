@@ -148,7 +148,9 @@ class Graphs:
         # no request has row 0 yet, so that it has no parameters: its tokens are those of the highest logits
         sampled = found.gather(1, sampling.token_ids(bounds.num_wanted)[:, None])[:, 0]
         off = ((found.amax(1) - sampled) / sizes.amin(1)).max()
-        return "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g} of their size"
+        return (
+            "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g} of their size"
+        )
 
     def _try_capture(self, bounds: Bounds, recorder: Recorder) -> str:
         """Capture; returns why it cannot be done. On one of several ranks every other error is raised: the step that

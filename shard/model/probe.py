@@ -1,4 +1,5 @@
-"""The check at startup that an architecture gives the same logits here as in transformers.
+"""The checks at startup that an architecture gives the same logits here as in transformers, and that a network's values
+fit float16.
 
 A two-layer random copy runs with transformers' attention, each prompt alone, then with ours: packed, paged and in
 chunks. Any difference rejects the architecture with an error that names it. The copy's windows are short, so that
@@ -30,6 +31,10 @@ WINDOW = 7
 VOCAB = 64
 TOLERANCE = 1e-3
 """Tolerance as a share of each logit and of its column's root mean square; both sides compute in float32."""
+
+FLOAT16_MAX = torch.finfo(torch.float16).max
+OVERFLOW_TOKENS = 64
+"""Tokens of the prompt that must not overflow float16."""
 
 
 def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> None:
@@ -70,6 +75,27 @@ def vary(network: nn.Module) -> None:
             parameter += 0.5 * torch.randn_like(parameter)
         elif id(parameter) not in embeddings:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
+
+
+def reject_overflow(model: Model, first_token: int, num_tokens: int, wanted: range) -> None:
+    """Raise ValueError where the model computes in float16 and some results are not finite, for `first_token` and
+    tokens from all parts of the vocabulary. `wanted`: rows whose results are computed. Drops all pages.
+    """
+    if model.info.dtype != torch.float16:
+        return
+    ids = torch.linspace(0, model.info.vocab_size - 1, num_tokens, device=model.info.device).long()
+    ids[0] = first_token
+    num_pages = -(-num_tokens // model.page_size)
+    model.allocate_kv(num_pages)
+    rows = torch.tensor(wanted, device=model.info.device)
+    model.inputs.fill([Segment(0, num_tokens, range(num_pages))], ids, rows, list(wanted))
+    is_finite = bool(model.forward().isfinite().all())
+    model.free_kv()
+    if not is_finite:
+        raise ValueError(
+            f"cannot serve {model.info.model_type} in float16: its activations exceed {FLOAT16_MAX:,.0f}, the largest "
+            "number of float16: use --dtype bfloat16, or float32"
+        )
 
 
 def two_layers(text_config: Any) -> Any:

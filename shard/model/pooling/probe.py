@@ -84,7 +84,7 @@ def _in_steps(model: Model, rows: list[torch.Tensor], pooled: PooledModel) -> li
         parts = [rows[i][start : start + chunk] for i in live]
         ids = torch.cat(parts)
         segments = [Segment(start, len(part), pages[i]) for i, part in zip(live, parts, strict=True)]
-        wanted = [_wanted(len(part), pooled) for part in parts]
+        wanted = [wanted_rows(len(part), pooled) for part in parts]
         firsts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
         indices = [first + row for first, each in zip(firsts, wanted, strict=True) for row in each]
         model.inputs.fill(segments, ids, torch.tensor(indices, device=ids.device), indices)
@@ -93,7 +93,7 @@ def _in_steps(model: Model, rows: list[torch.Tensor], pooled: PooledModel) -> li
     return found
 
 
-def _wanted(num_tokens: int, pooled: PooledModel) -> range:
+def wanted_rows(num_tokens: int, pooled: PooledModel) -> range:
     """Rows of a segment that give its results."""
     if pooled.task == TOKEN_CLASSIFY:
         return range(num_tokens)
