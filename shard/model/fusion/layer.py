@@ -4,6 +4,9 @@ It is made for every layer that has the parts by their usual names; on CPU all o
 only if it computes what the layer's own code computes with the same norms, whatever attention and MLP are.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,11 +42,16 @@ class FusedDecoderLayer(nn.Module):
         """The norm that follows the layer, if known; in a list, because it is not a submodule of the layer."""
         self.compiled_layer = CompiledLayer(self, kernels) if isinstance(kernels, CpuKernels) else None
         self._compiled = None if self.compiled_layer is None else CompiledLayers([self.compiled_layer])
+        self.calls_parts = False
+        """Whether its parts are called one by one although there is compiled code."""
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """hidden_states: [1, T, H]; options: for the attention. Returns [1, T, H]."""
-        output = None if self._compiled is None else self._compiled(hidden_states, options["position_embeddings"])
-        return self.one_by_one(hidden_states, **options) if output is None else output
+        if self._compiled is not None and not self.calls_parts:
+            output = self._compiled(hidden_states, options["position_embeddings"])
+            if output is not None:
+                return output
+        return self.one_by_one(hidden_states, **options)
 
     def one_by_one(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """The same by the parts' own calls."""
@@ -71,7 +79,8 @@ def fuse_layer(layer: Any, kernels: FusionKernels) -> FusedDecoderLayer | None:
     fused = FusedDecoderLayer(kernels, layer, names)
     layer.self_attn, layer.mlp = fused.attention, fused.mlp = _StandIn(is_pair=True), _StandIn(is_pair=False)
     try:
-        agrees = _agrees(layer, fused, kernels.compiles_layers)
+        with _drawn_weights(fused):
+            agrees = _agrees(layer, fused, kernels.compiles_layers)
     finally:
         layer.self_attn, layer.mlp = fused.attention, fused.mlp = attention, mlp
     return fused if agrees else None
@@ -102,6 +111,20 @@ class _StandIn(nn.Module):
         """hidden_states: [..., H]. Returns the same shape, for attention with a second value."""
         y = hidden_states.flip(-1) / hidden_states.abs().mean()
         return (y, None) if self._is_pair else y
+
+
+@contextmanager
+def _drawn_weights(fused: FusedDecoderLayer) -> Iterator[None]:
+    """Norms compute with weights drawn for the check: a network's own may be alike, or hide a part of the layer."""
+    norms = [fused.input_norm, fused.attended_norm, fused.mlp_norm, fused.output_norm]
+    own = [(norm, norm.norm) for norm in norms if norm is not None]
+    for seed, (module, norm) in enumerate(own):
+        module.norm = replace(norm, weight=verify.norm_weight(norm.weight, seed))
+    try:
+        yield
+    finally:
+        for module, norm in own:
+            module.norm = norm
 
 
 @torch.inference_mode()

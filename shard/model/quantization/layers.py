@@ -148,8 +148,8 @@ def num_parameters(network: nn.Module) -> int:
 
 def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
     """Raise ValueError where nothing is quantised, or where a row's result depends on the batch: one matrix of each
-    kind and shape multiplies rows two at a time, and together with rows of small and of large values. So every kernel of
-    these products is compiled, also without a bias, as adapters call it.
+    kind and shape multiplies rows two at a time, and together with rows of small and of large values. So every kernel
+    of these products is compiled, also without a bias, as adapters call it.
     """
     if not matrices:
         raise ValueError("this method quantises none of its layers")

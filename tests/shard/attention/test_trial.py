@@ -8,8 +8,10 @@ import torch
 
 from lorikeet.shard.attention import reference
 from lorikeet.shard.attention.base import AttentionSpec
+from lorikeet.shard.attention.cpu import CpuAttention
 from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, attend_one
+from lorikeet.shard.system.native import CompilerMissing
 
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(4, 2, 64, 64, 0.125)
@@ -58,6 +60,17 @@ class Rounding(ReferenceAttention):
 def test_another_order_of_roundings_passes(name: str, dtype: torch.dtype) -> None:
     assert reason(Rounding(16), SPECS[name], dtype) == ""
     assert reason(Rounding(16, FP8), SPECS[name], dtype) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_compiled_attention_passes(name: str, dtype: torch.dtype) -> None:
+    try:
+        backend = CpuAttention(dtype)
+    except CompilerMissing:
+        pytest.skip("needs a C compiler")
+    layerwise = LayerwiseAttention([backend, ReferenceAttention(backend.page_size)])
+    assert layerwise.verify_backend(backend, SPECS[name], dtype, CPU) == ""
 
 
 class OfOneSpec(ReferenceAttention):
