@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.pytorch_utils import Conv1D
 
 VOCAB = 320
 WINDOW = 12
@@ -157,6 +158,59 @@ def scale(model: Any) -> None:
         head.weight -= torch.outer(head.weight @ common, common)
         if not tied:
             head.weight *= 0.3  # small logits keep float32's own noise below what a test asks for
+
+
+def make_realistic(name: str, folder: Path, dtype: torch.dtype, **overrides: Any) -> Path:
+    """As `make`, in `dtype`, with weights like those of trained models: see `grow`."""
+    torch.manual_seed(SEEDS.get(name, 0))
+    model = AutoModelForCausalLM.from_config(config_of(name, **overrides), dtype=torch.float32)
+    scale(model)
+    grow(model)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def grow(model: Any) -> None:
+    """Norm weights over four orders of magnitude (of query and key norms one), large biases, outlier channels in all
+    rows, and a massive activation where a text begins with token 0. Matrices shrink the columns that grew.
+    """
+    embedding = model.get_input_embeddings().weight
+    embedding[:, :2] *= 10
+    embedding[0, 3] = 300 * embedding[1:].square().mean().sqrt()
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name or "ln_" in name
+        if parameter.dim() == 1 and is_norm and name.endswith("weight"):
+            exponents = torch.empty_like(parameter).uniform_(-2, 2)
+            parameter.copy_(10 ** (exponents / 4 if ".q_" in name or ".k_" in name else exponents))
+        elif parameter.dim() == 1 and not is_norm:
+            parameter.normal_(0, 0.5)
+    hooks = [module.register_forward_pre_hook(_shrink) for module in model.modules() if _multiplies(module)]
+    ids = torch.randint(1, VOCAB, (4, 48))
+    ids[:, 0] = 0
+    model.eval()(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def _multiplies(module: Any) -> bool:
+    """Whether it is a linear layer, or a mixture of experts."""
+    return isinstance(module, torch.nn.Linear | Conv1D) or isinstance(_of_experts(module), torch.nn.Parameter)
+
+
+def _of_experts(module: Any) -> Any:
+    """[experts, in, out], or [experts, out, in], of a mixture of experts."""
+    return getattr(module, "gate_up_proj", None)
+
+
+def _shrink(module: Any, inputs: tuple[Any, ...]) -> None:
+    """Divide the columns of weights by the size of their input: ordinary tokens then give outputs of ordinary size."""
+    x = inputs[0]
+    rows = (x[:, 1:] if x.dim() == 3 else x.view(4, -1, x.shape[-1])[:, 1:]).reshape(-1, x.shape[-1])
+    sizes = rows.square().mean(0).sqrt().clamp(min=1e-6)
+    weight = module.weight if isinstance(module, torch.nn.Linear | Conv1D) else _of_experts(module)
+    is_transposed = weight.shape[-1] != len(sizes) or isinstance(module, Conv1D)
+    weight /= sizes[:, None] if is_transposed else sizes
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

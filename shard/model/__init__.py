@@ -17,8 +17,8 @@ from lorikeet.shard.model.layers import quantized_matrices
 from lorikeet.shard.model.loader import choose_dtype, load_network, read_config, read_pooling, reject_unservable
 from lorikeet.shard.model.model import Model, ModelInfo
 from lorikeet.shard.model.pooling.loading import AUTO, assemble_pooled
-from lorikeet.shard.model.pooling.probe import probe_pooled
-from lorikeet.shard.model.probe import probe
+from lorikeet.shard.model.pooling.probe import probe_pooled, wanted_rows
+from lorikeet.shard.model.probe import OVERFLOW_TOKENS, probe, reject_overflow
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.model.rotary import fix_rotary
 from lorikeet.shard.model.tensor_parallel.group import Group
@@ -62,6 +62,8 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     model = assemble(
         network, text_config, backend, dtype, inputs, config.max_total_tokens, group, stated, config.fusions
     )
+    num_tokens = min(OVERFLOW_TOKENS, config.max_total_tokens)
+    reject_overflow(model, _first_token(text_config), num_tokens, range(num_tokens))
     try:
         if method is not None:
             matrices = quantized_matrices(network)
@@ -72,6 +74,12 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     except ValueError as reason:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
     return model
+
+
+def _first_token(text_config: Any) -> int:
+    """The token that texts begin with; any, where the configuration names none."""
+    token = getattr(text_config, "bos_token_id", None)
+    return token if isinstance(token, int) else 0
 
 
 def _load_pooled(
@@ -92,8 +100,11 @@ def _load_pooled(
     inputs = StepInputs(backend.page_size, on)
     text_config, folder = checkpoint.get_text_config(), Path(config.model_path)
     try:
-        return assemble_pooled(
+        model = assemble_pooled(
             network, text_config, pooled, backend, dtype, inputs, config.max_total_tokens, folder, config.fusions
         )
     except (OSError, KeyError) as failure:
         raise ValueError(f"cannot serve {config.model_id}: what follows its pooling: {failure}") from failure
+    num_tokens = min(OVERFLOW_TOKENS, config.max_total_tokens)
+    reject_overflow(model, _first_token(text_config), num_tokens, wanted_rows(num_tokens, pooled))
+    return model

@@ -18,6 +18,7 @@ import torch
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, Bounds, Padding
+from lorikeet.shard.system import comparison
 
 log = structlog.get_logger()
 
@@ -26,7 +27,9 @@ Agree = Callable[[str], str]
 """Takes the reason why this rank cannot capture, "" for none; returns that of the first rank that cannot."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
-"""Tolerance as a share of the largest logit: libraries may choose another kernel while a graph is captured."""
+"""Tolerance as a share of each logit and of its row's median: libraries may choose another kernel while a graph is
+captured.
+"""
 
 
 class CannotCapture(RuntimeError):
@@ -137,17 +140,19 @@ class Graphs:
         self._describe(bounds, first_token=1, is_sampled=True)
         self.replay(bounds)
         wanted = self._model.compute()[: bounds.num_wanted].float()
-        off, largest = (found - wanted).abs().max(), wanted.abs().max()
-        most = TOLERANCE[self._model.info.dtype] * largest.clamp(min=1e-3)
+        most, sizes = TOLERANCE[self._model.info.dtype], comparison.sizes_in_rows(wanted)
+        off = ((found - wanted).abs() / sizes).max()
         if not bool(off <= most):
-            return f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g}"
+            return f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g} of a logit's size"
         sampling = self._model.inputs.graph_sampling
         if sampling is None:
             return ""
         # no request has row 0 yet, so that it has no parameters: its tokens are those of the highest logits
         sampled = found.gather(1, sampling.token_ids(bounds.num_wanted)[:, None])[:, 0]
-        off = (found.amax(1) - sampled).max()
-        return "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g}"
+        off = ((found.amax(1) - sampled) / sizes.amin(1)).max()
+        return (
+            "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g} of their size"
+        )
 
     def _try_capture(self, bounds: Bounds, recorder: Recorder) -> str:
         """Capture; returns why it cannot be done. On one of several ranks every other error is raised: the step that

@@ -19,6 +19,7 @@ from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.fusion.compiled import CompiledNetwork, compile_network
+from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.graphs import Agree, Graphs, Recorder
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -275,23 +276,35 @@ class Model:
             raise ValueError(f"{self.info.model_type}: its layers do not call the attention function once each")
 
     def _compile(self) -> None:
-        """Call a network of compiled layers without the model's code, if both give the same bits."""
-        compiled = compile_network(self.network)
-        if compiled is None:
+        """Call layers as compiled code if they give the bits of their parts, and all of them without the model's code
+        if they give the bits of the network.
+        """
+        layers = [module for module in self.network.modules() if isinstance(module, FusedDecoderLayer)]
+        layers = [layer for layer in layers if layer.compiled_layer is not None]
+        if not layers:
             return
         self.allocate_kv(1)
         ids = torch.arange(1, 4) % self.info.vocab_size
-        self.inputs.fill([Segment(0, 3, range(1))], ids, torch.tensor([0, 2]))
-        wanted = self.forward()
-        self.compiled = compiled
-        if not torch.equal(self.forward(), wanted):
-            self.compiled = None
-            log.warning(
-                "layers_computed_one_by_one",
-                model_type=self.info.model_type,
-                reason="all layers in one compiled call give other logits than the model's own code",
-            )
+        self.inputs.fill([Segment(0, 3, range(1))], ids, torch.arange(3))
+        self._call_parts(layers, True)
+        expected = self.forward()
+        self._call_parts(layers, False)
+        if not torch.equal(self.forward(), expected):
+            self._call_parts(layers, True)
+            self._log_differences("compiled layers give other logits than their parts")
+        else:
+            self.compiled = compile_network(self.network)
+            if self.compiled is not None and not torch.equal(self.forward(), expected):
+                self.compiled = None
+                self._log_differences("all layers in one compiled call give other logits than the model's own code")
         self.free_kv()
+
+    def _call_parts(self, layers: Sequence[FusedDecoderLayer], calls_parts: bool) -> None:
+        for layer in layers:
+            layer.calls_parts = calls_parts
+
+    def _log_differences(self, reason: str) -> None:
+        log.warning("layers_computed_one_by_one", model_type=self.info.model_type, reason=reason)
 
 
 def _call(network: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ GRAPHS_TEST = "tests/shard/model/test_graphs.py"
 COMPATIBILITY_TEST = "tests/router/shards/test_discovery.py::test_a_shard_that_differs_from_the_others_is_incompatible"
 IN_GRAPH_TEST = "tests/shard/model/test_sampled_steps.py"
 FIT_TEST = "tests/shard/batch/test_padding.py::test_a_step_fits_the_least_bounds_that_hold_it"
+NORM_TEST = "tests/shard/model/fusion/test_norm_forms.py"
 
 MUTANTS = [
     Mutant(
@@ -210,10 +211,24 @@ MUTANTS = [
     ),
     Mutant(
         "a fused module is used even if its output differs from the reference",
-        "shard/model/fusion/verify.py",
-        "return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())",
-        "return 0.0",
+        "shard/system/comparison.py",
+        "shares = (expected.float() - actual.float()).abs() / sizes",
+        "shares = 0.0 * sizes",
         "tests/shard/model/fusion/test_cpu_layer.py::test_a_layer_norm_is_no_rms_norm_however_wide[4096]",
+    ),
+    Mutant(
+        "a difference counts against the largest value of all",
+        "shard/system/comparison.py",
+        "sizes = channels + expected.float().abs().clamp(min=torch.finfo(expected.dtype).tiny)",
+        "sizes = expected.float().abs().max()",
+        "tests/shard/system/test_comparison.py::test_every_channel_counts[0-torch.bfloat16]",
+    ),
+    Mutant(
+        "the form of a norm is found with the network's weights",
+        "shard/model/fusion/parts.py",
+        "drawn = verify.norm_weight(norm.weight)",
+        "drawn = norm.weight",
+        f"{NORM_TEST}::test_the_form_is_found_whatever_the_weights_are[Olmo2RMSNorm-alike-torch.bfloat16]",
     ),
     Mutant(
         "all tokens of a step share one FP8 scale",

@@ -1,15 +1,22 @@
-"""Whether a fused module computes what the plain one does: both compute a few random rows before it is used."""
+"""Whether a fused module computes what the plain one does: both compute random rows before it is used, and agree in
+every element.
+
+Norms compute with weights drawn for the check: a network's own may be alike, or so large that forms hardly differ.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-NUM_ROWS = 8
-NUM_TOKENS = 5
-TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
-"""Tolerance as a share of the largest value: the most that another order of roundings to the format may change."""
+from lorikeet.shard.system import comparison
+
+NUM_ROWS = 32
+"""So many that the root mean square of every channel is near its expectation."""
+OCTAVES = (-6.0, 8.0)
+"""Sizes of drawn weights, as powers of two: four orders of magnitude, without overflow of float16."""
 
 Fused = TypeVar("Fused", bound=nn.Module)
 PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
@@ -42,35 +49,65 @@ def rows(width: int, like: torch.Tensor, mean: float = 0.0) -> torch.Tensor:
     return (torch.randn(NUM_ROWS, width, generator=generator) + mean).to(like.device, like.dtype)
 
 
+def rows_of_all_sizes(width: int, like: torch.Tensor) -> torch.Tensor:
+    """As `rows`, of sizes from 2^-12, which a norm's epsilon changes, to 2^6, with means; the first has an element that
+    exceeds all others a thousand times.
+    """
+    sizes = torch.logspace(-12, 6, NUM_ROWS, base=2)[:, None]
+    x = rows(width, torch.empty(0), mean=1.0) * sizes
+    x[0, width // 2] = 1000 * sizes[0]
+    return x.to(like.device, like.dtype)
+
+
+def norm_weight(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A weight of the shape, the number format and on the device of `like`, of either sign and of all sizes in
+    OCTAVES: another offset changes small elements, another rounding any.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.empty(like.shape).uniform_(*OCTAVES, generator=generator).exp2()
+    signs = torch.randint(0, 2, like.shape, generator=generator) * 2.0 - 1
+    return (sizes * signs).to(like.device, like.dtype)
+
+
 def tokens(width: int, rotary_width: int, like: torch.Tensor) -> tuple[torch.Tensor, PositionEmbeddings]:
-    """The input of a decoder block: [1, NUM_TOKENS, width] and angles of as many positions."""
+    """The input of a decoder block: [1, NUM_ROWS, width] and angles of as many positions."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, NUM_TOKENS, width, generator=generator)
-    angles = torch.randn(1, NUM_TOKENS, rotary_width // 2, generator=generator).repeat(1, 1, 2)
-    first, cos, sin = (values.to(like.device, like.dtype) for values in (x, angles.cos(), angles.sin()))
-    return first, (cos, sin)
+    angles = torch.randn(1, NUM_ROWS, rotary_width // 2, generator=generator).repeat(1, 1, 2)
+    cos, sin = (values.to(like.device, like.dtype) for values in (angles.cos(), angles.sin()))
+    return rows(width, like)[None], (cos, sin)
 
 
 @torch.inference_mode()
-def difference(plain: nn.Module, fused: nn.Module, x: torch.Tensor) -> float:
-    """The largest difference of both outputs for x, as a part of the largest value."""
+def norm_differences(plain: nn.Module, fused: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
+    """Differences of both norms as shares of each element, [NUM_ROWS, H], computed with `weight` in `plain`, which
+    `fused` must have. None where `plain` is another kind of module.
+    """
+    x = rows_of_all_sizes(weight.shape[0], weight)
     try:
-        wanted = plain(x)
+        expected = functional_call(plain, {"weight": weight}, (x,))
     except (RuntimeError, TypeError):  # other arguments: another kind of module
-        return float("inf")
-    return _distance(wanted, fused(x))
+        return None
+    actual = fused(x)
+    return comparison.relative(expected, actual) if _are_alike(expected, actual) else None
 
 
-def close(wanted: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether both are the same but for roundings."""
-    return _distance(wanted, got) <= TOLERANCES[wanted.dtype]
+@torch.inference_mode()
+def computes_the_same(plain: nn.Module, fused: nn.Module, *inputs: torch.Tensor) -> bool:
+    """Whether both modules compute the same from the inputs but for roundings; False where `plain` takes others."""
+    try:
+        expected = plain(*inputs)
+    except (RuntimeError, TypeError):  # other arguments: another kind of module
+        return False
+    return close(expected, fused(*inputs))
 
 
-def _distance(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest value."""
-    if wanted.shape != got.shape or wanted.dtype != got.dtype:
-        return float("inf")
-    return float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max())
+def close(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether both are the same but for roundings, in every element; channels are the last axis."""
+    return _are_alike(expected, actual) and comparison.is_near(comparison.per_channel(expected, actual), expected.dtype)
+
+
+def _are_alike(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    return expected.shape == actual.shape and expected.dtype == actual.dtype
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@
 // A packed matrix is [out / 64, in / 2, 64, 2]: one pass over the inputs reads it sequentially.
 #include <math.h>
 #include <omp.h>
+#include <stdlib.h>
 #define BF16 1
 #include "model/kernels/decoder_layer.h"
 #include "system/parts.h"
@@ -22,17 +23,22 @@
 #define MLP_ROWS 96   // rows whose gates are kept until their up projections
 #define ALONE (1 << 18)  // multiplications below which a second thread costs more than it saves
 
+// weight: `width` outputs of k -> a packed block, zeros beyond width
+static void pack_block(const bf16 *weight, int64_t width, int64_t k, bf16 *packed) {
+    const bf16 zeros[2] = {0, 0};
+    for (int64_t p = 0; p < k / 2; p++)
+        for (int64_t c = 0; c < BLOCK; c++)
+            memcpy(packed + (p * BLOCK + c) * 2, c < width ? weight + c * k + 2 * p : zeros, 4);
+}
+
+static inline int64_t width_of(int64_t b, int64_t n) { return n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK; }
+
 // weight: [n, k] -> packed, zeros beyond n
 void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
 #pragma omp parallel for
     for (int64_t b = 0; b < blocks; b++)
-        for (int64_t p = 0; p < k / 2; p++)
-            for (int64_t c = 0; c < BLOCK; c++) {
-                const int64_t row = b * BLOCK + c;
-                const bf16 zeros[2] = {0, 0};
-                memcpy(packed + ((b * (k / 2) + p) * BLOCK + c) * 2, row < n ? weight + row * k + 2 * p : zeros, 4);
-            }
+        pack_block(weight + b * BLOCK * k, width_of(b, n), k, packed + b * BLOCK * k);
 }
 
 #ifdef WITH_AVX512
@@ -282,53 +288,28 @@ void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, i
     {
 #pragma omp for schedule(static) nowait
         for (int64_t b = 0; b < blocks; b++) {
-            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
-            block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width,
+            block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width_of(b, n),
                           bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
         }
         leave_tiles();
     }
 }
 
-// sums[r][j] = x[r] . weight[j] for R rows and four outputs, of which `width` exist
-#define DEFINE_PLAIN(R)                                                                                       \
-    static void plain##R(const bf16 *x, int64_t x_stride, const bf16 *weight, int64_t k, int64_t width,       \
-                         float sums[R][4]) {                                                                  \
-        vec16 made[R][4];                                                                                     \
-        const bf16 *w[4];                                                                                     \
-        for (int j = 0; j < 4; j++) w[j] = weight + (j < width ? j : 0) * k;                                  \
-        for (int r = 0; r < R; r++)                                                                           \
-            for (int j = 0; j < 4; j++) made[r][j] = splat16(0.f);                                            \
-        for (int64_t c = 0; c < k; c += 16) {                                                                 \
-            const mask16 mask = first_lanes(k - c);                                                           \
-            vec16 terms[R];                                                                                   \
-            for (int r = 0; r < R; r++) terms[r] = load_lanes(x + r * x_stride + c, mask);                    \
-            _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                             \
-                vec16 factor = load_lanes(w[j] + c, mask);                                                    \
-                for (int r = 0; r < R; r++) made[r][j] = made[r][j] + factor * terms[r];                      \
-            }                                                                                                 \
-        }                                                                                                     \
-        for (int r = 0; r < R; r++)                                                                           \
-            for (int j = 0; j < 4; j++) sums[r][j] = sum16(made[r][j]);                                       \
-    }
-DEFINE_PLAIN(1) DEFINE_PLAIN(2)
-
-// x: [rows, k], weight: [n, k] in its own order, bias: [n] or 0 -> y: [rows, n]
+// x: [rows, k], weight: [n, k] in its own order, bias: [n] or 0 -> y: [rows, n], with the bits of `linear`
 void plain_linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *weight, int64_t n, int64_t k,
                   const float *bias, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(rows * n * k < ALONE ? 1 : threads) schedule(static)
-    for (int64_t at = 0; at < n; at += 4) {
-        const int64_t width = n - at < 4 ? n - at : 4;
-        for (int64_t r = 0; r < rows; r += 2) {
-            float sums[2][4];
-            if (r + 1 < rows)
-                plain2(x + r * x_stride, x_stride, weight + at * k, k, width, sums);
-            else
-                plain1(x + r * x_stride, x_stride, weight + at * k, k, width, sums);
-            for (int64_t i = 0; i < 2 && r + i < rows; i++)
-                for (int64_t j = 0; j < width; j++)
-                    y[(r + i) * n + at + j] = from_float(sums[i][j] + (bias ? bias[at + j] : 0.f));
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
+    {
+        // a block fits the second-level cache: packing it takes little longer than reading it
+        bf16 *block = aligned_alloc(64, BLOCK * k * sizeof *block);
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            pack_block(weight + b * BLOCK * k, width_of(b, n), k, block);
+            block_product(x, rows, x_stride, block, k, y + b * BLOCK, n, width_of(b, n), bias ? bias + b * BLOCK : 0, 0);
         }
+        leave_tiles();
+        free(block);
     }
 }
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.system.native import CompilerMissing, library
@@ -166,7 +167,11 @@ def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tens
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [..., in] bfloat16; weight: [out, in] bfloat16; bias: [out] bfloat16. Returns [..., out]."""
+    """As `linear`, by a weight that is packed anew. x: [..., in] bfloat16; weight: [out, in] bfloat16; bias: [out]
+    bfloat16. Returns [..., out].
+    """
+    if weight.shape[1] % 2:  # pairs are packed
+        x, weight = (functional.pad(each, (0, 1)) for each in (x, weight))
     rows, weight = _rows(x), weight.contiguous()
     (num_rows, num_in), stride = rows.shape, rows.stride(0)
     num_out = weight.shape[0]

@@ -23,6 +23,7 @@ from lorikeet.shard.model.quantization.matrices import (
     KernelMatrix,
     QuantizedMatrix,
 )
+from lorikeet.shard.system import comparison
 
 _OF_GPTQMODEL = "BaseQuantLinear"
 _MATRICES: dict[str, type[QuantizedMatrix]] = {
@@ -43,9 +44,12 @@ much memory as 4 bits, because hqq keeps zeros in 16 bits.
 _TORCH_KERNELS = {"gptq": "gptq_torch", "awq": "torch_awq"}
 """gptqmodel's layers that keep the weight in the checkpoint's layout."""
 BATCH_INVARIANCE_TOLERANCE = 2.0**-8
-"""Difference allowed between a row computed alone and in a batch, as a part of its root mean square, where products are
-not ours: rounding results to bfloat16 is a third of it, rounding activations to 8 bits twice as much.
+"""Root mean square of an output's differences between rows computed alone and in a batch, as a part of its own, that is
+allowed where products are not ours: rounding results to bfloat16 is a third of it, rounding activations to 8 bits twice
+as much.
 """
+NUM_ROWS = 32
+"""Rows that are computed alone, two at a time, and in a batch."""
 
 
 def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -145,20 +149,21 @@ def num_parameters(network: nn.Module) -> int:
 
 def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
     """Raise ValueError where nothing is quantised, or where a row's result depends on the batch: one matrix of each
-    kind and shape multiplies two rows alone, and together with rows of small and of large values. So every kernel of
-    these products is compiled, also without a bias, as adapters call it.
+    kind and shape multiplies rows two at a time, and together with rows of small and of large values. So every kernel
+    of these products is compiled, also without a bias, as adapters call it.
     """
     if not matrices:
         raise ValueError("this method quantises none of its layers")
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.0 if device.type == "cpu" else BATCH_INVARIANCE_TOLERANCE
     for matrix in {each.kind: each for each in matrices}.values():
-        rows = torch.randn(2, matrix.in_features, generator=generator).to(device, matrix.dtype)
+        rows = torch.randn(NUM_ROWS, matrix.in_features, generator=generator).to(device, matrix.dtype)
         if matrix.bias is not None:
-            matrix.project(rows)
-        alone = matrix(rows).float()
-        batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:2]
-        off = float((batched - alone).square().mean().sqrt() / alone.square().mean().sqrt().clamp(min=1e-30))
+            matrix.project(rows[:2])
+        alone = torch.cat([matrix(pair) for pair in rows.split(2)]).float()
+        batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:NUM_ROWS]
+        sizes = comparison.channel_sizes(alone).clamp(min=1e-30)
+        off = float((comparison.channel_sizes(batched - alone) / sizes).max())
         if not off <= tolerance:
             raise ValueError(
                 f"this quantization is not batch-invariant (off by {off:.1e} at {matrix.out_features} × "

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
+from lorikeet.shard.model.fusion.compiled import CompiledLayers
 from lorikeet.shard.model.fusion.kernels import CpuKernels
 from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.fusion.parts import FusedNorm, fuse_norm
@@ -136,6 +137,23 @@ def test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled(
     with structlog.testing.capture_logs() as logs:
         assert load("llama", tmp_path).compiled is None
     assert "layers_computed_one_by_one" in [entry["event"] for entry in logs]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_compiled_layers_that_differ_from_their_parts_are_not_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CompiledLayers.__call__
+
+    def off_by_a_little(self: CompiledLayers, hidden_states: torch.Tensor, angles: Any) -> Any:
+        output = plain(self, hidden_states, angles)
+        return output if output is None else output * (1 + 2**-7)
+
+    monkeypatch.setattr(CompiledLayers, "__call__", off_by_a_little)
+    with structlog.testing.capture_logs() as logs:
+        model = load(name, tmp_path)
+    assert "layers_computed_one_by_one" in [entry["event"] for entry in logs]
+    assert model.compiled is None and all(layer.calls_parts for layer in fused_layers(model))
 
 
 def test_new_pages_are_used_once_they_are_allocated(tmp_path: Path) -> None:
