@@ -14,7 +14,13 @@ from lorikeet.shard.attention import AttentionSpec, paged_triton
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, dequantize
 from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.grammar import masks
+from lorikeet.shard.grammar import triton as masks_triton
 from lorikeet.shard.model.kernels import triton as fused
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
+from lorikeet.shard.model.kernels.pairs import sort_pairs
+from lorikeet.shard.model.kernels.products_triton import multiply_tiles
+from lorikeet.shard.model.quantization.integers import round_weight
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 PAGE = 64
@@ -43,6 +49,9 @@ class Kernels:
             self._norms()
             self._rotation()
             self._adapters()
+            self._integers()
+            self._experts()
+            self._masks()
 
     def _attention(self) -> None:
         spec, is_cuda = self._spec, self._setup.is_cuda
@@ -191,6 +200,59 @@ class Kernels:
         grouped = seconds_of(lambda: case.grouped(expected), self._device, setup.repeats)
         ok = same and off < TOLERANCE[self._dtype]
         return {"ok": ok, "off": off, **timed, "bmm_over_ours": 1e6 * grouped / timed["us"]}
+
+    def _integers(self) -> None:
+        """Weights of 8 and 4 bits against the dequantised weight, with few rows and with a batch."""
+        setup = self._setup
+        num_in, num_out = (setup.large.hidden, setup.large.mlp) if setup.is_cuda else (64, 32)
+        for bits in (8, 4):
+            for count in (1, setup.requests):
+
+                def check(bits: int = bits, count: int = count) -> Row:
+                    weight = torch.randn(num_out, num_in, device=self._device) * num_in**-0.5
+                    held = DeviceIntegers(round_weight(weight, bits), None, self._dtype)
+                    x = torch.randn(count, num_in, device=self._device, dtype=self._dtype)
+                    expected = x.float() @ held.dense(torch.float32).t()
+                    return self._judged(lambda: held.product(x, False), expected, num_in * num_out * bits // 8)
+
+                self._rows.check(f"product {num_in}->{num_out}, {bits} bits, {count} rows", check)
+
+    def _experts(self) -> None:
+        """Two of eight experts for each row."""
+        setup = self._setup
+        num_in, num_out = (setup.large.hidden, setup.large.mlp) if setup.is_cuda else (24, 20)
+        for count in (1, setup.requests):
+
+            def check(count: int = count) -> Row:
+                ids = torch.rand(count, 8, device=self._device).argsort(1)[:, :2]
+                pairs = sort_pairs(ids, 8)
+                x = torch.randn(2 * count, num_in, device=self._device, dtype=self._dtype)
+                matrices = torch.randn(8, num_in, num_out, device=self._device, dtype=self._dtype) * num_in**-0.5
+                expected = torch.cat([x[span].float() @ matrices[expert].float() for expert, span in pairs.spans()])
+                num_bytes = len(set(ids.flatten().tolist())) * matrices[0].nbytes
+                return self._judged(lambda: multiply_tiles(x, matrices, pairs), expected, num_bytes)
+
+            self._rows.check(f"experts {num_in}->{num_out}, {count} rows", check)
+
+    def _masks(self) -> None:
+        """The allowed tokens of every row."""
+        count, vocabulary = self._setup.requests, self._setup.large.vocabulary
+
+        def check() -> Row:
+            logits = torch.randn(count, vocabulary, device=self._device, dtype=self._dtype)
+            words = torch.randint(-(2**31), 2**31, (count, -(-vocabulary // 32)), device=self._device)
+            packed = torch.cat([torch.arange(count, device=self._device)[:, None], words], 1).int()
+            expected = logits.clone()
+            masks.mask_rows(expected, packed)
+
+            def mask() -> torch.Tensor:
+                masked = logits.clone()
+                masks_triton.mask_rows(masked, packed)
+                return masked.nan_to_num(neginf=-1.0)
+
+            return self._judged(mask, expected.nan_to_num(neginf=-1.0), 2 * logits.nbytes)
+
+        self._rows.check("masks of grammars", check)
 
     def _judged(self, call: Callable[[], torch.Tensor], expected: torch.Tensor, num_bytes: float) -> Row:
         timed, off = self._timed(call, num_bytes), _off(call(), expected)

@@ -150,6 +150,7 @@ def test_every_other_stage(name: str, tmp_path: Path) -> None:
 def test_a_crash_and_a_hang_are_outlived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kept.BREAK, "rms_norm")
     monkeypatch.setenv(kept.HANG, "PEFT generate, one adapter")
+    monkeypatch.setattr(command, "SLOW", 2)
     code = command.main(["--smoke", "--only", "kernels", "peer", "large", "--budget", "400", "--out", str(tmp_path)])
     failed = {row["name"]: row["error"] for row in read(tmp_path) if not row.get("ok", True)}
     assert code == 1 and failed.keys() == {"rms_norm", "PEFT generate, one adapter"}

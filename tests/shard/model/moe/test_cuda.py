@@ -162,6 +162,17 @@ def test_a_model_with_plain_experts_gives_transformers_logits(name: str, monkeyp
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_blocks_of_an_older_transformers_are_served() -> None:
+    """5.17 has neither of these attributes."""
+    network = network_of("mixtral", torch.float32)
+    block: Any = next(module for module in network.modules() if is_experts(module))
+    for name in ("has_post_expert_norm", "_is_expert_parallel"):
+        vars(block).pop(name, None)
+        assert not hasattr(block, name)
+    place_experts(network)
+    assert isinstance(block.lorikeet_experts, Experts)
+
+
 def test_experts_with_a_norm_are_rejected() -> None:
     network = network_of("mixtral", torch.float32)
     block: Any = next(module for module in network.modules() if is_experts(module))
