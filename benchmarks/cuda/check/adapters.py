@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
             "start with slots", lambda: served.start(count + SPARE, count + swap.CYCLE, num_tokens), is_needed=True
         )
         for each in (1, count):
-            rows.check(f"decode {each}, slots idle", lambda n=each: served.decode(n, []))
+            rows.check(f"decode {each}, slots idle", partial(served.decode, each, []))
         rows.check("bring all in", served.bring_in)
         rows.check("decode 1, one adapter", lambda: served.decode(1, served.digests[:1]))
         rows.check(f"decode {count}, one adapter", lambda: served.decode(count, served.digests[:1]))

@@ -1,5 +1,7 @@
 """What the card can do at most: bandwidths, the best product, and what cuBLAS reaches with few rows."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.cuda import speeds
@@ -10,7 +12,7 @@ from benchmarks.cuda.setup import Setup
 def measure(rows: Rows, setup: Setup, is_brief: bool) -> None:
     rows.check("card", lambda: _rates(setup))
     for count in (1, 8, 64) if setup.is_cuda else (4,):
-        rows.check(f"products of {count} rows", lambda count=count: _products(rows, setup, count))
+        rows.check(f"products of {count} rows", partial(_products, rows, setup, count))
 
 
 def _rates(setup: Setup) -> Row:

@@ -1,6 +1,7 @@
 """Every kernel at shapes of the large model: right, equal bits three times, and its share of the bandwidth."""
 
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.cuda.setup import Setup, Step
 from benchmarks.cuda.timing import seconds_of
 from benchmarks.kernels import lora
 from lorikeet.shard.attention import AttentionSpec, paged_triton
+from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, dequantize
 from lorikeet.shard.batch.inputs import Segment, StepInputs
@@ -57,16 +59,16 @@ class Kernels:
         spec, is_cuda = self._spec, self._setup.is_cuda
         steps = [Step(1, 1, 1024), Step(64, 1, 1024), Step(8, 5, 8192), Step(1, 1, 32768), Step(1, 2048, 2048)]
         for step in steps if is_cuda else [Step(2, 1, 70), Step(1, 5, 70)]:
-            self._rows.check(f"attend {step.name}", lambda step=step: self._attend(step, spec))
+            self._rows.check(f"attend {step.name}", partial(self._attend, step, spec))
         eight_bits = Step(64, 1, 1024) if is_cuda else Step(2, 1, 70)
         self._rows.check(f"attend {eight_bits.name}, fp8", lambda: self._attend(eight_bits, spec, kv_dtype=FP8))
         if not is_cuda:
             return
         self._rows.check("attend beyond 2^31 elements", lambda: self._attend(Step(4, 1, 1024), spec, page0=33_000))
         for step in (Step(64, 1, 1024), Step(1, 1, 32768), Step(1, 2048, 2048)):
-            self._rows.check(f"attend {step.name}, 5 stages", lambda step=step: self._attend(step, spec, stages=5))
+            self._rows.check(f"attend {step.name}, 5 stages", partial(self._attend, step, spec, stages=5))
         for span in (128, 256):
-            self._rows.check(f"attend 1 in 1024, spans of {span}", lambda n=span: self._attend(steps[0], spec, span=n))
+            self._rows.check(f"attend 1 in 1024, spans of {span}", partial(self._attend, steps[0], spec, span=span))
 
     def _attend(
         self, step: Step, spec: AttentionSpec, page0: int = 0, span: int = 512, stages: int = 0,
@@ -80,6 +82,7 @@ class Kernels:
         backend = PagedAttention(PAGE, kv_dtype, span=span)
         pages = -(-step.context // PAGE)
         kv = backend.allocate(spec, page0 + step.requests * pages, self._dtype, self._device)
+        assert isinstance(kv, PagedKV)
         for pool, scales in ((kv.keys, kv.key_scales), (kv.values, kv.value_scales)):
             for part in pool[page0:].split(max(1, FEW_BYTES // pool[0].nbytes)):
                 part.copy_(torch.randn(part.shape, device=self._device))
@@ -106,7 +109,12 @@ class Kernels:
                 both.append(held.flatten(0, 1)[: step.context].transpose(0, 1))
             mask = torch.ones(step.tokens, step.context, dtype=torch.bool, device=self._device).tril(start)
             expected = torch.nn.functional.scaled_dot_product_attention(
-                query[part].float().transpose(0, 1), *both, attn_mask=mask, scale=spec.scaling, enable_gqa=True
+                query[part].float().transpose(0, 1),
+                both[0],
+                both[1],
+                attn_mask=mask,
+                scale=spec.scaling,
+                enable_gqa=True,
             ).transpose(0, 1)
             off = max(off, _off(output[part], expected))
         num_bytes = step.requests * step.context * spec.num_kv_heads * 2 * spec.key_dim * kv.keys.element_size()

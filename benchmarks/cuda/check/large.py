@@ -5,6 +5,7 @@ the time of a step goes; and the small model, whose host's part is largest.
 import gc
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class Engines:
         flops = 2 * self._shape.num_multiplied * count * length
         return {"ms": 1e3 * seconds, "tok_s": count * length / seconds, "tflops": flops / seconds / 1e12}
 
+    def profile(self, name: str, count: int) -> Row:
+        return profiled(self._rows, self.made[name], self._setup, count)
+
     def drop(self) -> None:
         """Free the memory of all."""
         self.made.clear()
@@ -91,11 +95,11 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     length = setup.prompt + setup.text
     rows.check("start", lambda: made.start("usual", batches[-1], length), is_needed=True)
     for count in batches:
-        rows.check(f"decode {count}", lambda count=count: made.decode("usual", count))
+        rows.check(f"decode {count}", partial(made.decode, "usual", count))
     if is_brief:
         return
     for count in (1, min(64, batches[-1])):
-        rows.check(f"profile {count}", lambda count=count: profiled(rows, made.made["usual"], setup, count))
+        rows.check(f"profile {count}", partial(made.profile, "usual", count))
     made.drop()
     count = 64 if setup.is_cuda else 2
     rows.check("start without graphs", lambda: made.start("eager", count, length, graphs=False), is_needed=True)
@@ -107,7 +111,7 @@ def check_prompts(rows: Rows, setup: Setup, is_brief: bool) -> None:
     longest = LONGEST_PROMPT + MOST_TOKENS if setup.is_cuda else 128
     rows.check("start for long prompts", lambda: made.start("long", 8, longest), is_needed=True)
     for count, length in ((1, 128), (1, 2048), (1, 8000), (8, 2048)) if setup.is_cuda else ((1, 32),):
-        rows.check(f"prompt {count} x {length}", lambda n=count, length=length: made.prompt("long", n, length))
+        rows.check(f"prompt {count} x {length}", partial(made.prompt, "long", count, length))
 
 
 def check_bits(rows: Rows, setup: Setup, is_brief: bool) -> None:
@@ -117,10 +121,10 @@ def check_bits(rows: Rows, setup: Setup, is_brief: bool) -> None:
     count, length = (64, 2048) if setup.is_cuda else (2, 16)
     num_tokens = setup.prompt + setup.text
     for kind in ("int8", "int4"):
-        rows.check(f"start {kind}", lambda k=kind: made.start(k, count, num_tokens, quantize=k), is_needed=True)
-        rows.check(f"decode 1 {kind}", lambda k=kind: made.decode(k, 1))
-        rows.check(f"decode {count} {kind}", lambda k=kind: made.decode(k, count))
-        rows.check(f"prompt 1 x {length} {kind}", lambda k=kind: made.prompt(k, 1, length))
+        rows.check(f"start {kind}", partial(made.start, kind, count, num_tokens, quantize=kind), is_needed=True)
+        rows.check(f"decode 1 {kind}", partial(made.decode, kind, 1))
+        rows.check(f"decode {count} {kind}", partial(made.decode, kind, count))
+        rows.check(f"prompt 1 x {length} {kind}", partial(made.prompt, kind, 1, length))
         made.drop()
 
 
@@ -131,4 +135,4 @@ def check_small(rows: Rows, setup: Setup, is_brief: bool) -> None:
     counts = (1, 16, 64, 256) if setup.is_cuda else (1, 2)
     rows.check("start", lambda: made.start("small", counts[-1], setup.prompt + setup.text), is_needed=True)
     for count in counts:
-        rows.check(f"decode {count}", lambda count=count: made.decode("small", count))
+        rows.check(f"decode {count}", partial(made.decode, "small", count))

@@ -1,6 +1,7 @@
 """Sampling by kernels: the tokens of plain operators, and how long it takes."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ PROMPT = [1, 2, 3]
 def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     for name in WAYS if setup.is_cuda else SMOKE_WAYS:
         params, scale = WAYS[name]
-        rows.check(name, lambda params=params, scale=scale: _sample(rows, setup, params, scale))
+        rows.check(name, partial(_sample, rows, setup, params, scale))
 
 
 @torch.inference_mode()

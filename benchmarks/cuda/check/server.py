@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def check_served(rows: Rows, setup: Setup, is_brief: bool) -> None:
         with Server(rows, setup, "--model-id", name).running() as server:
             rows.check("start", server.wait, is_needed=True)
             for count in (1, 16, 64, 256) if setup.is_cuda else (1, 2):
-                rows.check(f"served {count}", lambda count=count: _measured(server, setup, folder, count))
+                rows.check(f"served {count}", partial(_measured, server, setup, folder, count))
 
 
 def _write(setup: Setup, folder: Path) -> Row:
