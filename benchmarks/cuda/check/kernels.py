@@ -108,13 +108,9 @@ class Kernels:
                     held = dequantize(held, scales[tables[at].start : tables[at].stop])
                 both.append(held.flatten(0, 1)[: step.context].transpose(0, 1))
             mask = torch.ones(step.tokens, step.context, dtype=torch.bool, device=self._device).tril(start)
+            keys, values = both
             expected = torch.nn.functional.scaled_dot_product_attention(
-                query[part].float().transpose(0, 1),
-                both[0],
-                both[1],
-                attn_mask=mask,
-                scale=spec.scaling,
-                enable_gqa=True,
+                query[part].float().transpose(0, 1), keys, values, attn_mask=mask, scale=spec.scaling, enable_gqa=True
             ).transpose(0, 1)
             off = max(off, _off(output[part], expected))
         num_bytes = step.requests * step.context * spec.num_kv_heads * 2 * spec.key_dim * kv.keys.element_size()

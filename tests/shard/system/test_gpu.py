@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorikeet.shard.attention.reference import quantize
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.model.kernels.integer import round_rows
+from lorikeet.shard.model.kernels.integer import round_blocks
 from lorikeet.shard.model.quantization.integers import round_weight
 from lorikeet.shard.ranks.leader import device_of
 from lorikeet.shard.system import gpu
@@ -35,7 +35,7 @@ def test_quotients_are_correctly_rounded() -> None:
     assert not torch.equal(quotients, x * (1 / 448.0))
 
 
-@pytest.mark.parametrize("to_8_bits", [quantize, round_rows, lambda x: round_weight(x, 8)])
+@pytest.mark.parametrize("to_8_bits", [quantize, round_blocks, lambda x: round_weight(x, 8)])
 def test_scales_are_not_divided_by_numbers(to_8_bits: Callable[[torch.Tensor], Any]) -> None:
     """On CUDA torch would multiply by the reciprocal: the scales, and values halfway between two, would differ."""
     with Divisions() as seen:
