@@ -160,7 +160,7 @@ class GroupedMatrix(QuantizedMatrix):
             return None
         weight = self._module.W_q.view(self.out_features // 2, self.in_features)
         zeros, scales = (meta[name].view(self.out_features, -1) for name in ("zero", "scale"))
-        return kernel.multiply(rows, weight, zeros, scales, bias, kernel.Form.ZEROS).view(*x.shape[:-1], -1)
+        return kernel.multiply(rows, weight, zeros, scales, bias).view(*x.shape[:-1], -1)
 
     def dense(self) -> torch.Tensor:
         dense: torch.Tensor = self._module.dequantize()
