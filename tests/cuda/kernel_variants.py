@@ -147,7 +147,7 @@ def four_bits(dtype: torch.dtype) -> None:
 def integers(dtype: torch.dtype, bits: int, group: int, has_minimums: bool, is_exact: bool) -> None:
     """The narrowest and the widest tiles of a product, and the dequantised weight."""
     size = device_integers.slice_of(bits, group)
-    for num_out, num_rows in ((4096, 8), (4096, 64), (28672, 64)):
+    for num_out, num_rows in ((4096, 8), (28672, 64)):
         words = tensor(4096 * bits // 16 // size, num_out, size, dtype=torch.int16)
         scales = tensor(4096 // group if group else 1, num_out, dtype=FP32)
         minimums, counters = scales if has_minimums else None, integers_triton.counters_of(words)
@@ -188,8 +188,6 @@ def look_up() -> None:
 
 INTEGERS = {
     "int8": (8, 0, False, True),
-    "int8, groups of 16": (8, 16, False, False),
-    "int8, groups of 32, minimums": (8, 32, True, False),
     "int4, groups of 128": (4, 128, False, True),
     "int4, groups of 32, minimums": (4, 32, True, False),
 }
