@@ -73,6 +73,16 @@ class DeviceIntegers:
         """Bytes of the weight and its scales."""
         return sum(each.nbytes for each in (self.words, self.scales, self.minimums) if each is not None)
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that are multiplied by different kernels."""
+        if not self.has_kernel:
+            return ()
+        from lorikeet.shard.model.kernels import integers_triton
+
+        few = tuple(tile.rows for tile in integers_triton.TILES[self.bits])
+        return *few, integers_triton.MOST_ROWS + 1
+
     def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         bias = self.bias if with_bias else None

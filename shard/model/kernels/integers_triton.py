@@ -20,6 +20,7 @@ import triton.language as tl
 
 from lorikeet.shard.model.kernels.products_triton import multiply_add
 from lorikeet.shard.model.kernels.triton import rounded
+from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -219,6 +220,8 @@ PROGRAMS = {4: 512, 8: 384}
 """Most programs that splits lead to, by bits."""
 MOST_SPLITS, LEAST_BLOCKS = 8, 8
 """Most parts of the inputs, and fewest blocks of one."""
+MATRIX_UNITS = (8, 0)
+"""Compute capability of the first devices whose matrix units Triton uses."""
 DEQUANTISED = 16
 """Outputs of a program that dequantises."""
 
@@ -231,8 +234,10 @@ def num_splits_of(num_blocks: int, num_out: int, bits: int) -> int:
     return 1 << max(1, most).bit_length() - 1
 
 
-def tile_of(num_rows: int, num_out: int, num_splits: int, bits: int) -> Tile:
+def tile_of(num_rows: int, num_out: int, num_splits: int, bits: int, device: torch.device) -> Tile:
     """For a product of so many rows, at most MOST_ROWS."""
+    if gpu.capability(device) < MATRIX_UNITS:
+        return TILES[bits][0]  # larger ones take too many registers
     tile = next(tile for tile in TILES[bits] if num_rows <= tile.rows)
     is_wide = tile.rows == WIDE.rows and triton.cdiv(num_out, WIDE.outputs) * num_splits >= LEAST_WIDE
     return WIDE if is_wide else tile
@@ -240,7 +245,8 @@ def tile_of(num_rows: int, num_out: int, num_splits: int, bits: int) -> Tile:
 
 def counters_of(words: torch.Tensor) -> torch.Tensor:
     """A counter for each tile of a product, zeros: [tiles] int32. words: [blocks, out, slice]."""
-    return torch.zeros(triton.cdiv(words.shape[1], NARROW), dtype=torch.int32, device=words.device)
+    most_tiles = triton.cdiv(words.shape[1], NARROW) * triton.cdiv(MOST_ROWS, TILES[4][0].rows)
+    return torch.zeros(most_tiles, dtype=torch.int32, device=words.device)
 
 
 def _run_of(group: int, bits: int, size: int) -> int:
@@ -269,7 +275,7 @@ def multiply(
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, num_in), (num_blocks, num_out, size) = x.shape, words.shape
     num_splits = num_splits_of(num_blocks, num_out, bits)
-    tile = tile_of(num_rows, num_out, num_splits, bits)
+    tile = tile_of(num_rows, num_out, num_splits, bits, x.device)
     y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     num_partials = num_splits * num_rows * num_out if num_splits > 1 else 0
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)

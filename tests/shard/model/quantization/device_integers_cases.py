@@ -3,7 +3,9 @@ own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
 import os
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.kernels.integers_triton import MOST_ROWS
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
+from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.system import gpu
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -95,8 +98,10 @@ def test_neither_tiles_nor_splits_change_a_row(monkeypatch: pytest.MonkeyPatch) 
         for rows in (slice(0, 1), slice(3, 11), slice(20, 36)):
             assert torch.equal(held.product(x[rows], with_bias=False), together[rows]), (bits, rows)
         monkeypatch.setattr(integers_triton, "LEAST_WIDE", 1)
-        assert integers_triton.tile_of(MOST_ROWS, 80, 2, bits) == integers_triton.WIDE
+        assert integers_triton.tile_of(MOST_ROWS, 80, 2, bits, DEVICE) == integers_triton.WIDE
         assert torch.equal(held.product(x, with_bias=False), together)
+        with gpu.assumed((7, 5)):  # several tiles of rows
+            assert torch.equal(held.product(x, with_bias=False), together)
         monkeypatch.undo()
         monkeypatch.setattr(gpu, "has_triton", lambda device: True)
         assert held._counters is not None and not held._counters.any()
@@ -133,6 +138,33 @@ def test_extreme_scales_are_decoded_in_float32() -> None:
         weight = replace(plain, scales=torch.full_like(plain.scales, scale))
         held = DeviceIntegers(weight, None, DTYPE)
         assert not held.is_exact and torch.equal(held.dense(DTYPE), weight.dense().to(DTYPE))
+
+
+def test_every_kernel_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
+    matrix = IntegerMatrix(IntegerLinear(drawn(128, 40, 4, 32, False), bias, False, DTYPE), DTYPE)
+    matrix.copy_from_mmap()
+    launched = Counter[tuple[object, ...]]()
+    for name in ("multiply_integers", "dequantise_integers"):
+        kernel = getattr(integers_triton, name)
+
+        class Recorded:
+            def __init__(self, name: str, kernel: Any) -> None:
+                self.name, self.kernel = name, kernel
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                def launch(*args: Any, **named: Any) -> None:
+                    launched[self.name, named.get("ROWS"), named.get("HAS_BIAS")] += 1
+                    self.kernel[grid](*args, **named)
+
+                return launch
+
+        monkeypatch.setattr(integers_triton, name, Recorded(name, kernel))
+    check_batch_invariance([matrix], DEVICE)
+    rows = {tile.rows for tile in integers_triton.TILES[4]}
+    products = {("multiply_integers", count, has) for count in rows for has in (False, True)}
+    assert set(launched) == products | {("dequantise_integers", None, None)}
 
 
 def test_many_rows_dequantise_a_chunk_of_the_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
