@@ -17,7 +17,10 @@ SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 
 RESERVED = 1024
 """Bytes of a multiprocessor's shared memory that each program takes in addition to its own, from 8.0 on."""
 REGISTERS, WARP = 65536, 32
-SHOWN = ("attend", "shrink", "expand", "head_logits", "multiply", "multiply_8bit", "multiply_4bit", "resolve")
+SHOWN = (
+    "attend", "shrink", "expand", "head_logits", "multiply", "multiply_integers", "multiply_8bit", "multiply_4bit",
+    "resolve",
+)  # fmt: skip
 """Kernels in the documentation: the others take little."""
 
 

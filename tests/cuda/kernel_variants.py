@@ -12,7 +12,15 @@ from lorikeet.shard.batch import device_tokens_triton
 from lorikeet.shard.drafts import lookup_triton
 from lorikeet.shard.drafts.device_drafts import BLOCK, MOST_DRAFTS, SOURCES, Emitted, Texts
 from lorikeet.shard.grammar import triton as grammars
-from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton, pairs_triton, products_triton, tuning
+from lorikeet.shard.model.kernels import (
+    device_integers,
+    eight_bits_triton,
+    four_bits_triton,
+    integers_triton,
+    pairs_triton,
+    products_triton,
+    tuning,
+)
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
@@ -131,16 +139,22 @@ def eight_bits(dtype: torch.dtype, kind: torch.dtype) -> None:
     eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None)
 
 
-def four_bits(dtype: torch.dtype, form: int, group: int) -> None:
-    weight = tensor(7168, 4096, dtype=torch.uint8)
-    scales = tensor(14336, 4096 // group, dtype=dtype if form == four_bits_triton.Form.ZEROS else FP32)
-    offsets = None if form == four_bits_triton.Form.MIDDLE else scales
-    four_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, offsets, scales, None, form)
+def four_bits(dtype: torch.dtype) -> None:
+    weight, scales = tensor(7168, 4096, dtype=torch.uint8), tensor(14336, 4096 // 64, dtype=dtype)
+    four_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, scales, None)
 
 
-def eight_bits_in_groups(dtype: torch.dtype, group: int, has_minimums: bool) -> None:
-    weight, scales = tensor(14336, 4096, dtype=torch.int8), tensor(14336, 4096 // group, dtype=FP32)
-    eight_bits_triton.multiply(tensor(T, 4096, dtype=dtype), weight, scales, None, scales if has_minimums else None)
+def integers(dtype: torch.dtype, bits: int, group: int, has_minimums: bool, is_exact: bool) -> None:
+    """The narrowest and the widest tiles of a product, and the dequantised weight."""
+    size = device_integers.slice_of(bits, group)
+    for num_out, num_rows in ((4096, 8), (28672, 64)):
+        words = tensor(4096 * bits // 16 // size, num_out, size, dtype=torch.int16)
+        scales = tensor(4096 // group if group else 1, num_out, dtype=FP32)
+        minimums, counters = scales if has_minimums else None, integers_triton.counters_of(words)
+        form = bits, group, is_exact
+        x = tensor(num_rows, 4096, dtype=dtype)
+        integers_triton.multiply(x, words, scales, minimums, None, counters, *form)
+    integers_triton.dequantise(words, scales, minimums, dtype, 0, num_out, 4096, *form)
 
 
 def norms(dtype: torch.dtype, width: int) -> None:
@@ -172,6 +186,12 @@ def look_up() -> None:
     lookup_triton.propose(texts, Emitted(tensor(4, T, dtype=I64), *[tensor(T, dtype=I64)] * 3), range(1, 9))
 
 
+INTEGERS = {
+    "int8": (8, 0, False, True),
+    "int4, groups of 128": (4, 128, False, True),
+    "int4, groups of 32, minimums": (4, 32, True, False),
+}
+"""Bits, inputs of a group, whether there are minimums, and whether scales are numbers of the dtype."""
 TURING, AMPERE, ADA, NEWEST = (7, 5), (8, 0), (8, 9), (12, 0)
 
 
@@ -202,15 +222,10 @@ def _variants() -> Iterator[Variant]:
         name = "fp8" if kind == FP8 else "int8"
         yield Variant(f"weights in {name}", lambda kind=kind: eight_bits(BF16, kind), AMPERE)
         yield Variant(f"weights in {name} float16", lambda kind=kind: eight_bits(FP16, kind), TURING, TURING)
-    forms = four_bits_triton.Form
     for dtype, name, span in ((BF16, "", (AMPERE, NEWEST)), (FP16, " float16", (TURING, TURING))):
-        yield Variant(f"weights in 4 bits{name}", lambda dtype=dtype: four_bits(dtype, forms.ZEROS, 64), *span)
-        for form, group in ((forms.MIDDLE, 128), (forms.MIDDLE, 32), (forms.MINIMUMS, 128), (forms.MINIMUMS, 32)):
-            call = lambda dtype=dtype, form=form, group=group: four_bits(dtype, form, group)
-            yield Variant(f"int4, groups of {group}{', minimums' if form == forms.MINIMUMS else ''}{name}", call, *span)
-        for group, has_minimums in ((32, False), (32, True), (16, False)):
-            call = lambda dtype=dtype, group=group, has=has_minimums: eight_bits_in_groups(dtype, group, has)
-            yield Variant(f"int8, groups of {group}{', minimums' if has_minimums else ''}{name}", call, *span)
+        yield Variant(f"weights in 4 bits{name}", lambda dtype=dtype: four_bits(dtype), *span)
+        for label, form in INTEGERS.items():
+            yield Variant(f"{label}{name}", lambda dtype=dtype, form=form: integers(dtype, *form), *span)
     yield Variant("norms float32", lambda: norms(FP32, 4096))
     yield Variant("rotary float32", lambda: rotary(FP32, 128, 128, False))
     yield Variant("rotary, K and V in fp8", lambda: rotary(BF16, 128, 128, False, stores=False), ADA)

@@ -35,10 +35,10 @@ MUTANTS = [
         f"{ADAPTERS}::test_equals_the_specification",
     ),
     Mutant(
-        "on devices, the four bits of one output are read as those of another",
+        "on devices, the four bits of one input are read as those of another",
         "shard/model/kernels/device_integers.py",
-        "torch.cat([self.stored >> 4, self.stored & 15])",
-        "torch.cat([self.stored & 15, self.stored >> 4])",
+        "words >> bits * part &",
+        "words >> bits * (part ^ 1) &",
         f"{INTEGERS}::test_the_tokens_of_weights_in_the_layout_of_devices[int4]",
     ),
     Mutant(

@@ -1,8 +1,6 @@
-"""Weights in 8 or 4 bits on devices: few rows are multiplied by the stored integers (eight_bits_triton.py,
-four_bits_triton.py), more rows by the dequantised weight. Activations keep their dtype.
+"""Weights in 8 or 4 bits on devices: few rows are multiplied by the stored integers (integers_triton.py), more rows by
+the dequantised weight. Activations keep their dtype.
 """
-
-from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -13,92 +11,150 @@ from lorikeet.shard.system import gpu
 CHUNK_ELEMENTS = 1 << 26
 """Most elements of a weight that are dequantised at once: 128 MiB in 16 bits."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-"""Activations that the kernels for few rows multiply."""
+"""Activations that the kernels multiply."""
+WORD_BITS = 16
+MOST_SLICE = {4: 32, 8: 64}
+"""Most inputs of a slice, by bits."""
+LEAST_SLICE = 16
+"""The fewest inputs that a matrix unit takes at once."""
+
+
+LEAST_EXACT, MOST_EXACT = 2.0**-80, 4.0
+"""Scales and minimums between them are decoded in the dtype of activations without overflow or loss."""
 
 
 class DeviceIntegers:
-    """A weight in the layout of the kernels, with its bias."""
+    """A weight in the layout of the kernels, with its bias.
+
+    Its products must follow one another: in two streams at once they would share counters.
+    """
 
     def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         """bias: [out]; `dtype`: of activations and of the bias."""
         self.num_out, self.num_in = weight.values.shape
-        self.bits, self.bias = weight.bits, bias
-        if self.bits == 4 and self.num_out % 2:
-            weight = _padded(weight)
-            self.bias = None if bias is None else functional.pad(bias, (0, 1))
-        values, half = weight.values, len(weight.values) // 2
-        # [out, in] int8, or [out / 2, in] uint8 whose upper four bits are output o, the lower ones output o + out / 2
-        self.stored = ((values[:half] << 4 | values[half:]) if self.bits == 4 else values).contiguous()
-        # [out, groups] float32
-        self.scales = weight.scales.contiguous()
-        # [out, groups] float32 or None
-        self.minimums = None if weight.minimums is None else weight.minimums.contiguous()
-        self.has_kernel = dtype in KERNEL_DTYPES and self._is_supported()
-        """Whether few rows are multiplied by the stored integers."""
+        self.bits, self.bias, self.dtype = weight.bits, bias, dtype
+        self._num_groups = weight.scales.shape[1]
+        follows = self.bits == 8 and self._num_groups == 1 and weight.minimums is None
+        size = slice_of(self.bits, 0 if self._num_groups == 1 else weight.group)
+        # [blocks, out, slice] int16
+        self.words = pack_words(weight.values, self.bits, size or LEAST_SLICE)
+        num_stored = self.words.shape[0] * self.words.shape[2] * WORD_BITS // self.bits
+        self.group = 0 if follows else num_stored if self._num_groups == 1 else weight.group
+        """Inputs that share a scale; 0 where an output has one scale, which follows its sum."""
+        num_padded = 0 if follows else -(-num_stored // self.group) - self._num_groups
+        # [groups, out] float32, zeros for groups beyond the last
+        self.scales, self.minimums = (
+            None if each is None else functional.pad(each.t(), (0, 0, 0, num_padded)).contiguous()
+            for each in (weight.scales, weight.minimums)
+        )
+        assert self.scales is not None
+        self.is_exact = self._is_exact()
+        """Whether scales and minimums are numbers of `dtype`: then a weight is decoded in it, otherwise in float32."""
+        self.has_kernel = dtype in KERNEL_DTYPES and size > 0 and gpu.has_triton(self.words.device)
+        """Whether the kernels compute with the stored integers."""
+        self._counters: torch.Tensor | None = None
+        if self.has_kernel:
+            from lorikeet.shard.model.kernels import integers_triton
+
+            # [tiles] int32
+            self._counters = integers_triton.counters_of(self.words)
+
+    def _is_exact(self) -> bool:
+        if self.bits == 8 and self.minimums is not None:
+            return False
+        parts = [each for each in (self.scales, self.minimums) if each is not None]
+        is_moderate = all(
+            bool(((each.abs() < MOST_EXACT) & ((each.abs() > LEAST_EXACT) | (each == 0))).all()) for each in parts
+        )
+        return is_moderate and all(torch.equal(each.to(self.dtype).float(), each) for each in parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return sum(each.nbytes for each in (self.stored, self.scales, self.minimums) if each is not None)
-
-    def _is_supported(self) -> bool:
-        """Whether the kernels read this layout here."""
-        if not gpu.has_triton(self.stored.device):
-            return False
-        from lorikeet.shard.model.kernels.products_triton import DEPTH, depth_of
-
-        return self._is_by_output or depth_of(self.num_in // self.scales.shape[1], DEPTH) > 0
+        return sum(each.nbytes for each in (self.words, self.scales, self.minimums) if each is not None)
 
     @property
-    def _is_by_output(self) -> bool:
-        """Whether each output has one scale, which follows the sum."""
-        return self.bits == 8 and self.scales.shape[1] == 1 and self.minimums is None
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that are multiplied by different kernels."""
+        if not self.has_kernel:
+            return ()
+        from lorikeet.shard.model.kernels import integers_triton
+
+        few = tuple(tile.rows for tile in integers_triton.TILES[self.bits])
+        return *few, integers_triton.MOST_ROWS + 1
 
     def product(self, x: torch.Tensor, with_bias: bool) -> torch.Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         bias = self.bias if with_bias else None
-        few = self._multiply_stored(x, bias) if self.has_kernel else None
-        y = self._multiply_dequantised(x, bias) if few is None else few
-        return y if y.shape[1] == self.num_out else y[:, : self.num_out].contiguous()
+        if self.has_kernel and x.dtype == self.dtype:
+            from lorikeet.shard.model.kernels import integers_triton
+
+            if x.shape[0] <= integers_triton.MOST_ROWS:
+                return integers_triton.multiply(
+                    x, self.words, self.scales, self.minimums, bias, self._counters, self.bits, self.group,
+                    self.is_exact,
+                )  # fmt: skip
+        return self._multiply_dequantised(x, bias)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in], dequantised."""
-        return torch.cat([rows.dense().to(dtype) for rows in self._chunks()])[: self.num_out]
-
-    def _multiply_stored(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """None for more rows than the kernels compute, and for another dtype."""
-        from lorikeet.shard.model.kernels import eight_bits_triton, four_bits_triton
-
-        if self.bits == 4:
-            if not four_bits_triton.supports(x):
-                return None
-            forms = four_bits_triton.Form
-            form = forms.MIDDLE if self.minimums is None else forms.MINIMUMS
-            return four_bits_triton.multiply(x, self.stored, self.minimums, self.scales, bias, form)
-        if not eight_bits_triton.supports(x, self.stored):
-            return None
-        scales = self.scales[:, 0] if self._is_by_output else self.scales
-        return eight_bits_triton.multiply(x, self.stored, scales, bias, self.minimums)
+        return torch.cat([self._rows(first, last, dtype) for first, last in self._chunks()])
 
     def _multiply_dequantised(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """A chunk of the outputs at a time."""
-        chunks = self._chunks()
-        biases = [None] * len(chunks) if bias is None else bias.split(len(chunks[0].values))
-        pairs = zip(chunks, biases, strict=True)
-        products = [functional.linear(x, rows.dense().to(x.dtype), own) for rows, own in pairs]
+        products = [
+            functional.linear(x, self._rows(first, last, x.dtype), None if bias is None else bias[first:last])
+            for first, last in self._chunks()
+        ]
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
-    def _chunks(self) -> list[IntegerWeight]:
-        """The rows of the weight, those together that are dequantised at once."""
-        values = torch.cat([self.stored >> 4, self.stored & 15]) if self.bits == 4 else self.stored
+    def _chunks(self) -> list[tuple[int, int]]:
+        """First and last output, excluded, of those that are dequantised at once."""
         size = max(1, CHUNK_ELEMENTS // self.num_in)
-        values, scales = values.split(size), self.scales.split(size)
-        minimums = [None] * len(scales) if self.minimums is None else self.minimums.split(size)
-        return [IntegerWeight(self.bits, *each) for each in zip(values, scales, minimums, strict=True)]
+        return [(first, min(first + size, self.num_out)) for first in range(0, self.num_out, size)]
+
+    def _rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """[last - first, in] the weights of these outputs."""
+        if self.has_kernel and dtype == self.dtype:
+            from lorikeet.shard.model.kernels import integers_triton
+
+            return integers_triton.dequantise(
+                self.words, self.scales, self.minimums, dtype, first, last - first, self.num_in, self.bits, self.group,
+                self.is_exact,
+            )  # fmt: skip
+        values = unpack_words(self.words[:, first:last], self.bits, self.num_in)
+        scales, minimums = (
+            None if each is None else each[: self._num_groups, first:last].t() for each in (self.scales, self.minimums)
+        )
+        assert scales is not None
+        return IntegerWeight(self.bits, values, scales, minimums).dense().to(dtype)
 
 
-def _padded(weight: IntegerWeight) -> IntegerWeight:
-    """With one more row, of zeros."""
-    values, scales = (functional.pad(each, (0, 0, 0, 1)) for each in (weight.values, weight.scales))
-    minimums = None if weight.minimums is None else functional.pad(weight.minimums, (0, 0, 0, 1))
-    return replace(weight, values=values, scales=scales, minimums=minimums)
+def slice_of(bits: int, group: int) -> int:
+    """Inputs of a slice: a power of two that divides the group, any with a group of 0. 0 where there is none."""
+    size = MOST_SLICE[bits]
+    while size >= LEAST_SLICE and group % size:
+        size //= 2
+    return size if size >= LEAST_SLICE else 0
+
+
+def pack_words(values: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """values: [out, in], uint8 of 4 bits, or int8. Returns [blocks, out, size] int16: the integers of a word, from the
+    lowest bits on, are `size` inputs apart; those of 8 bits are 128 larger, without sign.
+    """
+    num_slices = WORD_BITS // bits
+    padded = functional.pad(values, (0, -values.shape[1] % (num_slices * size)))
+    # [blocks, out, slices, size]
+    parts = padded.unflatten(1, (-1, num_slices, size)).transpose(0, 1)
+    added = 128 if bits == 8 else 0
+    words = parts[:, :, 0].to(torch.int16) + added
+    for part in range(1, num_slices):
+        words |= (parts[:, :, part].to(torch.int16) + added) << bits * part
+    return words.contiguous()
+
+
+def unpack_words(words: torch.Tensor, bits: int, num_in: int) -> torch.Tensor:
+    """What `pack_words` packed: [out, in], uint8 in 4 bits and int8 in 8."""
+    parts = [words >> bits * part & (1 << bits) - 1 for part in range(WORD_BITS // bits)]
+    parts = [each.to(torch.uint8) if bits == 4 else (each - 128).to(torch.int8) for each in parts]
+    return torch.stack(parts, 2).transpose(0, 1).flatten(1)[:, :num_in]

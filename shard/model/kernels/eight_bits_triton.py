@@ -1,10 +1,9 @@
 """Products of few rows with a weight in eight bits, in Triton: `y = x Wᵀ · scale + bias`, W float8_e4m3fn or int8.
 
 The weight is converted in registers, so a step reads one byte per weight; both formats are exact in bfloat16 and
-float16. int8 may have a scale, and a minimum, for each group of inputs in place of one scale for each output; then each
-weight is rounded to the dtype of x. Devices that do not convert FP8 move its bits into those of a float16, where NaN
-becomes 480. Bits: a row is a row of a tile of one shape, and its sums take their terms in the order of the inputs. So
-it has equal bits for any number of rows, provided that a matrix unit computes the rows of a tile alike.
+float16. Devices that do not convert FP8 move its bits into those of a float16, where NaN becomes 480. Bits: a row is a
+row of a tile of one shape, and its sums take their terms in the order of the inputs. So it has equal bits for any
+number of rows, provided that a matrix unit computes the rows of a tile alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
@@ -13,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lorikeet.shard.model.kernels.products_triton import WIDENS, depth_of, multiply_add
-from lorikeet.shard.model.kernels.triton import rounded
+from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add
 from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
@@ -35,13 +33,11 @@ def _decoded(bits):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_8bit(
-    x, weight, scales, minimums, bias, y, num_rows, num_in, num_out, x_stride,
-    HAS_BIAS: tl.constexpr, IS_ENCODED: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
+    x, weight, scales, bias, y, num_rows, num_in, num_out, x_stride, HAS_BIAS: tl.constexpr, IS_ENCODED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """x: [rows, in], y: [rows, out] contiguous; weight: [out, in] contiguous, with IS_ENCODED the bits of FP8 as uint8;
-    scales: [out]; with GROUP scales and minimums: [out, in / GROUP]; bias: [out]. Programs of the same outputs are
-    neighbours: the weight comes from memory once.
+    scales, bias: [out]. Programs of the same outputs are neighbours: the weight comes from memory once.
     """
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -57,15 +53,8 @@ def multiply_8bit(
         places = weight + outputs[None, :].to(tl.int64) * num_in + inputs[:, None]
         factors = tl.load(places, mask=is_input[:, None] & is_output[None, :], other=0.0)
         values = _decoded(factors) if IS_ENCODED else factors.to(tl.float32)
-        if GROUP:
-            group = outputs * (num_in // GROUP) + first // GROUP
-            values *= tl.load(scales + group, mask=is_output, other=0.0)[None, :]
-            if HAS_MINIMUMS:
-                values += tl.load(minimums + group, mask=is_output, other=0.0)[None, :]
-            values = rounded(values, terms.dtype)
         sums = multiply_add(terms, values.to(terms.dtype), sums, WIDENS)
-    if not GROUP:
-        sums *= tl.load(scales + outputs, mask=is_output, other=0.0)[None, :]
+    sums *= tl.load(scales + outputs, mask=is_output, other=0.0)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     place = y + rows[:, None] * num_out + outputs[None, :]
@@ -79,29 +68,18 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @operator("multiply_8bit", mutates_args=())
-def multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    minimums: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x: [rows, in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [rows, out].
-
-    With groups, of int8 alone: scales and minimums: [out, groups] float32, in / groups a multiple of LEAST_DEPTH.
-    """
+def multiply(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [rows, in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [rows, out]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    group = x.shape[1] // scales.shape[1] if scales.dim() == 2 else 0
     num_rows, num_out = x.shape[0], weight.shape[0]
     y = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     is_encoded = weight.dtype == torch.float8_e4m3fn and gpu.capability(x.device) < CONVERTS_FP8
     weight = weight.view(torch.uint8) if is_encoded else weight
     with torch.cuda.device_of(x):  # Triton launches on the thread's current device
         multiply_8bit[(triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, WIDTH))](
-            x, weight, scales, scales if minimums is None else minimums, scales if bias is None else bias, y,
-            num_rows, x.shape[1], num_out, x.stride(0), HAS_BIAS=bias is not None, IS_ENCODED=is_encoded, GROUP=group,
-            HAS_MINIMUMS=minimums is not None, ROWS=ROWS, WIDTH=WIDTH, DEPTH=depth_of(group or DEPTH, DEPTH),
-            WIDENS=WIDENS, enable_fp_fusion=False, num_warps=4, num_stages=4,
+            x, weight, scales, scales if bias is None else bias, y, num_rows, x.shape[1], num_out, x.stride(0),
+            HAS_BIAS=bias is not None, IS_ENCODED=is_encoded, ROWS=ROWS, WIDTH=WIDTH, DEPTH=DEPTH, WIDENS=WIDENS,
+            enable_fp_fusion=False, num_warps=4, num_stages=4,
         )  # fmt: skip
     return y
 

@@ -1,13 +1,11 @@
 """Products of few rows with a weight in four bits, in Triton: `y = x Wᵀ + bias`, with a scale for each group of inputs.
 
-W is (q - zero) scale, as hqq keeps it, or scale q + minimum, or scale (q - 8). The weight is dequantised in registers
-with the roundings of the dense one, so a step reads half a byte per weight, and a product of few rows is that of many
-up to the order of its sums. Bits: as in eight_bits_triton.py, a row has equal bits for any number of rows.
+W is (q - zero) scale, as hqq keeps it. The weight is dequantised in registers with the roundings of the dense one, so a
+step reads half a byte per weight, and a product of few rows is that of many up to the order of its sums. Bits: as in
+eight_bits_triton.py, a row has equal bits for any number of rows.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (Triton compiles the kernels' text, annotations too)
-
-from enum import IntEnum
 
 import torch
 import triton
@@ -23,41 +21,23 @@ ROWS, WIDTH, DEPTH = 16, 32, 64
 """Rows and outputs of a tile, and most inputs that one pass takes, all of one group."""
 
 
-class Form(IntEnum):
-    """What is stored with the scales."""
-
-    ZEROS = 0
-    """(q - zero) scale, rounded after each step, as hqq does."""
-    MINIMUMS = 1
-    """scale q + minimum, rounded once."""
-    MIDDLE = 2
-    """Nothing: scale (q - 8), rounded once."""
-
-
 @triton.jit
-def _dequantized(quarters, offsets, scales, places, FORM: tl.constexpr, element: tl.constexpr):
+def _dequantized(quarters, zeros, scales, places, element: tl.constexpr):
     """quarters: [DEPTH, WIDTH] integers below 16; places: [WIDTH] of each output's group."""
+    zero = tl.load(zeros + places).to(tl.float32)[None, :]
     scale = tl.load(scales + places).to(tl.float32)[None, :]
-    values = quarters.to(tl.float32)
-    if FORM == 2:
-        values = (values - 8.0) * scale
-    else:
-        offset = tl.load(offsets + places).to(tl.float32)[None, :]
-        if FORM == 1:
-            values = values * scale + offset
-        else:
-            values = rounded(values - offset, element).to(tl.float32) * scale
-    return rounded(values, element)
+    shifted = rounded(quarters.to(tl.float32) - zero, element).to(tl.float32)
+    return rounded(shifted * scale, element)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_4bit(
-    x, weight, offsets, scales, bias, y, num_rows, num_in, half, num_groups, x_stride,
-    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, WIDENS: tl.constexpr,
+    x, weight, zeros, scales, bias, y, num_rows, num_in, half, num_groups, x_stride,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):  # fmt: skip
     """x: [rows, in], y: [rows, 2 half] contiguous; weight: [half, in] bytes, the upper four bits those of output o, the
-    lower ones of output o + half; offsets (zeros or minimums), scales: [2 half, num_groups]; bias: [2 half].
+    lower ones of output o + half; zeros, scales: [2 half, num_groups]; bias: [2 half].
     """
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     outputs = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -70,8 +50,8 @@ def multiply_4bit(
         terms = tl.load(x + rows[:, None] * x_stride + inputs[None, :], mask=is_row[:, None], other=0.0)
         both = tl.load(weight + held[None, :].to(tl.int64) * num_in + inputs[:, None]).to(tl.int32)
         group = first // GROUP
-        left = _dequantized(both >> 4, offsets, scales, held * num_groups + group, FORM, element)
-        right = _dequantized(both & 15, offsets, scales, (held + half) * num_groups + group, FORM, element)
+        left = _dequantized(both >> 4, zeros, scales, held * num_groups + group, element)
+        right = _dequantized(both & 15, zeros, scales, (held + half) * num_groups + group, element)
         upper = multiply_add(terms, left, upper, WIDENS)
         lower = multiply_add(terms, right, lower, WIDENS)
     if HAS_BIAS:
@@ -92,13 +72,12 @@ def supports(x: torch.Tensor) -> bool:
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
-    offsets: torch.Tensor | None,
+    zeros: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
-    form: int,
 ) -> torch.Tensor:
-    """x: [rows, in]; weight: [out / 2, in] uint8, outputs o and o + out / 2 in one byte; offsets (zeros or minimums, by
-    `form`) and scales: [out, groups], in / groups a multiple of LEAST_DEPTH; bias: [out]. Returns [rows, out].
+    """x: [rows, in]; weight: [out / 2, in] uint8, outputs o and o + out / 2 in one byte; zeros, scales: [out, groups],
+    in / groups a multiple of LEAST_DEPTH; bias: [out]. Returns [rows, out].
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, num_in), half, num_groups = x.shape, weight.shape[0], scales.shape[1]
@@ -106,9 +85,9 @@ def multiply(
     y = torch.empty(num_rows, 2 * half, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the thread's current device
         multiply_4bit[(triton.cdiv(num_rows, ROWS), triton.cdiv(half, WIDTH))](
-            x, weight, scales if offsets is None else offsets, scales, scales if bias is None else bias, y, num_rows,
-            num_in, half, num_groups, x.stride(0), HAS_BIAS=bias is not None, FORM=form, GROUP=group, ROWS=ROWS,
-            WIDTH=WIDTH, DEPTH=depth_of(group, DEPTH), WIDENS=WIDENS, enable_fp_fusion=False, num_warps=4, num_stages=3,
+            x, weight, zeros, scales, scales if bias is None else bias, y, num_rows, num_in, half, num_groups,
+            x.stride(0), HAS_BIAS=bias is not None, GROUP=group, ROWS=ROWS, WIDTH=WIDTH, DEPTH=depth_of(group, DEPTH),
+            WIDENS=WIDENS, enable_fp_fusion=False, num_warps=4, num_stages=3,
         )  # fmt: skip
     return y
 

@@ -130,6 +130,10 @@ class IntegerMatrix(QuantizedMatrix):
             return self._packed.dense(self.dtype)
         return self.weight.dense().to(self.dtype)
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        return self._packed.row_counts if isinstance(self._packed, DeviceIntegers) else ()
+
     def reads_few_bytes(self, device: torch.device) -> bool:
         return isinstance(self._packed, DeviceIntegers) and self._packed.has_kernel
 

@@ -149,8 +149,9 @@ def num_parameters(network: nn.Module) -> int:
 
 def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
     """Raise ValueError where nothing is quantised, or where a row's result depends on the batch: one matrix of each
-    kind and shape multiplies rows two at a time, and together with rows of small and of large values. So every kernel
-    of these products is compiled, also without a bias, as adapters call it.
+    kind and shape multiplies rows two at a time, and together with rows of small and of large values; then as many rows
+    as each of its kernels takes. So every kernel of these products is compiled, also without a bias, as adapters call
+    it.
     """
     if not matrices:
         raise ValueError("this method quantises none of its layers")
@@ -160,6 +161,11 @@ def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device
         rows = torch.randn(NUM_ROWS, matrix.in_features, generator=generator).to(device, matrix.dtype)
         if matrix.bias is not None:
             matrix.project(rows[:2])
+        for num_rows in matrix.row_counts:
+            many = rows[:1].repeat(num_rows, 1)
+            matrix(many)
+            if matrix.bias is not None:
+                matrix.project(many)
         alone = torch.cat([matrix(pair) for pair in rows.split(2)]).float()
         batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:NUM_ROWS]
         sizes = comparison.channel_sizes(alone).clamp(min=1e-30)

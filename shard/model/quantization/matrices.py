@@ -47,6 +47,11 @@ class QuantizedMatrix(PackedMatrix):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _product(x, self.dense(), bias)
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that are multiplied by different kernels of ours."""
+        return ()
+
     def reads_few_bytes(self, device: torch.device) -> bool:
         """Whether a step of few rows reads the quantised weight alone. Otherwise it writes and reads the dequantised
         one too, and quantization saves memory, not time.
@@ -160,7 +165,7 @@ class GroupedMatrix(QuantizedMatrix):
             return None
         weight = self._module.W_q.view(self.out_features // 2, self.in_features)
         zeros, scales = (meta[name].view(self.out_features, -1) for name in ("zero", "scale"))
-        return kernel.multiply(rows, weight, zeros, scales, bias, kernel.Form.ZEROS).view(*x.shape[:-1], -1)
+        return kernel.multiply(rows, weight, zeros, scales, bias).view(*x.shape[:-1], -1)
 
     def dense(self) -> torch.Tensor:
         dense: torch.Tensor = self._module.dequantize()

@@ -7,8 +7,6 @@ COUNTS = dict.fromkeys(("num_rows", "num_in", "num_out", "x_stride"), "i32")
 FIXED = {
     "HAS_BIAS": True,
     "IS_ENCODED": False,
-    "GROUP": 0,
-    "HAS_MINIMUMS": False,
     "ROWS": kernel.ROWS,
     "WIDTH": kernel.WIDTH,
     "DEPTH": kernel.DEPTH,
@@ -22,7 +20,6 @@ def main() -> None:
             "x": "*bf16",
             "weight": f"*{element}",
             "scales": "*fp32",
-            "minimums": "*fp32",
             "bias": "*bf16",
             "y": "*bf16",
         }

@@ -3,15 +3,19 @@ own, on CUDA or, with TRITON_INTERPRET=1, on CPU.
 """
 
 import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from lorikeet.shard.model.kernels import device_integers
+from lorikeet.shard.model.kernels import device_integers, integers_triton
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
-from lorikeet.shard.model.kernels.four_bits_triton import MOST_ROWS
 from lorikeet.shard.model.kernels.integer import IntegerWeight
+from lorikeet.shard.model.kernels.integers_triton import MOST_ROWS
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
+from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from lorikeet.shard.system import gpu
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -82,6 +86,85 @@ def test_a_row_has_equal_bits_in_any_batch(bits: int, group: int, has_minimums: 
     together = held.product(x, with_bias=False)
     for rows in (slice(0, 1), slice(5, 9), slice(13, 38)):
         assert torch.equal(held.product(x[rows], with_bias=False), together[rows])
+
+
+def test_neither_tiles_nor_splits_change_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits, group in ((4, 128), (8, 2048)):
+        weight = drawn(2048, 80, bits, group, False)
+        held, x = DeviceIntegers(weight, None, DTYPE), rows_of(MOST_ROWS, 2048, DTYPE)
+        num_blocks = held.words.shape[0]
+        assert integers_triton.num_splits_of(num_blocks, 80, bits) == 2
+        together = held.product(x, with_bias=False)
+        for rows in (slice(0, 1), slice(3, 11), slice(20, 36)):
+            assert torch.equal(held.product(x[rows], with_bias=False), together[rows]), (bits, rows)
+        monkeypatch.setattr(integers_triton, "LEAST_WIDE", 1)
+        assert integers_triton.tile_of(MOST_ROWS, 80, 2, bits, DEVICE) == integers_triton.WIDE
+        assert torch.equal(held.product(x, with_bias=False), together)
+        with gpu.assumed((7, 5)):  # several tiles of rows
+            assert torch.equal(held.product(x, with_bias=False), together)
+        monkeypatch.undo()
+        monkeypatch.setattr(gpu, "has_triton", lambda device: True)
+        assert held._counters is not None and not held._counters.any()
+
+
+def test_parts_of_the_inputs_depend_on_the_shape_of_a_weight_alone() -> None:
+    """4096 inputs are 32 blocks, 14336 are 112; enough programs for a card, and few parts to sum."""
+    outputs = 1024, 4096, 6144, 28672, 128256
+    assert [integers_triton.num_splits_of(32, each, 4) for each in outputs] == [4, 4, 4, 1, 1]
+    assert [integers_triton.num_splits_of(112, each, bits) for each in (4096, 28672) for bits in (4, 8)] == [8, 4, 1, 1]
+    assert integers_triton.num_splits_of(1, 16, 4) == 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("bits", "group", "has_minimums"), [(4, 96, True), (4, 64, False), (4, 16, False), (8, 32, False)]
+)
+def test_scales_that_are_numbers_of_the_dtype_need_no_float32(
+    bits: int, group: int, has_minimums: bool, dtype: torch.dtype
+) -> None:
+    plain = drawn(192, 40, bits, group, has_minimums)
+    scales = (plain.scales * 64).to(dtype).float()
+    weight = replace(plain, scales=scales, minimums=-2 * scales if has_minimums else None)
+    held, x = DeviceIntegers(weight, None, dtype), rows_of(3, 192, dtype)
+    assert held.is_exact and not DeviceIntegers(plain, None, dtype).is_exact
+    assert torch.equal(held.dense(dtype), weight.dense().to(dtype))
+    wanted = x.double() @ dequantised(weight, dtype).t()
+    assert float((held.product(x, False).double() - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max())
+
+
+def test_extreme_scales_are_decoded_in_float32() -> None:
+    for scale in (2.0**10, 2.0**-100):
+        plain = drawn(64, 40, 4, 32, False)
+        weight = replace(plain, scales=torch.full_like(plain.scales, scale))
+        held = DeviceIntegers(weight, None, DTYPE)
+        assert not held.is_exact and torch.equal(held.dense(DTYPE), weight.dense().to(DTYPE))
+
+
+def test_every_kernel_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE)
+    matrix = IntegerMatrix(IntegerLinear(drawn(128, 40, 4, 32, False), bias, False, DTYPE), DTYPE)
+    matrix.copy_from_mmap()
+    launched = Counter[tuple[object, ...]]()
+    for name in ("multiply_integers", "dequantise_integers"):
+        kernel = getattr(integers_triton, name)
+
+        class Recorded:
+            def __init__(self, name: str, kernel: Any) -> None:
+                self.name, self.kernel = name, kernel
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                def launch(*args: Any, **named: Any) -> None:
+                    launched[self.name, named.get("ROWS"), named.get("HAS_BIAS")] += 1
+                    self.kernel[grid](*args, **named)
+
+                return launch
+
+        monkeypatch.setattr(integers_triton, name, Recorded(name, kernel))
+    check_batch_invariance([matrix], DEVICE)
+    rows = {tile.rows for tile in integers_triton.TILES[4]}
+    products = {("multiply_integers", count, has) for count in rows for has in (False, True)}
+    assert set(launched) == products | {("dequantise_integers", None, None)}
 
 
 def test_many_rows_dequantise_a_chunk_of_the_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ class Held:
 def multiplied(held: Held, x: torch.Tensor, has_bias: bool = True) -> torch.Tensor:
     zeros, scales = (held.meta[name].view(held.out_features, -1) for name in ("zero", "scale"))
     weight = held.W_q.view(held.out_features // 2, -1)
-    return kernel.multiply(x, weight, zeros, scales, held.bias if has_bias else None, kernel.Form.ZEROS)
+    return kernel.multiply(x, weight, zeros, scales, held.bias if has_bias else None)
 
 
 def rows_of(count: int, held: Held) -> torch.Tensor:
