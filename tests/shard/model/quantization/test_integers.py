@@ -2,7 +2,6 @@
 own network of the rounded weights.
 """
 
-from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ def test_every_kind_of_product_is_tried_at_start(monkeypatch: pytest.MonkeyPatch
         [IntegerMatrix(IntegerLinear(*each, False, torch.float32), torch.float32) for each in weights],
         torch.device("cpu"),
     )
-    assert Counter(tried) == {(8, 32, True): 2, (4, 32, True): 3, (4, 32, False): 2, (4, 64, True): 2}
+    assert set(tried) == {(8, 32, True), (4, 32, True), (4, 32, False), (4, 64, True)}
 
 
 def test_experts_are_rejected_on_devices(tmp_path: Path) -> None:
