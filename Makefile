@@ -86,7 +86,7 @@ test-clients: $(VENV)/.installed-$(DEV)
 
 # Real models, from packages that hold them, in a folder outside the tree, which is kept.
 test-real: $(VENV)/.installed-$(DEV)
-	REAL_MODELS=$(REAL_MODELS) $(PY) -m pytest -m real tests/real $(ARGS)
+	REAL_MODELS=$(REAL_MODELS) $(PY) -m pytest -m real -o faulthandler_timeout=3600 tests/real $(ARGS)
 
 check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .

@@ -239,9 +239,8 @@ def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     low, high = weight.aminmax(dim=2, keepdim=True)
     scales = gpu.divide(high - low, 255.0)
-    minimums = low + 128.0 * scales
-    values = ((weight - minimums) / scales).round().nan_to_num(0.0).clamp(-128, 127)
-    return values.to(torch.int8), scales[:, :, 0], minimums[:, :, 0]
+    values = ((weight - low) / scales).round().nan_to_num(0.0) - 128.0  # equal weights have a scale of 0
+    return values.to(torch.int8), scales[:, :, 0], (low + 128.0 * scales)[:, :, 0]
 
 
 def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

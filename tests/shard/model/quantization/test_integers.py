@@ -251,7 +251,7 @@ def test_four_bits_are_nearer_than_between_the_extremes(group: int) -> None:
     rounded = round_weight(weight, 4, group)
     assert rounded.group == group and rounded.values.max() == 15
     error = (rounded.dense().reshape(-1, group) - parts).square().sum(1)
-    assert (error <= plain * 1.0001).all() and error.div(plain).mean() < 0.85
+    assert (error <= plain * 1.0001).all() and error.div(plain).mean() < 0.9
 
 
 def test_the_largest_group_that_divides_a_row() -> None:
@@ -281,7 +281,7 @@ def test_what_is_rejected(method: str, tmp_path: Path) -> None:
     config = ShardConfig("m", str(folder), "unix:/dev/null", quantize=method)
     with pytest.raises(ValueError, match=f"a network quantised by {method} cannot be split"):
         load_model(config, object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only int8, int4, gguf, and checkpoints of gptq and awq whose"):
+    with pytest.raises(ValueError, match="only int8, int4, int4-g32, gguf, and checkpoints of gptq and awq whose"):
         ours(folder, None, activations="int8")
 
 
