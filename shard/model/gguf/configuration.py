@@ -21,6 +21,15 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Gemma with this many layers scales attention by the hidden size; files do not say so, and llama.cpp counts too."""
 
 
+def check_metadata(file: GgufFile) -> None:
+    """Raise ValueError for metadata that would make transformers build what the file has no tensors for."""
+    if not isinstance(file.value("general.architecture"), str):
+        raise ValueError("its metadata has no general.architecture")
+    num_layers = file.of_architecture("block_count")
+    if not isinstance(num_layers, int) or not 0 < num_layers <= len(file.tensors):
+        raise ValueError(f"its metadata says {num_layers} layers, and it has {len(file.tensors)} tensors")
+
+
 def complete(config: Any, file: GgufFile) -> None:
     """Add to a configuration what `file` says. Raises ValueError for positions that it cannot express."""
     for attribute, key in VALUES.get(file.architecture, {}).items():
