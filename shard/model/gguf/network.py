@@ -12,11 +12,12 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
-from lorikeet.shard.model.kernels.integer import IntegerWeight
+from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight
 from lorikeet.shard.model.moe.experts import is_experts
-from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding, StoredWeight
+from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 
 EMBEDDING = "token_embd.weight"
 ROWS_AT_ONCE = 4096
@@ -67,7 +68,7 @@ class _Loading:
         self._rounds_activations = rounds_activations
         config = network.config
         self._processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
-        self._names: dict[str, str] = get_gguf_hf_weights_map(network, self._processor)
+        self._names = _names(network, self._processor, file)
         self._is_tied = bool(config.tie_word_embeddings)
         is_llama3 = (config.rope_parameters or {}).get("rope_type") == "llama3"
         # the configuration has the factors of Llama 3
@@ -105,6 +106,7 @@ class _Loading:
             self._put_integers(EMBEDDING, f"{self._head_name()}.weight", num_shared=self._head().weight.numel())
         elif self._is_tied:
             self._head().weight = self._network.get_input_embeddings().weight
+        return_freed_memory()
 
     def _head(self) -> Any:
         return self._network.get_output_embeddings()
@@ -139,9 +141,12 @@ class _Loading:
         form = FORMATS[self._file.kind(name)]
         kind = (shape[1], form.bits, form.group, not form.has_minimums)
 
-        def read() -> IntegerWeight:
-            weight = self._file.integers(name)
-            return weight if order is None else _ordered(weight, order)
+        def read(start: int, stop: int) -> IntegerWeight:
+            if order is None:
+                return self._file.integers(name, start, stop)
+            rows = order[start:stop]
+            first = int(rows.min())
+            return _ordered(self._file.integers(name, first, int(rows.max()) + 1), rows - first)
 
         stored = StoredWeight((shape[0], shape[1]), kind, read)
         made = IntegerLinear(stored, None, self._rounds_activations, self._dtype)
@@ -162,6 +167,26 @@ class _Loading:
             weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
         )
         return done.weights
+
+
+class _WithoutParts:
+    """A network that names its weights, and not its modules."""
+
+    def __init__(self, network: Any) -> None:
+        self.config, self.state_dict = network.config, network.state_dict
+
+    def named_children(self) -> list[Any]:
+        return []
+
+
+def _names(network: Any, processor: Any, file: GgufFile) -> dict[str, str]:
+    """transformers' names of weights by those in files."""
+    names: dict[str, str] = get_gguf_hf_weights_map(_WithoutParts(network), processor)
+    if file.tensors.keys() <= names.keys() | {ROPE_FACTORS}:
+        return names
+    # it makes the package's table of names for each module, which takes seconds
+    names = get_gguf_hf_weights_map(network, processor)
+    return names
 
 
 def _ordered(weight: IntegerWeight, order: torch.Tensor) -> IntegerWeight:

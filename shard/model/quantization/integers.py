@@ -3,8 +3,8 @@ CPU, kernels/device_integers.py on devices.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
-from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers
+from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers, StoredWeight
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from lorikeet.shard.system import gpu
 
@@ -39,17 +39,6 @@ class Rounding(NamedTuple):
     """Weights of a row that share a scale: the largest of GROUPS up to this one that divides the row."""
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """A weight in a file. It is read when its layer is packed, so that only one is in memory in two forms."""
-
-    shape: tuple[int, int]
-    """[out, in]"""
-    kind: tuple[int, int, int, bool]
-    """As of an IntegerWeight."""
-    read: Callable[[], IntegerWeight]
-
-
 class IntegerLinear(nn.Module):
     """A linear layer with a rounded weight, until the layer pass replaces it."""
 
@@ -62,10 +51,10 @@ class IntegerLinear(nn.Module):
     ) -> None:
         """bias: [out]; `dtype`: of activations."""
         super().__init__()
-        is_stored = isinstance(weight, StoredWeight)
-        self.out_features, self.in_features = weight.shape if is_stored else weight.values.shape
+        self.out_features, self.in_features = weight.shape
+        device = weight.values.device if isinstance(weight, IntegerWeight) else "cpu"
         # [0]
-        self.sample = torch.empty(0, dtype=dtype, device="cpu" if is_stored else weight.values.device)
+        self.sample = torch.empty(0, dtype=dtype, device=device)
         self._weight, self.bias, self.rounds_activations = weight, bias, rounds_activations
         self.num_shared = 0
         """Weights that another module holds too, not rounded."""
@@ -76,7 +65,11 @@ class IntegerLinear(nn.Module):
         """The weight, on the layer's device. A stored one is read at each call."""
         if isinstance(self._weight, IntegerWeight):
             return self._weight
-        return _moved(self._weight.read(), self.sample.device)
+        return _moved(self._weight.read(0, self.out_features), self.sample.device)
+
+    def parts(self) -> Iterator[IntegerWeight]:
+        """The weight on the layer's device, some rows at a time."""
+        return (_moved(part, self.sample.device) for part in self._weight.parts())
 
     @property
     def integers_kind(self) -> tuple[int, int, int, bool]:
@@ -103,7 +96,7 @@ class IntegerLinear(nn.Module):
                 dtype = self.sample.dtype
                 self._packed = DeviceIntegers(self.integers, None if bias is None else bias.to(dtype), dtype)
             else:
-                self._packed = PackedIntegers(self.integers, None if bias is None else bias.float())
+                self._packed = PackedIntegers(self._weight, None if bias is None else bias.float())
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,6 +154,14 @@ class IntegerMatrix(QuantizedMatrix):
         if isinstance(self._packed, DeviceIntegers):
             return self._packed.dense(self.dtype)
         return self.weight.dense().to(self.dtype)
+
+    def dense_parts(self) -> Iterator[torch.Tensor]:
+        if self._packed is not None:
+            yield self.dense()
+        elif self._weight is not None:
+            yield from (part.dense().to(self.dtype) for part in self._weight.parts())
+        else:
+            yield from (part.dense().to(self.dtype) for part in self._module.parts())
 
     def reads_few_bytes(self, device: torch.device) -> bool:
         return isinstance(self._packed, DeviceIntegers) and self._packed.has_kernel
