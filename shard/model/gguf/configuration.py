@@ -9,8 +9,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, ROPE_SCALING, GgufFile
 
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-VALUES = {"qwen3": {"head_dim": "attention.key_length"}, "gemma2": _SOFTCAPS, "gemma3": _SOFTCAPS}
+VALUES = {"gemma2": _SOFTCAPS, "gemma3": _SOFTCAPS}
 """Attributes of a configuration that transformers leaves at their defaults, and their keys, by architecture."""
+HEAD_SIZE = "attention.key_length"
 LOW, HIGH = 1.0, 4.0
 """`low_freq_factor` and `high_freq_factor` of every model with `rope_type: llama3`; files do not name them."""
 ORIGINAL_LENGTH = 8192
@@ -35,6 +36,8 @@ def complete(config: Any, file: GgufFile) -> None:
     for attribute, key in VALUES.get(file.architecture, {}).items():
         if (value := file.of_architecture(key)) is not None:
             setattr(config, attribute, value)
+    if hasattr(config, "head_dim") and (size := file.of_architecture(HEAD_SIZE)) is not None:
+        config.head_dim = size
     if file.architecture in LAYERS_OF_27B:
         _complete_gemma(config, file)
     if file.of_architecture(ROPE_SCALING) == "linear":

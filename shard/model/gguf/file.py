@@ -114,8 +114,8 @@ def _later_parts(path: Path, first: Header, count: int) -> list[Path]:
     """Paths of the parts after the first of `count`."""
     if count == 1:
         return []
-    if first.value(SPLIT_NUMBER) != 0:
-        raise ValueError(f"it is part {first.value(SPLIT_NUMBER) + 1} of {count}: give the first part, {path.name}")
+    if (number := first.value(SPLIT_NUMBER)) != 0:
+        raise ValueError(f"it is part {number + 1} of {count}: give the first part")
     return part_paths(path, count)[1:]
 
 

@@ -83,8 +83,8 @@ def write_model(
     metadata = {"tokenizer.ggml.pre": "gpt-2"} | (metadata or {})
     _add_tokenizer(writer, tokenizer)
     for key, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-        add[type(value)](key, value)
+        kinds = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
+        writer.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType[kinds[type(value)]])
     for index, (name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = permuted(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
@@ -104,6 +104,34 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def split_model(path: Path, folder: Path, count: int) -> list[Path]:
+    """The model of a file in `count` files, as llama.cpp's `llama-gguf-split` names and describes them: the metadata is
+    in the first.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    folder.mkdir()
+    paths = [folder / f"tiny-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    for number, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
+        if number == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    of_items = field.types[1] if len(field.types) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], of_items)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
 
 
 def _add_configuration(writer: Any, config: Any, architecture: str) -> None:
@@ -126,7 +154,7 @@ def _add_configuration(writer: Any, config: Any, architecture: str) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture == "llama":
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_rope_dimension_count(config.head_dim)
         writer.add_vocab_size(config.vocab_size)
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
