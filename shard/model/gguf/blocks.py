@@ -95,7 +95,9 @@ def _q3_k(blocks: torch.Tensor) -> Parts:
     high = _shifted(blocks[..., :32], range(8), 1)
     low = _shifted(blocks[..., 32:96].unflatten(2, (2, 32)), (0, 2, 4, 6), 3).flatten(2, 3)
     packed = blocks[..., 96:108]
-    scales = _shifted(packed[..., :8], (0, 4), 15).flatten(2) | _shifted(packed[..., 8:], (0, 2, 4, 6), 3).flatten(2) << 4
+    scales = (
+        _shifted(packed[..., :8], (0, 4), 15).flatten(2) | _shifted(packed[..., 8:], (0, 2, 4, 6), 3).flatten(2) << 4
+    )
     scales = (scales.view(torch.int8) - 32) * _halves(blocks[..., 108:110])[..., None]
     return Parts((low | high << 2) + (MIDDLE - 4), scales)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lorikeet.proto.quantization import GGUF_NAME
-from lorikeet.shard.model.gguf.blocks import FORMATS, read_blocks
+from lorikeet.shard.model.gguf.blocks import read_blocks
 from lorikeet.shard.model.gguf.header import Header, TensorPlace
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 

@@ -4,9 +4,11 @@ transformers has tables of names, and functions that undo how files order rows. 
 such a function does to their numbers.
 """
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import nn
 from transformers.initialization import no_init_weights
@@ -19,6 +21,8 @@ from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight
 from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 
+log = structlog.get_logger()
+
 EMBEDDING = "token_embd.weight"
 ROWS_AT_ONCE = 4096
 """Of an embedding, which are in memory in float32 while they are read."""
@@ -28,12 +32,12 @@ def load_gguf(
     file: GgufFile, checkpoint: Any, dtype: torch.dtype, options: dict[str, Any], rounds_activations: bool
 ) -> nn.Module:
     """The network of a configuration with the tensors of a file. Matrices in blocks are read when the layer pass packs
-    them. `options`: of transformers' `from_config`. Raises ValueError for tensors that it lacks, and for tensors without
-    a place.
+    them. `options`: of transformers' `from_config`. Raises ValueError for tensors that it lacks or has no place for.
     """
     network = _empty_network(checkpoint, dtype, options)
     loading = _Loading(file, network, dtype, rounds_activations)
     loading.check()
+    log.info("gguf_tensors", **loading.counts())
     loading.put_all()
     network.lorikeet_rounding = Rounding(4, rounds_activations)
     network.lorikeet_owns_weights = True
@@ -93,6 +97,17 @@ class _Loading:
             missing.discard(f"{self._head_name()}.weight")
         if missing:
             raise ValueError(f"it has no tensor for {min(missing)}")
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many tensors of each type are multiplied as integers, and how many are dequantised."""
+        integers, dense = Counter[str](), Counter[str]()
+        for name in self._tensors:
+            kind = self._file.kind(name)
+            if self._is_integers(name, self._names[name]):
+                integers[f"{kind} in {FORMATS[kind].bits} bits"] += 1
+            else:
+                dense[kind] += 1
+        return {"integers": dict(integers), "dense": dict(dense)}
 
     def put_all(self) -> None:
         """Put every tensor into its place. `check` comes first."""
@@ -185,8 +200,8 @@ def _names(network: Any, processor: Any, file: GgufFile) -> dict[str, str]:
     if file.tensors.keys() <= names.keys() | {ROPE_FACTORS}:
         return names
     # it makes the package's table of names for each module, which takes seconds
-    names = get_gguf_hf_weights_map(network, processor)
-    return names
+    with_parts: dict[str, str] = get_gguf_hf_weights_map(network, processor)
+    return with_parts
 
 
 def _ordered(weight: IntegerWeight, order: torch.Tensor) -> IntegerWeight:

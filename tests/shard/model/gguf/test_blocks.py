@@ -10,7 +10,7 @@ import torch
 from lorikeet.shard.model.gguf.blocks import FORMATS, read_blocks
 from lorikeet.shard.model.gguf.header import TYPES
 from lorikeet.shard.model.kernels import integer
-from lorikeet.shard.model.kernels.integer import PackedIntegers, plain_product
+from lorikeet.shard.model.kernels.integer import PackedIntegers, StoredWeight, plain_product
 from tests.shard.model.gguf.files import random_rows
 
 gguf = pytest.importorskip("gguf")
@@ -62,3 +62,19 @@ def test_products_have_the_bits_of_the_reference(kind: str) -> None:
     weight = read_blocks(kind, torch.from_numpy(random_rows(kind, 40, 512, seed=2)))
     x = torch.randn(7, 512, generator=torch.Generator().manual_seed(0))
     assert torch.equal(PackedIntegers(weight, None).product(x, with_bias=False), plain_product(x, weight, None))
+
+
+@pytest.mark.skipif(not integer.available(), reason="needs a C compiler")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_a_weight_in_parts_is_packed_as_a_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.from_numpy(random_rows(kind, 200, 256, seed=3))
+    whole = read_blocks(kind, rows)
+    expected = PackedIntegers(whole, None)
+    stored = StoredWeight((200, 256), whole.kind, lambda start, stop: read_blocks(kind, rows[start:stop]))
+    monkeypatch.setattr(integer, "PART_ELEMENTS", 1)
+    for weight in (stored, whole):
+        assert [part.shape[0] for part in weight.parts()] == [64, 64, 64, 8]
+        packed = PackedIntegers(weight, None)
+        x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(packed.product(x, with_bias=False), expected.product(x, with_bias=False))
+        assert packed.nbytes == expected.nbytes
