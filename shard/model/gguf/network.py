@@ -17,15 +17,13 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from lorikeet.proto.memory import return_freed_memory
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
-from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight
+from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight, row_ranges
 from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 
 log = structlog.get_logger()
 
 EMBEDDING = "token_embd.weight"
-ROWS_AT_ONCE = 4096
-"""Of an embedding, which are in memory in float32 while they are read."""
 
 
 def load_gguf(
@@ -139,12 +137,11 @@ class _Loading:
         return self._file.kind(name) in FORMATS and isinstance(self._module(place), nn.Linear)
 
     def _put_dense(self, name: str, place: str) -> None:
-        num_first = self._file.shape(name)[0]
-        # other functions of transformers than an embedding's may move rows
-        step = ROWS_AT_ONCE if name == EMBEDDING else num_first
+        shape = self._file.shape(name)
+        num_first = shape[0]
         values = torch.empty(self._shape(place), dtype=self._dtype)
-        for start in range(0, num_first, step):
-            stop = min(start + step, num_first)
+        # other functions of transformers than an embedding's may move rows
+        for start, stop in row_ranges((num_first, shape[1])) if name == EMBEDDING else [(0, num_first)]:
             rows = self._processed(self._file.dense(name, start, stop).numpy(), name)
             part = values if stop - start == num_first else values[start:stop]
             part.copy_(torch.from_numpy(np.ascontiguousarray(rows)))

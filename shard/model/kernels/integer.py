@@ -48,7 +48,7 @@ SMALLEST = 2.0**-100
 _ALIGNMENT = 64
 ROWS_OF_A_PART = 64
 """Parts of a weight have a multiple of so many rows: whole panels of any processor."""
-PART_ELEMENTS = 1 << 22
+PART_ELEMENTS = 1 << 20
 """Most elements of a weight that are converted at once, if its rows are not longer."""
 PARTS_KEPT = 8
 """Stored parts that are read before their memory is returned to the system, which takes as long as reading one."""
