@@ -1,4 +1,4 @@
-"""Headers of `.gguf` files: what a broken or hostile one says is refused by name, before memory is taken for it."""
+"""Headers of `.gguf` files: what is broken or hostile is rejected with the reason, before it takes memory."""
 
 import struct
 import tracemalloc
