@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=hub/id or folder] [HOST=0.0.0.0] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
-#   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder]
+#   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder] [LLAMA_CPP=folder of programs]
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
 #   make gpu-check [ARGS="--only …"]  make gpu-pack
@@ -86,7 +86,7 @@ test-clients: $(VENV)/.installed-$(DEV)
 
 # Real models, from packages that hold them, in a folder outside the tree, which is kept.
 test-real: $(VENV)/.installed-$(DEV)
-	REAL_MODELS=$(REAL_MODELS) $(PY) -m pytest -m real -o faulthandler_timeout=3600 tests/real $(ARGS)
+	REAL_MODELS=$(REAL_MODELS) LLAMA_CPP=$(LLAMA_CPP) $(PY) -m pytest -m real -o faulthandler_timeout=3600 tests/real $(ARGS)
 
 check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .

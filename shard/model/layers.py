@@ -113,7 +113,8 @@ def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D):
                 setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
-    _copy_from_mmap(network, set() if is_whole else tied)
+    if not getattr(network, "lorikeet_owns_weights", False):
+        _copy_from_mmap(network, set() if is_whole else tied)
     return_freed_memory()
 
 

@@ -112,10 +112,10 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     if is_embedding:
         h = tensor(T, dtype=I64)
     else:
-        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 924, shrinking)
+        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 792, shrinking)
     lora.expand_rows(
-        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 924, num_out % 16 == 0,
-        shrinking[1], expanding,
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 792,
+        num_out % 16 == 0, shrinking[1], expanding,
     )  # fmt: skip
 
 

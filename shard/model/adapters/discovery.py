@@ -3,7 +3,7 @@
 Names are those of transformers' network: adapters name their targets by them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,26 +44,34 @@ def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> 
             targets[name] = module.lorikeet_adapter = LoraTarget(name, num_in, num_experts, inputs)
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not is_quantized(module):
             continue
-        weight = _dense(module, dtype)
-        is_upright = not isinstance(module, Conv1D | nn.Embedding)
-        num_out, num_in = weight.shape if is_upright else weight.shape[::-1]
+        num_out, num_in = _shape(module)
         target = LoraTarget(name, num_in, num_out, inputs, is_head=module is output)
         if isinstance(module, nn.Embedding):
             target.is_embedding = True
         else:
             bias = module.bias
             target.base_bias = None if bias is None else bias.detach().float().clone()
-            target.squared_norms = squared_norms(weight if is_upright else weight.t())
+            target.squared_norms = torch.cat([squared_norms(rows) for rows in _parts(module, dtype)])
         target.partition = getattr(module, "lorikeet_partition", None)
         module.lorikeet_adapter = target
         targets[name] = target
     return targets
 
 
-def _dense(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A module's weight in its layout; dequantised temporarily where it is quantised."""
-    weight: torch.Tensor = matrix_of(module, dtype).dense() if is_quantized(module) else module.weight.detach()
-    return weight
+def _shape(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a module. Embeddings and Conv1D keep their weight as [in, out]."""
+    if is_quantized(module):
+        return int(module.out_features), int(module.in_features)
+    first, second = module.weight.shape
+    return (second, first) if isinstance(module, Conv1D | nn.Embedding) else (first, second)
+
+
+def _parts(module: Any, dtype: torch.dtype) -> Iterable[torch.Tensor]:
+    """A module's weight in parts of [rows, in], each dequantised temporarily if it is quantised."""
+    if is_quantized(module):
+        return matrix_of(module, dtype).dense_parts()
+    weight = module.weight.detach()
+    return [weight.t() if isinstance(module, Conv1D) else weight]
 
 
 def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, ExpertTargets]:

@@ -165,7 +165,7 @@ class IntegerKernels(CpuKernels):
 
 def _are_alike(parts: Sequence[Any]) -> bool:
     """Whether all are rounded, and alike."""
-    return all(isinstance(part, IntegerLinear) for part in parts) and len({part.integers.kind for part in parts}) == 1
+    return all(isinstance(part, IntegerLinear) for part in parts) and len({part.integers_kind for part in parts}) == 1
 
 
 def _joined_integers(parts: Sequence[Any]) -> IntegerMatrix:

@@ -9,8 +9,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, ROPE_SCALING, GgufFile
 
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-VALUES = {"qwen3": {"head_dim": "attention.key_length"}, "gemma2": _SOFTCAPS, "gemma3": _SOFTCAPS}
+VALUES = {"gemma2": _SOFTCAPS, "gemma3": _SOFTCAPS}
 """Attributes of a configuration that transformers leaves at their defaults, and their keys, by architecture."""
+HEAD_SIZE = "attention.key_length"
 LOW, HIGH = 1.0, 4.0
 """`low_freq_factor` and `high_freq_factor` of every model with `rope_type: llama3`; files do not name them."""
 ORIGINAL_LENGTH = 8192
@@ -21,11 +22,22 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Gemma with this many layers scales attention by the hidden size; files do not say so, and llama.cpp counts too."""
 
 
+def check_metadata(file: GgufFile) -> None:
+    """Raise ValueError for metadata that would make transformers build what the file has no tensors for."""
+    if not isinstance(file.value("general.architecture"), str):
+        raise ValueError("its metadata has no general.architecture")
+    num_layers = file.of_architecture("block_count")
+    if not isinstance(num_layers, int) or not 0 < num_layers <= len(file.tensors):
+        raise ValueError(f"its metadata says {num_layers} layers, and it has {len(file.tensors)} tensors")
+
+
 def complete(config: Any, file: GgufFile) -> None:
     """Add to a configuration what `file` says. Raises ValueError for positions that it cannot express."""
     for attribute, key in VALUES.get(file.architecture, {}).items():
         if (value := file.of_architecture(key)) is not None:
             setattr(config, attribute, value)
+    if hasattr(config, "head_dim") and (size := file.of_architecture(HEAD_SIZE)) is not None:
+        config.head_dim = size
     if file.architecture in LAYERS_OF_27B:
         _complete_gemma(config, file)
     if file.of_architecture(ROPE_SCALING) == "linear":

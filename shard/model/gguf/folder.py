@@ -13,6 +13,10 @@ from typing import Any
 from lorikeet.proto.config_file import ConfigFile
 from lorikeet.proto.quantization import GGUF_KEY, GGUF_NAME
 
+METADATA = "metadata.gguf"
+"""What transformers reads, while the folder is made."""
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, OSError)
+"""What transformers raises for metadata that it does not expect."""
 DTYPES = {0: "float32", 1: "float16"}
 """By `general.file_type`, the type of most tensors; others have blocks."""
 
@@ -35,21 +39,31 @@ def make_folder(request: Request) -> None:
     """Raises ValueError with the reason why the file cannot be served."""
     from transformers import AutoConfig
 
-    from lorikeet.shard.model.gguf.configuration import complete
-    from lorikeet.shard.model.gguf.file import GgufFile
+    from lorikeet.shard.model.gguf.configuration import check_metadata, complete
+    from lorikeet.shard.model.gguf.file import GgufFile, part_paths
+    from lorikeet.shard.model.gguf.network import check_gguf
     from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
 
     file = GgufFile(request.file)
+    check_metadata(file)
     folder = Path(request.folder)
     folder.mkdir()
-    (folder / GGUF_NAME).symlink_to(Path(request.file).resolve())
+    for link, path in zip(part_paths(folder / GGUF_NAME, len(file.paths)), file.paths, strict=True):
+        link.symlink_to(path.resolve())
+    file.write_metadata(folder / METADATA)
     try:
-        config: Any = AutoConfig.from_pretrained(folder, gguf_file=GGUF_NAME)
-        tokenizer: Any = read_tokenizer(folder, GGUF_NAME, file) if request.needs_tokenizer else None
-    except (ValueError, KeyError, TypeError, NotImplementedError, OSError) as failure:
+        config: Any = AutoConfig.from_pretrained(folder, gguf_file=METADATA)
+        tokenizer: Any = read_tokenizer(folder, METADATA, file) if request.needs_tokenizer else None
+        complete(config, file)
+    except UNREADABLE as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise ValueError(f"transformers cannot read its metadata: {reason}") from failure
-    complete(config, file)
+    finally:
+        (folder / METADATA).unlink()
+    try:
+        check_gguf(file, config)
+    except NotImplementedError as failure:
+        raise ValueError(str(failure)) from failure
     config.dtype = DTYPES.get(file.value("general.file_type"), "bfloat16")
     setattr(config, GGUF_KEY, GGUF_NAME)
     config.save_pretrained(folder)

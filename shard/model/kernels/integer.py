@@ -7,7 +7,7 @@ follow in float32 in one order. So both, on any processor and for any number of 
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
 from lorikeet.shard.system import gpu
@@ -45,6 +46,12 @@ BLOCK = 32
 SMALLEST = 2.0**-100
 """Blocks of smaller values count as zeros; SMALLEST of integer.h."""
 _ALIGNMENT = 64
+ROWS_OF_A_PART = 64
+"""Parts of a weight have a multiple of so many rows: whole panels of any processor."""
+PART_ELEMENTS = 1 << 20
+"""Most elements of a weight that are converted at once, if its rows are not longer."""
+PARTS_KEPT = 8
+"""Stored parts that are read before their memory is returned to the system, which takes as long as reading one."""
 MIDDLE = 8
 """What is subtracted from weights in 4 bits that have no minimum."""
 
@@ -77,6 +84,12 @@ class IntegerWeight:
             )
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]"""
+        num_out, num_in = self.values.shape
+        return num_out, num_in
+
+    @property
     def group(self) -> int:
         """Weights of a row that share a scale."""
         return self.values.shape[1] // self.scales.shape[1]
@@ -85,6 +98,12 @@ class IntegerWeight:
     def middle(self) -> int:
         """What is subtracted from each value."""
         return MIDDLE if self.bits == 4 and self.minimums is None else 0
+
+    def parts(self) -> "Iterator[IntegerWeight]":
+        """The weight, some rows at a time, in order."""
+        for start, stop in row_ranges(self.shape):
+            minimums = None if self.minimums is None else self.minimums[start:stop]
+            yield IntegerWeight(self.bits, self.values[start:stop], self.scales[start:stop], minimums)
 
     def joined(self, others: "Sequence[IntegerWeight]") -> "IntegerWeight":
         """The rows of this weight, then those of others of the same kind."""
@@ -109,6 +128,33 @@ class IntegerWeight:
         if self.minimums is not None:
             grouped += self.minimums[:, :, None]
         return grouped.flatten(1)
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a file, read while it is packed."""
+
+    shape: tuple[int, int]
+    """[out, in]"""
+    kind: tuple[int, int, int, bool]
+    """As of an IntegerWeight."""
+    read: Callable[[int, int], IntegerWeight]
+    """Its rows from the first number to before the second."""
+
+    def parts(self) -> Iterator[IntegerWeight]:
+        """The weight, some rows at a time, in order."""
+        for number, (start, stop) in enumerate(row_ranges(self.shape), 1):
+            yield self.read(start, stop)
+            if number % PARTS_KEPT == 0:
+                return_freed_memory()
+
+
+def row_ranges(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Starts and ends of the parts of a weight [out, in]."""
+    num_out, num_in = shape
+    step = max(1, PART_ELEMENTS // (num_in * ROWS_OF_A_PART)) * ROWS_OF_A_PART
+    for start in range(0, num_out, step):
+        yield start, min(start + step, num_out)
 
 
 def round_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,25 +205,32 @@ class _Matrix(ctypes.Structure):
 class PackedIntegers:
     """A weight in the layout of integer.c, with its bias."""
 
-    def __init__(self, weight: IntegerWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: IntegerWeight | StoredWeight, bias: torch.Tensor | None) -> None:
         """bias: [out] float32. Raises CompilerMissing."""
         code = _load(torch.float32)
-        (num_out, num_in), bits = weight.values.shape, weight.bits
-        zero = code.zero_in_8_bits() if bits == 8 else weight.middle
-        values = weight.values.contiguous().view(torch.uint8)
-        if bits == 8:
-            values = values + zero  # wraps: -128 becomes 0
+        num_out, (num_in, bits, group, has_no_minimums) = weight.shape[0], weight.kind
+        zero = code.zero_in_8_bits() if bits == 8 else MIDDLE * has_no_minimums
         panel = code.outputs_of_a_panel()
         num_panels, words = -(-num_out // panel), -(-num_in // BLOCK) * BLOCK * bits // 32
+        num_groups = num_in // group
         # [panels, words of a row, outputs of a panel, 4], half as many elements of twice the size
         self.packed = _pool.empty(num_panels * words * panel * 2)
-        code.pack(values.data_ptr(), num_out, num_in, bits, zero, self.packed.data_ptr())
-        self.scales, self.minimums = (
-            None if each is None else _packed_groups(code, each, num_panels * panel)
-            for each in (weight.scales, weight.minimums)
-        )
+        # [panels, groups, outputs of a panel]
+        self.scales = torch.empty(num_panels * num_groups * panel)
+        self.minimums = None if has_no_minimums else torch.empty_like(self.scales)
+        start = 0
+        for part in weight.parts():
+            values = part.values.contiguous().view(torch.uint8)
+            if bits == 8:
+                values = values + zero  # wraps: -128 becomes 0
+            packed = self.packed[start * words * 2 :]
+            code.pack(values.data_ptr(), len(values), num_in, bits, zero, packed.data_ptr())
+            _pack_groups(code, part.scales, self.scales[start * num_groups :])
+            if part.minimums is not None and self.minimums is not None:
+                _pack_groups(code, part.minimums, self.minimums[start * num_groups :])
+            start += len(values)
         self.bias, self.num_out = bias, num_out
-        sizes = (num_out, num_in, weight.group, bits, zero)
+        sizes = (num_out, num_in, group, bits, zero)
         held = [None if each is None else each.data_ptr() for each in (self.packed, self.scales, self.minimums)]
         self._without_bias = _Matrix(*sizes, *held, None)
         self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
@@ -205,12 +258,10 @@ class PackedIntegers:
         return y
 
 
-def _packed_groups(code: ctypes.CDLL, values: torch.Tensor, num_padded: int) -> torch.Tensor:
-    """values: [out, groups] float32. Returns [padded * groups]."""
-    packed = torch.empty(num_padded * values.shape[1])
+def _pack_groups(code: ctypes.CDLL, values: torch.Tensor, packed: torch.Tensor) -> None:
+    """values: [out, groups] float32. Writes [padded * groups] to `packed`."""
     in_order = values.contiguous()  # held until the call returns
     code.pack_groups(in_order.data_ptr(), *values.shape, packed.data_ptr())
-    return packed
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

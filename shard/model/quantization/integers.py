@@ -3,6 +3,7 @@ CPU, kernels/device_integers.py on devices.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
-from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers
+from lorikeet.shard.model.kernels.integer import IntegerWeight, PackedIntegers, StoredWeight
 from lorikeet.shard.model.quantization.matrices import QuantizedMatrix
 from lorikeet.shard.system import gpu
 
@@ -42,27 +43,48 @@ class IntegerLinear(nn.Module):
     """A linear layer with a rounded weight, until the layer pass replaces it."""
 
     def __init__(
-        self, weight: IntegerWeight, bias: torch.Tensor | None, rounds_activations: bool, dtype: torch.dtype
+        self,
+        weight: IntegerWeight | StoredWeight,
+        bias: torch.Tensor | None,
+        rounds_activations: bool,
+        dtype: torch.dtype,
     ) -> None:
         """bias: [out]; `dtype`: of activations."""
         super().__init__()
-        self.out_features, self.in_features = weight.values.shape
+        self.out_features, self.in_features = weight.shape
+        device = weight.values.device if isinstance(weight, IntegerWeight) else "cpu"
         # [0]
-        self.sample = torch.empty(0, dtype=dtype, device=weight.values.device)
-        self.integers, self.bias, self.rounds_activations = weight, bias, rounds_activations
+        self.sample = torch.empty(0, dtype=dtype, device=device)
+        self._weight, self.bias, self.rounds_activations = weight, bias, rounds_activations
         self.num_shared = 0
         """Weights that another module holds too, not rounded."""
         self._packed: PackedIntegers | DeviceIntegers | None = None
 
     @property
+    def integers(self) -> IntegerWeight:
+        """The weight, on the layer's device. A stored one is read at each call."""
+        if isinstance(self._weight, IntegerWeight):
+            return self._weight
+        return _moved(self._weight.read(0, self.out_features), self.sample.device)
+
+    def parts(self) -> Iterator[IntegerWeight]:
+        """The weight on the layer's device, some rows at a time."""
+        return (_moved(part, self.sample.device) for part in self._weight.parts())
+
+    @property
+    def integers_kind(self) -> tuple[int, int, int, bool]:
+        """`IntegerWeight.kind` of the weight, without reading it."""
+        return self._weight.kind
+
+    @property
     def is_on_device(self) -> bool:
-        return self.integers.values.device.type != "cpu"
+        return self.sample.device.type != "cpu"
 
     def move(self, device: torch.device) -> None:
-        """Copy the weight to a device. The layer is not packed yet."""
-        tensors = {name: getattr(self.integers, name) for name in ("values", "scales", "minimums")}
-        moved = {name: each.to(device) for name, each in tensors.items() if each is not None}
-        self.integers, self.sample = replace(self.integers, **moved), self.sample.to(device)
+        """Copy the weight to a device; a stored one later, when it is read. The layer is not packed yet."""
+        self.sample = self.sample.to(device)
+        if isinstance(self._weight, IntegerWeight):
+            self._weight = _moved(self._weight, device)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.to(device), requires_grad=False)
 
@@ -74,7 +96,7 @@ class IntegerLinear(nn.Module):
                 dtype = self.sample.dtype
                 self._packed = DeviceIntegers(self.integers, None if bias is None else bias.to(dtype), dtype)
             else:
-                self._packed = PackedIntegers(self.integers, None if bias is None else bias.float())
+                self._packed = PackedIntegers(self._weight, None if bias is None else bias.float())
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,9 +110,9 @@ class IntegerMatrix(QuantizedMatrix):
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         super().__init__(module, dtype)
-        self._weight: IntegerWeight | None = module.integers
+        self._weight: IntegerWeight | None = None
         self._rounds_activations: bool = module.rounds_activations
-        self._integers_kind = module.integers.kind
+        self._integers_kind = module.integers_kind
         # [out] float32
         self._bias = None if self.bias is None else self.bias.float()
         self._packed: PackedIntegers | DeviceIntegers | None = None
@@ -116,13 +138,16 @@ class IntegerMatrix(QuantizedMatrix):
 
     @property
     def weight(self) -> IntegerWeight:
-        """Before it is packed."""
-        assert self._weight is not None
+        """Unless it is packed."""
+        if self._weight is None:
+            self._weight = self._module.integers
         return self._weight
 
     def copy_from_mmap(self) -> None:
         if self._module.is_on_device or (self._rounds_activations and integer.available()):
             self._packed, self._weight = self._module.packed(), None
+        else:
+            self._weight = self._module.integers
         del self._module
 
     def dense(self) -> torch.Tensor:
@@ -133,6 +158,14 @@ class IntegerMatrix(QuantizedMatrix):
     @property
     def row_counts(self) -> tuple[int, ...]:
         return self._packed.row_counts if isinstance(self._packed, DeviceIntegers) else ()
+
+    def dense_parts(self) -> Iterator[torch.Tensor]:
+        if self._packed is not None:
+            yield self.dense()
+        elif self._weight is not None:
+            yield from (part.dense().to(self.dtype) for part in self._weight.parts())
+        else:
+            yield from (part.dense().to(self.dtype) for part in self._module.parts())
 
     def reads_few_bytes(self, device: torch.device) -> bool:
         return isinstance(self._packed, DeviceIntegers) and self._packed.has_kernel
@@ -150,6 +183,12 @@ class IntegerMatrix(QuantizedMatrix):
         else:
             y = integer.plain_product(rows, self.weight, None if bias is None else self._bias)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def _moved(weight: IntegerWeight, device: torch.device) -> IntegerWeight:
+    """The weight on a device."""
+    tensors = {name: getattr(weight, name) for name in ("values", "scales", "minimums")}
+    return replace(weight, **{name: values.to(device) for name, values in tensors.items() if values is not None})
 
 
 def round_network(network: Any, rounding: Rounding, device: torch.device) -> None:

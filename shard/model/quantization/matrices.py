@@ -7,6 +7,7 @@ is used where it has a batch-invariant kernel, and ours for few rows of weights 
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,11 +42,20 @@ class QuantizedMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """Dequantised: [out, in] in `dtype`."""
 
+    def dense_parts(self) -> Iterator[torch.Tensor]:
+        """Dequantised: [rows, in] in `dtype`, all rows in order."""
+        yield self.dense()
+
     def copy_from_mmap(self) -> None:
         """Copy the weight where it may be a view into a mapped checkpoint: a view keeps all of it resident."""
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return _product(x, self.dense(), bias)
+        products, start = [], 0
+        for rows in self.dense_parts():
+            stop = start + len(rows)
+            products.append(_product(x, rows, None if bias is None else bias[start:stop]))
+            start = stop
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     @property
     def row_counts(self) -> tuple[int, ...]:

@@ -8,23 +8,39 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.folder import Request, main
+from lorikeet.shard.model.gguf.header import TYPES
 
-SUPER = ("Q4_K", "Q5_K", "Q6_K")
-"""Types that the package does not write: their bytes are drawn."""
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
+    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "Q1_0": (0,),
+    "Q2_0": (0,),
+}  # fmt: skip
 """Where a block has numbers in half precision."""
+WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
+"""Types that the package writes. Bytes of others are drawn."""
 
 
 def random_rows(kind: str, num_out: int, num_in: int, seed: int, spread: float = 0.01) -> np.ndarray[Any, Any]:
     """[out, bytes] of any values; scales are small."""
     drawn = np.random.default_rng(seed)
-    size = FORMATS[kind].num_bytes
-    blocks = drawn.integers(0, 256, (num_out, num_in // (256 if kind in SUPER else 32), size), dtype=np.uint8)
-    for place in HALVES[kind]:
-        halves = (drawn.standard_normal(blocks.shape[:2]) * spread).astype(np.float16)
+    form = next(form for form in TYPES.values() if form.name == kind)
+    blocks = drawn.integers(0, 256, (num_out, num_in // form.size, form.num_bytes), dtype=np.uint8)
+    scales = (drawn.standard_normal((2, *blocks.shape[:2])) * spread).astype(np.float16)
+    for place, halves in zip(HALVES.get(kind, ()), scales, strict=False):
         blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
+    if kind == "Q8_K":
+        blocks[..., :4] = scales[0].astype(np.float32)[..., None].view(np.uint8)
+    elif kind == "IQ1_M":  # four bits of the scale in each of four pairs of bytes
+        bits = scales[0].view(np.uint16)
+        for index in range(4):
+            upper = (bits >> 4 * index & 15).astype(np.uint8) << 4
+            blocks[..., 49 + 2 * index] = blocks[..., 49 + 2 * index] & 15 | upper
+    elif kind == "MXFP4":
+        blocks[..., 0] = drawn.integers(112, 122, blocks.shape[:2])
+    elif kind == "NVFP4":
+        blocks[..., :4] = drawn.integers(0, 24, (*blocks.shape[:2], 4))
     return blocks.reshape(num_out, -1)
 
 
@@ -54,8 +70,8 @@ def write_model(
     **types: str,
 ) -> None:
     """The model of a folder, with its tokenizer, as llama.cpp's conversion writes it. Matrices have the type `kind` or
-    that of `types`, by the tensor's name in the file, with `_` for `.`; others are F32. Tensors of SUPER types are
-    drawn. `tensors`: further ones, F32.
+    that of `types`, by the tensor's name in the file, with `_` for `.`; others are F32. Tensors of types that are not
+    WRITTEN are drawn. `tensors`: further ones, F32.
     """
     import gguf
     from transformers import AutoConfig, AutoTokenizer
@@ -67,8 +83,8 @@ def write_model(
     metadata = {"tokenizer.ggml.pre": "gpt-2"} | (metadata or {})
     _add_tokenizer(writer, tokenizer)
     for key, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
-        add[type(value)](key, value)
+        kinds = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
+        writer.kv_data[0][key] = gguf.GGUFValue(value, gguf.GGUFValueType[kinds[type(value)]])
     for index, (name, weight) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = permuted(weight, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
@@ -77,10 +93,10 @@ def write_model(
         stored = gguf_name(name, architecture)
         wanted = types.get(stored.replace(".", "_"), kind) if weight.dim() == 2 else "F32"
         of_kind = gguf.GGMLQuantizationType[wanted]
-        if wanted in SUPER:
-            data = random_rows(wanted, len(weight), weight.shape[1], seed=index, spread=0.003)
-        else:
+        if wanted in WRITTEN:
             data = gguf.quants.quantize(weight.float().numpy(), of_kind)
+        else:
+            data = random_rows(wanted, len(weight), weight.shape[1], seed=index, spread=0.003)
         writer.add_tensor(stored, data, raw_dtype=of_kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values.numpy())
@@ -88,6 +104,34 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def split_model(path: Path, folder: Path, count: int) -> list[Path]:
+    """The model of a file in `count` files, as llama.cpp's `llama-gguf-split` names and describes them: the metadata is
+    in the first.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    folder.mkdir()
+    paths = [folder / f"tiny-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    for number, part in enumerate(paths):
+        writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
+        if number == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    of_items = field.types[1] if len(field.types) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], of_items)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
 
 
 def _add_configuration(writer: Any, config: Any, architecture: str) -> None:
@@ -110,7 +154,7 @@ def _add_configuration(writer: Any, config: Any, architecture: str) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture == "llama":
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_rope_dimension_count(config.head_dim)
         writer.add_vocab_size(config.vocab_size)
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)

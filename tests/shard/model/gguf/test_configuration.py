@@ -23,6 +23,7 @@ LENGTHS = (5, 70)
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 MADE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama 3": ("llama3_rope", "llama", {}, {}),
+    "llama wide heads": ("llama", "llama", {"head_dim": 32}, {}),
     "llama linear": ("llama", "llama", {"rope_parameters": LINEAR}, {}),
     "mistral": ("mistral", "llama", {"sliding_window": None}, {}),
     "qwen2.5": ("qwen2", "qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}, {}),
