@@ -56,6 +56,12 @@ class SourceUnreachable(AdapterError):
     retry_after = 5.0
 
 
+class InvalidAnswer(SourceUnreachable):
+    """The source answers, and not as its protocol permits."""
+
+    status = 502
+
+
 class LoaderFailed(AdapterError):
     """The loader itself failed; the adapter may be valid."""
 
@@ -69,7 +75,7 @@ class StoreFull(LoaderFailed):
     retry_after = 5.0
 
 
-_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), StoreFull)
+_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), InvalidAnswer, StoreFull)
 KINDS = {kind.__name__: kind for kind in _ALL}
 
 
