@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
@@ -162,17 +161,9 @@ class HubSource:
 
     def _ask(self, ref: Ref, token: str | None, schema: type[Described]) -> Described:
         """The hub's description of a repository. Raises leaves of AdapterError."""
-        hub = hub_answers.library()
-        url = f"{self._endpoint or hub.constants.ENDPOINT}/api/models/{ref.id}"
-        if ref.revision is not None:
-            url += f"/revision/{quote(ref.revision, safe='')}"
-        if schema is Listing:
-            url += "?blobs=true"
         # False: never the token of this machine's user, which the library uses if none is given
-        headers = hub.utils.build_hf_headers(token=token or False)
-        most, limit_s = hub_answers.MAX_ANSWER_BYTES + 1, _time_limit_s()
-        answer = _translated(lambda: hub_answers.read_first(url, headers, most, _read_timeout_s(), limit_s), ref, token)
-        return hub_answers.parse(answer, schema, str(ref))
+        wanted = partial(hub_answers.describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
+        return _translated(partial(wanted, self._endpoint), ref, token)
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
         where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}

@@ -10,10 +10,12 @@ import time
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lorikeet.adapters.errors import AdapterInvalid, InvalidAnswer
+from lorikeet.adapters.refs import Ref
 from lorikeet.proto.numbers import whole_number
 
 MAX_ANSWER_BYTES = 16 << 20
@@ -134,6 +136,24 @@ def _check_headers(headers: Any) -> None:
     for name in ("content-length", "x-linked-size"):
         if name in headers and whole_number(headers[name], 0, MAX_FILE_BYTES) is None:
             raise InvalidAnswer(f"the hub's header `{name}` of a file is not a size")
+
+
+def describe(
+    ref: Ref, schema: type[T], token: str | bool | None, timeout_s: float, limit_s: float, endpoint: str | None = None
+) -> T:
+    """The hub's description of a repository, with its files where the schema has them.
+
+    `token` is as the library takes it: False is none, None is that of this machine's user. Raises the library's errors,
+    TimeoutError, AdapterInvalid and InvalidAnswer.
+    """
+    hub = library()
+    url = f"{endpoint or hub.constants.ENDPOINT}/api/models/{ref.id}"
+    if ref.revision is not None:
+        url += f"/revision/{quote(ref.revision, safe='')}"
+    if schema is Listing:
+        url += "?blobs=true"
+    headers = hub.utils.build_hf_headers(token=token)
+    return parse(read_first(url, headers, MAX_ANSWER_BYTES + 1, timeout_s, limit_s), schema, str(ref))
 
 
 def read_first(url: str, headers: dict[str, str], num_bytes: int, timeout_s: float, limit_s: float) -> bytes:

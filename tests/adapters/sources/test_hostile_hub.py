@@ -50,7 +50,8 @@ def outside(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / "in")]
 
 
-OUT = "../../../../../../out"
+OUT = "../../../../out"
+"""From the folder of the cache where the library puts contents, locks and commits."""
 HEADERS: dict[str, dict[str, str]] = {
     "an ETag with a path": {"ETag": f'"{OUT}/etag"'},
     "an ETag that is a path": {"ETag": '"/OUTSIDE/etag"'},
@@ -198,7 +199,7 @@ FILE_FIELDS = ("rfilename", "size", "lfs", "blobId")
 NAMES = ("ETag", "X-Linked-ETag", "X-Linked-Size", "X-Repo-Commit", "Content-Length", "Location", "Retry-After",
          "X-Error-Code", "X-Error-Message", "Content-Range", "X-Xet-Hash", "X-Xet-Cas-Url", "Link")  # fmt: skip
 VALUES = st.text(st.characters(min_codepoint=33, max_codepoint=255), min_size=1, max_size=40) | st.sampled_from(
-    ["../../../../../out/x", '"../../../../../../out/x"', "/out/x", "..", "9" * 400, "-1", "0", "1e9", "²", "a" * 40]
+    ["../../../../out/x", '"../../../../out/x"', "/out/x", "..", "9" * 400, "-1", "0", "1e9", "²", "a" * 40]
 )
 
 
