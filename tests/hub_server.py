@@ -61,7 +61,7 @@ def commit_of(files: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
+@dataclass(repr=False)
 class HubServer:
     """The running hub: its repositories by id, and every request it received."""
 

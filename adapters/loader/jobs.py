@@ -6,7 +6,7 @@ Runs in one event loop.
 import asyncio
 import shutil
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +21,11 @@ from lorikeet.adapters.loader.workers import ForkServer, Worker, WorkerExited
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
+from lorikeet.proto.sized_cache import SizedCache
 
 REFUSED_S = 60.0
 """A pin that cannot be served is rejected for this long without another attempt."""
-_MOST_REFUSED = 4096
+MAX_REFUSED_BYTES = 4 << 20
 _MOST_IDLE = 4
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
@@ -79,7 +80,9 @@ class Jobs:
         self._idle: list[Worker] = []
         self._verifying: dict[str, asyncio.Task[bool]] = {}
         """By digest."""
-        self._refused: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()
+        self._refused: SizedCache[str, dict[str, Any]] = SizedCache(
+            MAX_REFUSED_BYTES, lambda key, refusal: len(key) + len(refusal["message"]), REFUSED_S
+        )
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -218,17 +221,14 @@ class Jobs:
         except AdapterError as error:
             self._counts[type(error).__name__] += 1
             if isinstance(error, _FINAL):
-                self._refused[key] = (error, time.monotonic())
-                if len(self._refused) > _MOST_REFUSED:
-                    self._refused.popitem(last=False)
+                self._refused.put(key, error.as_dict())
             raise
         finally:
             del self._jobs[key]
 
     def _check_refused(self, key: str) -> None:
-        error, at = self._refused.get(key, (None, 0.0))
-        if error is not None and time.monotonic() - at < REFUSED_S:
-            raise error.with_traceback(None)
+        if (refusal := self._refused.get(key)) is not None:
+            raise errors.from_dict(refusal)
 
     async def _fetch(self, job: Job, pin: Pin) -> Entry:
         with self._work(str(pin.as_dict())) as work:

@@ -273,4 +273,6 @@ class _RequestScope:
         write = _log.debug if method == "GET" and not isinstance(failure, _ALWAYS_LOGGED) else _log.info
         fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
+        if failure is not None:  # its frames hold the request, which holds it: only a later collection would free both
+            failure.__traceback__ = failure.__context__ = failure.__cause__ = None
         return ending
