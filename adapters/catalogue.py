@@ -22,11 +22,13 @@ import yaml
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
+from lorikeet.proto.numbers import is_number
 
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 64 << 20
 LONGEST_ALIAS = 256
+_LARGEST = 1e9
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
 _FIELDS = (
     "source",
@@ -273,7 +275,7 @@ def _keys(value: Any) -> frozenset[str] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value, _LARGEST)
 
 
 def _is_integer(value: Any) -> bool:

@@ -15,7 +15,8 @@ class AdapterError(Exception):
     """Seconds after which a retry may succeed."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
-        super().__init__(message)
+        # it may quote a file: half of a pair of surrogates could not be sent to anybody
+        super().__init__(message.encode(errors="replace").decode())
         self.status = self.status if status is None else status
         self.retry_after = self.retry_after if retry_after is None else retry_after
 

@@ -1,4 +1,6 @@
-"""Whole numbers in headers and in queries, which strangers write."""
+"""Numbers in headers, queries and configurations, which strangers write."""
+
+from typing import Any
 
 MAX_DIGITS = 18
 
@@ -9,3 +11,9 @@ def whole_number(text: str, least: int, most: int) -> int | None:
         return None
     number = int(text)
     return number if least <= number <= most else None
+
+
+def is_number(value: Any, most: float) -> bool:
+    """Whether a value of a configuration is a number between `-most` and `most`, so neither infinite nor NaN."""
+    # compared first: an integer of any size compares with a float, but cannot become one
+    return type(value) in (int, float) and abs(value) <= most
