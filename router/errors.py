@@ -11,7 +11,7 @@ RouterError
 │   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
-│   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
+│   ├── KeyRequired (TwoCredentials), TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
 │   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ToolError, WrongTask
 │   ├── ModelNotFound (LoraNotFound), ResponseNotFound
 │   └── UnknownRoute, UnknownMethod
@@ -237,6 +237,17 @@ class KeyRequired(InvalidRequest):
     def __init__(self) -> None:
         super().__init__(
             "this server needs a valid API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        )
+
+
+class TwoCredentials(KeyRequired):
+    """Two headers hold different credentials, at least one of which is neither a key nor for a source."""
+
+    def __init__(self) -> None:
+        InvalidRequest.__init__(
+            self,
+            "`Authorization` and `x-api-key` hold two different credentials: send one API key. Next to a key in "
+            "`x-api-key`, `Authorization` may hold a token for the source of an adapter",
         )
 
 

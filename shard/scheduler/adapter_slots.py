@@ -64,10 +64,12 @@ class SlotLimits:
 class Changes:
     """What happened since the last call."""
 
+    unloaded: list[str] = field(default_factory=list)
+    """Adapters that have left, whose cached KV can be dropped. They may be on their way back: this comes before
+    `states`.
+    """
     states: dict[str, tuple[Residency, str]] = field(default_factory=dict)
     """By digest: where it is now, and why it failed."""
-    unloaded: list[str] = field(default_factory=list)
-    """Adapters whose cached KV can be dropped."""
 
 
 class AdapterSlots:
