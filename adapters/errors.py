@@ -63,6 +63,12 @@ class InvalidAnswer(SourceUnreachable):
     status = 502
 
 
+class AdapterChanged(SourceUnreachable):
+    """Its files changed after they were looked up: the new ones can be."""
+
+    retry_after = 1.0
+
+
 class LoaderFailed(AdapterError):
     """The loader itself failed; the adapter may be valid."""
 
@@ -76,7 +82,8 @@ class StoreFull(LoaderFailed):
     retry_after = 5.0
 
 
-_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), InvalidAnswer, StoreFull)
+_LEAVES = (InvalidAnswer, AdapterChanged, StoreFull)
+_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), *_LEAVES)
 KINDS = {kind.__name__: kind for kind in _ALL}
 
 

@@ -41,7 +41,7 @@ class S3Source(ListedSource):
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Into `folder`, resuming an earlier attempt. The library has time limits of its own."""
-        objects = self._unchanged(pin)
+        objects = self.unchanged(pin)
         for name in self._chosen(pin.id, objects):
             self._download(pin.id, objects[name].handle, folder / name)
         return folder
@@ -162,7 +162,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
     except (exceptions.NotFoundError, FileNotFoundError):
         raise _nothing(id) from None
     except exceptions.PreconditionError:
-        raise errors.AdapterNotFound(f"{id} has changed while it was read: repeat the request") from None
+        raise errors.AdapterChanged(f"{id} has changed while it was read") from None
     except (exceptions.BaseError, OSError) as error:
         # For a listing the library gives no more than this, and also quotes the request.
         status = _STATUS.search(str(error))
