@@ -186,7 +186,7 @@ class AdapterProblem(InvalidRequest):
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = self.retry_after if retry_after is None else retry_after
 
 
 class AdapterUnknown(AdapterProblem):
@@ -206,7 +206,13 @@ class AdapterRefused(AdapterProblem):
 
 
 class AdapterUnavailable(AdapterProblem):
-    """Its source cannot be reached."""
+    """Its source cannot be reached, or its files cannot be read now."""
+
+    retry_after = 5.0
+
+
+class AdapterSourceInvalid(AdapterUnavailable):
+    """Its source answers with something else than its protocol permits."""
 
 
 class AdapterLoadFailed(AdapterProblem):
@@ -218,6 +224,7 @@ _BY_STATUS: dict[int, type[AdapterProblem]] = {
     403: AdapterForbidden,
     404: AdapterUnknown,
     422: AdapterRefused,
+    502: AdapterSourceInvalid,
     503: AdapterUnavailable,
 }
 
@@ -317,14 +324,17 @@ class KeyLimitReached(Refused):
 
 class ShuttingDown(Refused):
     template = "The server is shutting down"
+    retry_after = 1.0
 
 
 class NoShard(Refused):
     template = "No shard is ready"
+    retry_after = 5.0
 
 
 class Unhealthy(Refused):
     template = "unhealthy"
+    retry_after = 5.0
 
 
 class NotServed(Refused):

@@ -69,7 +69,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
     if address.scheme == "https":  # the launcher may have no certificate that the router accepts
         is_ready = plan.router_ready_file.exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
-    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log"})
+    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
     return supervisor.run(signals, when_ready)
 
 

@@ -126,7 +126,9 @@ class RequestMiddleware:
             self._service.authentication.check(request)
             if direct is None:
                 await self._app(scope, receive, call.send)
-            elif (ttl_s := wanted_ttl(request.headers)) is None:
+                return
+            await self._service.dispatcher.known()
+            if (ttl_s := wanted_ttl(request.headers)) is None:
                 await self._generate(request, direct, receive, call.send)
             else:
                 owner, stream_id = self._service.caller(request).identity, scope["state"]["request_id"]

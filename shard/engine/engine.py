@@ -23,7 +23,7 @@ from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status
 from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.scheduler.adapter_slots import Residency
+from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
@@ -342,7 +342,7 @@ class Engine:
             self.learning.changed(digest, residency, reason)
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
-                self._outputs += [error_output(request, reason, retryable=False) for request in lost]
+                self._outputs += [error_output(request, reason, reason in RELOADABLE) for request in lost]
         if changes.states:
             unplaceable = self.scheduler.fail_unplaceable()
             self._outputs += [error_output(request, reason, retryable=False) for request, reason in unplaceable]

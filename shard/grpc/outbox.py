@@ -20,6 +20,7 @@ NO_SECONDS = (0.0, 0.0, 0.0)
 DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT, Source.GRAMMAR, Source.HISTORY)
 """Draft sources in the order of the wire's draft counts."""
 
+
 @dataclass(slots=True)
 class AdapterEvents:
     """What happened to adapters since the last message: the first field came before the second."""

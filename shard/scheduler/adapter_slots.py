@@ -16,6 +16,13 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.cached_adapter import CachedAdapter, Content, EvictionScores
 
 NO_ADAPTERS = "this shard serves no adapters"
+NOT_HERE = (
+    "the adapter is not in this shard's store: it was removed, or this shard is on another machine than its router and "
+    "does not share --adapter-store"
+)
+DAMAGED = "its file in the adapter store is damaged: its bytes do not match their checksum"
+RELOADABLE = frozenset((NOT_HERE, DAMAGED))
+"""Reasons of failures that end once the adapter is loaded into the store again."""
 MOST_SIZES = 4096
 """The newest adapters, whose sizes are kept after eviction."""
 

@@ -211,15 +211,22 @@ class AdminRoutes:
             raise adapter_problem(error) from None
 
     async def _unload(self, digests: set[str], disk: bool) -> None:
+        admission, is_used = self._service.admission, self._service.dispatcher.is_used
         try:
             async with asyncio.timeout(_UNLOAD_SECONDS):
-                await asyncio.gather(*(self._service.admission.unload(digest) for digest in digests))
+                if disk:
+                    removed = await asyncio.gather(*(admission.delete(digest, is_used) for digest in digests))
+                else:
+                    await asyncio.gather(*map(admission.unload, digests))
+                    removed = []
         except TimeoutError:
             raise ReloadRefused("requests in flight still use it") from None
-        try:
-            await asyncio.gather(*(self._service.admission.forget(digest, disk) for digest in digests))
         except AdapterError as error:
             raise adapter_problem(error) from None
+        for digest in digests:
+            admission.forget(digest)
+        if not all(removed):
+            raise ReloadRefused("another process keeps its file loaded: unload it there first")
 
 
 def _shown(ref: Ref) -> dict[str, Any]:
