@@ -1,4 +1,4 @@
-"""Files of adapters that are gone, damaged or removed while requests use them: what says "repeat" is repeated inside."""
+"""Files of adapters that are gone, damaged or removed while requests use them: they are loaded again."""
 
 import asyncio
 from collections.abc import AsyncIterator
