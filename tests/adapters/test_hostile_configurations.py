@@ -88,11 +88,16 @@ FIELDS = (
     "fan_in_fan_out", "init_lora_weights", "target_parameters", "lora_bias", "trainable_token_indices",
     "alora_invocation_tokens", "layer_replication", "ensure_weight_tying", "\ud800", "of_tomorrow",
 )  # fmt: skip
+ADDED = st.fixed_dictionaries({}, optional={"content": SCALARS, "id": SCALARS})
+VOCAB = st.fixed_dictionaries({"vocab": JSON})
+DECODER = st.dictionaries(st.sampled_from(["1", "x", "9" * 30]), JSON, max_size=2)
 TOKENIZER = {
-    "tokenizer.json": st.fixed_dictionaries({}, optional={"model": st.fixed_dictionaries({"vocab": JSON}) | JSON, "added_tokens": st.lists(st.fixed_dictionaries({}, optional={"content": SCALARS, "id": SCALARS}) | JSON, max_size=2)}) | JSON,
-    "added_tokens.json": st.dictionaries(st.text(max_size=5), SCALARS, max_size=2) | JSON,
-    "tokenizer_config.json": st.fixed_dictionaries({}, optional={"pad_token": JSON, "added_tokens_decoder": st.dictionaries(st.sampled_from(["1", "x", "9" * 30]), JSON, max_size=2) | JSON}) | JSON,
-}  # fmt: skip
+    "tokenizer.json": JSON
+    | st.fixed_dictionaries({}, optional={"model": VOCAB | JSON, "added_tokens": st.lists(ADDED | JSON, max_size=2)}),
+    "added_tokens.json": JSON | st.dictionaries(st.text(max_size=5), SCALARS, max_size=2),
+    "tokenizer_config.json": JSON
+    | st.fixed_dictionaries({}, optional={"pad_token": JSON, "added_tokens_decoder": DECODER | JSON}),
+}
 
 
 @st.composite

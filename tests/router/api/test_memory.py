@@ -82,7 +82,9 @@ async def test_nothing_keeps_an_exception_after_its_request(server: Serving) -> 
     await send(server, range(120), 1000)
     gc.collect()
     frames = [each for each in gc.get_objects() if isinstance(each, types.TracebackType)]
-    held = [line for each in frames for line in traceback.format_tb(each, 1) if "lorikeet" in line or "/router/" in line]
+    held = [
+        line for each in frames for line in traceback.format_tb(each, 1) if "lorikeet" in line or "/router/" in line
+    ]
     assert held == []
 
 
