@@ -1,4 +1,4 @@
-"""Numbers in headers, queries and configurations, which strangers write."""
+"""Numbers in headers, queries and configurations of others."""
 
 from typing import Any
 

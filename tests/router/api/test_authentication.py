@@ -127,21 +127,21 @@ async def test_a_valid_key_is_not_limited_by_the_failures_of_others(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "guess",
+    "attempt",
     [
-        lambda number: bearer(f"guess {number}") | {"x-api-key": "secret one"},
-        lambda number: bearer("secret one") | {"x-api-key": f"guess {number}"},
+        lambda number: bearer(f"attempt {number}") | {"x-api-key": "secret one"},
+        lambda number: bearer("secret one") | {"x-api-key": f"attempt {number}"},
         lambda number: bearer("secret root") | {"x-api-key": "secret one"},
-        lambda number: bearer(f"hf_{number}") | {"x-api-key": f"guess {number}"},
+        lambda number: bearer(f"hf_{number}") | {"x-api-key": f"attempt {number}"},
     ],
     ids=["Authorization", "x-api-key", "two valid keys", "both"],
 )
-async def test_a_wrong_credential_counts_wherever_it_stands(tmp_path: Path, guess: Any) -> None:
+async def test_a_wrong_credential_counts_wherever_it_stands(tmp_path: Path, attempt: Any) -> None:
     async with closed(tmp_path) as server:
-        answers = [await server.client.get("/v1/models", headers=guess(number)) for number in range(MAX_FAILURES)]
+        answers = [await server.client.get("/v1/models", headers=attempt(number)) for number in range(MAX_FAILURES)]
         assert {answer.status_code for answer in answers} == {401}
         assert len({answer.text for answer in answers}) == 1 and "two different credentials" in answers[0].text
-        assert (await server.client.get("/v1/models", headers=guess(99))).status_code == 429
+        assert (await server.client.get("/v1/models", headers=attempt(99))).status_code == 429
         both = bearer("secret one") | {"x-api-key": "secret one"}
         assert (await server.client.get("/v1/models", headers=both)).status_code == 200
 
