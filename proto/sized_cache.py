@@ -5,7 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 ENTRY_BYTES = 512
 """What an entry takes in addition to its contents: objects, and its place in the dictionary."""
