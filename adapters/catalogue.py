@@ -22,11 +22,12 @@ import yaml
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
+from lorikeet.proto.numbers import is_number
 
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 64 << 20
-LONGEST_ALIAS = 256
+_LARGEST = 1e9
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
 _FIELDS = (
     "source",
@@ -126,7 +127,7 @@ def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Pat
     entries: dict[str, Entry] = {}
     problems: dict[str, str] = {}
     for alias, fields in values.items():
-        name = str(alias)[:LONGEST_ALIAS]
+        name = str(alias)[: refs.LONGEST_ALIAS]
         try:
             entries[name] = _entry(alias, fields, default_source, folder)
         except ValueError as error:
@@ -166,8 +167,7 @@ def _are_entries(value: Any) -> bool:
 
 def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> Entry:
     """Raises ValueError with a sentence."""
-    if not isinstance(alias, str) or not alias or len(alias) > LONGEST_ALIAS or not alias.isprintable():
-        raise ValueError(f"an alias must be a text of 1 to {LONGEST_ALIAS} printable characters")
+    refs.check_alias(alias if isinstance(alias, str) else "")
     if not isinstance(fields, dict):
         raise ValueError("it must be a mapping with an `id` or `revisions`")
     if unknown := sorted(str(name) for name in set(fields) - set(_FIELDS)):
@@ -273,7 +273,7 @@ def _keys(value: Any) -> frozenset[str] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value, _LARGEST)
 
 
 def _is_integer(value: Any) -> bool:

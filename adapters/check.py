@@ -16,6 +16,7 @@ from pathlib import Path
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.sources import hub_answers
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
 from lorikeet.adapters.validation import AdapterValidator, Headers, read_headers
 
@@ -121,10 +122,8 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
     if Path(options.model_id).is_dir():
         return Path(options.model_id)
     ref = refs.parse(options.model_id)
-    import huggingface_hub
-
     try:
-        found = huggingface_hub.snapshot_download(
+        found = hub_answers.library().snapshot_download(
             ref.id,
             revision=ref.revision or options.revision,
             allow_patterns=["*.json", "*.model", "*.py", "*.txt"],

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.adapters.refs import Pin
+from lorikeet.proto.numbers import is_number
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
@@ -48,7 +49,7 @@ class Merge:
             raise AdapterInvalid(f"the sign method {str(method)[:40]!r} is not one of {', '.join(SIGN_METHODS)}")
         if strategy in ("linear", "cat"):
             density = 1.0
-        elif not _is_number(density) or not 0 < density <= 1:
+        elif not is_number(density, 1.0) or not density > 0:
             raise AdapterInvalid(f"`{strategy}` needs a density above 0 and up to 1")
         return cls(pins, tuple(map(float, weights)), strategy, float(density), method)
 
@@ -64,8 +65,4 @@ class Merge:
 
 
 def _is_weight(value: Any) -> bool:
-    return _is_number(value) and abs(value) < 1e6
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value == value
+    return is_number(value, 1e6)

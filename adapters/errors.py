@@ -15,7 +15,8 @@ class AdapterError(Exception):
     """Seconds after which a retry may succeed."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
-        super().__init__(message)
+        # it may quote a file: half of a pair of surrogates could not be sent to anybody
+        super().__init__(message.encode(errors="replace").decode())
         self.status = self.status if status is None else status
         self.retry_after = self.retry_after if retry_after is None else retry_after
 
@@ -56,6 +57,18 @@ class SourceUnreachable(AdapterError):
     retry_after = 5.0
 
 
+class InvalidAnswer(SourceUnreachable):
+    """The source answers, and not as its protocol permits."""
+
+    status = 502
+
+
+class AdapterChanged(SourceUnreachable):
+    """Its files changed after they were looked up: the new ones can be."""
+
+    retry_after = 1.0
+
+
 class LoaderFailed(AdapterError):
     """The loader itself failed; the adapter may be valid."""
 
@@ -69,7 +82,8 @@ class StoreFull(LoaderFailed):
     retry_after = 5.0
 
 
-_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), StoreFull)
+_LEAVES = (InvalidAnswer, AdapterChanged, StoreFull)
+_ALL: tuple[type[AdapterError], ...] = (AdapterError, *AdapterError.__subclasses__(), *_LEAVES)
 KINDS = {kind.__name__: kind for kind in _ALL}
 
 

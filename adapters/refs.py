@@ -4,6 +4,7 @@ This module checks the syntax of a name; whether something of that name exists i
 """
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
@@ -11,6 +12,9 @@ from typing import Any, Self
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 _LONGEST = 512
+LONGEST_ALIAS = 256
+_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+"""Unicode's categories of control, format and direction characters, halves of pairs, and ends of lines."""
 HUB_PREFIX = "hub:"
 """Before a hub id, to distinguish one of a single part from names of this server."""
 _PATH = re.compile(r"\.{0,2}/|~|\.{1,2}$")
@@ -71,7 +75,7 @@ def parse(text: str, source: Source = Source.HUB) -> Ref:
 
     Only a hub id may carry a revision: a path or a bucket key may itself contain an `@`. It may begin with HUB_PREFIX.
     """
-    if not text or len(text) > _LONGEST or any(ord(character) < 32 for character in text):
+    if not text or len(text) > _LONGEST or not is_visible(text):
         raise ValueError(f"{text[:60]!r} is not a name: it is empty, too long or contains control characters")
     if source is not Source.HUB:
         return Ref(source, text)
@@ -83,6 +87,19 @@ def parse(text: str, source: Source = Source.HUB) -> Ref:
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise ValueError(f"{revision!r} is not a revision: use a branch, a tag or a commit")
     return Ref(source, name, revision or None)
+
+
+def is_visible(text: str) -> bool:
+    """Whether a text has only characters that can be seen, and none that changes how others are shown."""
+    return all(unicodedata.category(character) not in _INVISIBLE for character in text)
+
+
+def check_alias(name: str) -> None:
+    """Raises ValueError with a sentence for a name that clients and logs could not show."""
+    if not name or len(name) > LONGEST_ALIAS or not is_visible(name):
+        raise ValueError(
+            f"an alias must be a text of 1 to {LONGEST_ALIAS} characters, without control and direction characters"
+        )
 
 
 def is_plain(name: str) -> bool:

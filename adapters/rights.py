@@ -2,31 +2,33 @@
 
 A positive answer is both a right and a version. Answers, positive or negative, are cached for `ttl_s` per caller and
 name. While a source does not answer, a public adapter's last version stays valid, and a private one's for `stale_s`
-after the caller's right was proved. Only hashes of tokens are stored.
+after the caller's right was proved. Only hashes of tokens are stored, and of a refusal only its words.
 """
 
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
+from lorikeet.adapters.errors import AdapterNotAllowed, AdapterNotFound, SourceUnreachable, from_dict
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.sources.base import Resolved
 from lorikeet.adapters.sources.registry import Sources
+from lorikeet.proto.sized_cache import SizedCache
 
-MAX_CACHED = 65_536
+MAX_RESOLVED_BYTES = 32 << 20
+MAX_REFUSED_BYTES = 8 << 20
+"""Refusals have a cache of their own: names that do not exist must not displace those that do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One answer of a source and its time."""
+    """One positive answer of a source and its time."""
 
     at: float
-    resolved: Resolved | None = None
-    refusal: AdapterError | None = None
+    resolved: Resolved
 
 
 _Key = tuple[Ref, bytes | None]
@@ -44,8 +46,13 @@ class Rights:
     ) -> None:
         self.sources, self._clock = sources, clock
         self._ttl_s, self._stale_s = ttl_s, stale_s
-        self._answers: OrderedDict[_Key, _Answer] = OrderedDict()
-        """Least recently used first. Without a token's hash: for everyone, as the adapter is public."""
+        self._answers: SizedCache[_Key, _Answer] = SizedCache(
+            MAX_RESOLVED_BYTES, lambda key, answer: 3 * len(key[0].id) + len(answer.resolved.real_id)
+        )
+        """Without a token's hash: for everyone, as the adapter is public."""
+        self._refusals: SizedCache[_Key, dict[str, Any]] = SizedCache(
+            MAX_REFUSED_BYTES, lambda key, refusal: len(key[0].id) + len(refusal["message"]), ttl_s, clock
+        )
         self._asking: dict[_Key, asyncio.Task[Resolved]] = {}
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
@@ -55,8 +62,9 @@ class Rights:
         for key in (everyone, caller):
             answer = self._answers.get(key)
             if answer is not None and now - answer.at < self._ttl_s:
-                self._answers.move_to_end(key)
-                return _repeat(answer)
+                return answer.resolved
+        if (refusal := self._refusals.get(caller)) is not None:
+            raise from_dict(refusal)
         if (task := self._asking.get(caller)) is None:
             task = self._asking[caller] = asyncio.create_task(self._ask(ref, token, caller))
             task.add_done_callback(lambda _: self._asking.pop(caller, None))
@@ -65,47 +73,36 @@ class Rights:
 
     def forget(self, ref: Ref | None = None) -> None:
         """Ask the source again at the next request for `ref`, or for any name."""
-        for key in [key for key in self._answers if ref is None or key[0] == ref]:
-            del self._answers[key]
+        for cache in (self._answers, self._refusals):
+            for key, _ in cache.items():
+                if ref is None or key[0] == ref:
+                    cache.pop(key)
 
     async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
         try:
             resolved = await self.sources[ref.source].resolve(ref, token)
         except (AdapterNotFound, AdapterNotAllowed) as error:
-            self._remember(caller, _Answer(self._clock(), refusal=error))
+            self._answers.pop(caller)
+            self._refusals.put(caller, error.as_dict())
             raise
         except SourceUnreachable as error:
             return self._without_source(ref, caller, error)
         key = (ref, None) if resolved.is_public else caller
         if not resolved.is_public:
-            self._answers.pop((ref, None), None)
-        self._remember(key, _Answer(self._clock(), resolved))
+            self._answers.pop((ref, None))
+        self._refusals.pop(caller)
+        self._answers.put(key, _Answer(self._clock(), resolved))
         return resolved
 
     def _without_source(self, ref: Ref, caller: _Key, error: SourceUnreachable) -> Resolved:
         public = self._answers.get((ref, None))
-        if public is not None and public.resolved is not None:
+        if public is not None:
             return public.resolved
         answer = self._answers.get(caller)
-        if answer is not None and answer.resolved is not None and self._clock() - answer.at <= self._stale_s:
+        if answer is not None and self._clock() - answer.at <= self._stale_s:
             return answer.resolved
         raise error
-
-    def _remember(self, key: _Key, answer: _Answer) -> None:
-        self._answers[key] = answer
-        self._answers.move_to_end(key)
-        while len(self._answers) > MAX_CACHED:
-            self._answers.popitem(last=False)
 
 
 def _hash(token: str | None) -> bytes:
     return b"" if token is None else hashlib.sha256(token.encode(errors="surrogatepass")).digest()
-
-
-def _repeat(answer: _Answer) -> Resolved:
-    if answer.resolved is not None:
-        return answer.resolved
-    assert answer.refusal is not None
-    # a new one: an exception that is raised repeatedly accumulates tracebacks
-    refusal = answer.refusal
-    raise type(refusal)(str(refusal), status=refusal.status, retry_after=refusal.retry_after)

@@ -81,9 +81,18 @@ class Store:
         self._intact: dict[str, tuple[int, int]] = {}
         """Files whose bytes matched their checksum, and their identities at that time."""
         self.num_evicted = 0
+        self.lock = self.root / ".lock"
+        self._make_folders()
+
+    def _make_folders(self) -> None:
         for folder in (self.root, self.root / "pins", self.root / "work"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.lock = self.root / ".lock"
+
+    def _renew_folders(self) -> None:
+        """Make folders again that somebody has deleted while the server uses them."""
+        if not all(folder.is_dir() for folder in (self.root / "pins", self.root / "work")):
+            log.error("adapter_store_deleted", folder=str(self.root), reason="its folders were deleted: made again")
+            self._make_folders()
 
     def path(self, digest: str) -> Path:
         """Where the file of a digest is, or would be."""
@@ -96,6 +105,7 @@ class Store:
         LoaderFailed if the disk is full.
         """
         folder = self.root / "work" / hashlib.sha256(name.encode()).hexdigest()
+        self._renew_folders()
         self.retried(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         return folder
 
@@ -189,6 +199,7 @@ class Store:
         """
         draft = self.root / "work" / f"{digest}.{os.getpid()}.draft"
         try:
+            self._renew_folders()
             with self._reserved(draft, num_bytes):
                 self.retried(lambda: _fill(draft, write))
                 with self._locked():
@@ -252,6 +263,7 @@ class Store:
 
     def usage(self) -> tuple[int, int]:
         """Number of files, and their bytes."""
+        self._renew_folders()
         sizes = [status.st_size for _, status in self._files()]
         return len(sizes), sum(sizes)
 
@@ -342,6 +354,7 @@ class Store:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self._renew_folders()
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -6,6 +6,7 @@ from lorikeet.router.errors import (
     AdapterForbidden,
     AdapterLoadFailed,
     AdapterRefused,
+    AdapterSourceInvalid,
     AdapterUnauthorized,
     AdapterUnavailable,
     AdapterUnknown,
@@ -95,6 +96,7 @@ ANSWERS: dict[type[RouterError], Answer] = {
     AdapterUnavailable: Answer(
         503, "generation", "download_adapter", 503, "server_error", "adapter_source_unavailable"
     ),
+    AdapterSourceInvalid: Answer(502, "generation", "download_adapter", 502, "server_error", "adapter_source_invalid"),
     AdapterLoadFailed: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
     AdminOnly: Answer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
     KeyRequired: Answer(401, "unauthorized", "bad_request", 401, openai_code="invalid_api_key"),

@@ -17,6 +17,8 @@ from lorikeet.router.errors import (
     ValidationError,
 )
 
+MAX_RETRY_AFTER_S = 3600.0
+
 
 def reason(error: RouterError) -> str:
     """The leaf of the tree in snake_case, for the access log: `body_too_large`."""
@@ -60,7 +62,7 @@ def failure_headers(error: RouterError) -> dict[str, str]:
     if isinstance(error, AdapterUnauthorized | KeyRequired):
         headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after)))
+        headers["retry-after"] = str(round(min(MAX_RETRY_AFTER_S, max(1.0, error.retry_after))))
     if isinstance(error, UnsupportedContentEncoding):
         headers["accept-encoding"] = "gzip, identity"
     if isinstance(error, ShuttingDown | BodyTooLarge | BodyTimeout):

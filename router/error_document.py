@@ -39,6 +39,7 @@ MEANINGS = {
     "AdapterForbidden": "the token may not read the adapter",
     "AdapterRefused": "the adapter does not fit the base model, or its format is not supported; the text says why",
     "AdapterUnavailable": "the source does not answer; try again",
+    "AdapterSourceInvalid": "the source answers with something else than its protocol permits; the text says what",
     "AdapterLoadFailed": "loading the adapter failed",
     "AdminOnly": "the route needs the admin key",
     "KeyRequired": "the request has no valid API key",

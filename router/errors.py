@@ -11,7 +11,7 @@ RouterError
 │   │       └── NoHeads
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
-│   ├── KeyRequired, TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
+│   ├── KeyRequired (TwoCredentials), TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
 │   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ToolError, WrongTask
 │   ├── ModelNotFound (LoraNotFound), ResponseNotFound
 │   └── UnknownRoute, UnknownMethod
@@ -186,7 +186,7 @@ class AdapterProblem(InvalidRequest):
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = self.retry_after if retry_after is None else retry_after
 
 
 class AdapterUnknown(AdapterProblem):
@@ -206,7 +206,13 @@ class AdapterRefused(AdapterProblem):
 
 
 class AdapterUnavailable(AdapterProblem):
-    """Its source cannot be reached."""
+    """Its source cannot be reached, or its files cannot be read now."""
+
+    retry_after = 5.0
+
+
+class AdapterSourceInvalid(AdapterUnavailable):
+    """Its source answers with something else than its protocol permits."""
 
 
 class AdapterLoadFailed(AdapterProblem):
@@ -218,6 +224,7 @@ _BY_STATUS: dict[int, type[AdapterProblem]] = {
     403: AdapterForbidden,
     404: AdapterUnknown,
     422: AdapterRefused,
+    502: AdapterSourceInvalid,
     503: AdapterUnavailable,
 }
 
@@ -237,6 +244,17 @@ class KeyRequired(InvalidRequest):
     def __init__(self) -> None:
         super().__init__(
             "this server needs a valid API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        )
+
+
+class TwoCredentials(KeyRequired):
+    """Two headers hold different credentials, at least one of which is neither a key nor for a source."""
+
+    def __init__(self) -> None:
+        InvalidRequest.__init__(
+            self,
+            "`Authorization` and `x-api-key` hold two different credentials: send one API key. Next to a key in "
+            "`x-api-key`, `Authorization` may hold a token for the source of an adapter",
         )
 
 
@@ -306,14 +324,17 @@ class KeyLimitReached(Refused):
 
 class ShuttingDown(Refused):
     template = "The server is shutting down"
+    retry_after = 1.0
 
 
 class NoShard(Refused):
     template = "No shard is ready"
+    retry_after = 5.0
 
 
 class Unhealthy(Refused):
     template = "unhealthy"
+    retry_after = 5.0
 
 
 class NotServed(Refused):

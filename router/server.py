@@ -140,8 +140,9 @@ class RouterServer:
             running.cancel()
 
     def _reload_files(self, service: Service) -> None:
-        """SIGHUP: the operator's files have changed."""
+        """SIGHUP: the operator's files have changed, or were moved away."""
         service.usage.reopen()
+        service.receipts.reopen()
         if self._config.catalogue_path is None and self._config.keys_path is None:
             return
 
@@ -156,7 +157,8 @@ class RouterServer:
 
     def _handle_signals(self, service: Service) -> None:
         loop, config = asyncio.get_running_loop(), self._config
-        if any(path is not None for path in (config.catalogue_path, config.keys_path, config.usage_log)):
+        files = (config.catalogue_path, config.keys_path, config.usage_log, config.receipts_path)
+        if any(path is not None for path in files):
             loop.add_signal_handler(signal.SIGHUP, self._reload_files, service)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._terminate)

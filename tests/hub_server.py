@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,7 @@ def commit_of(files: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
+@dataclass(repr=False)
 class HubServer:
     """The running hub: its repositories by id, and every request it received."""
 
@@ -78,6 +78,10 @@ class HubServer:
     """The status of every response, if it is set."""
     cut_after: int | None = None
     """Number of bytes after which the connection of a file is closed, if it is set."""
+    change_answer: Callable[[Any], Any] | None = None
+    """Changes the values of every JSON answer to a question about a repository."""
+    more_headers: dict[str, str] = field(default_factory=dict)
+    """Replace headers of every response."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when requests need not hang any longer."""
 
@@ -145,7 +149,9 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             if body and repository.open is not None:
                 repository.open.wait(60)
             return self._file(commit, files, urllib.parse.unquote(found["name"]), body)
-        answer = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files, repository)
+        answer: Any = _tree(files) if found["kind"] == "tree" else _info(found["id"], commit, files, repository)
+        if self.state.change_answer is not None:
+            answer = self.state.change_answer(answer)
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
 
     def _is_troubled(
@@ -216,9 +222,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str], content: bytes, body: bool) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in ({**headers, "Content-Length": str(len(content))} | self.state.more_headers).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
             cut = self.state.cut_after

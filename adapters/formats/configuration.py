@@ -4,7 +4,6 @@ PEFT interprets the fields for a base (`peft_reading`). Imports no torch.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,12 +12,14 @@ from typing import Any
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 from lorikeet.proto import pooling
+from lorikeet.proto.numbers import is_number
 
 MOST_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")
 """Kinds of changes to a module that shards support, and Medusa heads."""
 _MOST_NAMES = 20_000
 _LONGEST_NAME = 512
+_LARGEST = 1e9
 _LONGEST_PATTERN = 8192
 _DEEPEST = 8
 _PLAIN = re.compile(r"[\w.-]*")
@@ -73,7 +74,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e9
+    return is_number(value, _LARGEST)
 
 
 def _is_name(value: Any) -> bool:
@@ -108,13 +109,13 @@ def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
-    "lora_alpha": (_is_number, "a number"),
+    "lora_alpha": (_is_number, f"a number up to {_LARGEST:g}"),
     **dict.fromkeys(("target_modules", "exclude_modules"), (_are_targets, "a list of names or a pattern")),
     **dict.fromkeys(("target_parameters", "modules_to_save"), (_are_names, "a list of names")),
     "layers_to_transform": (_are_layers, "layer numbers"),
     "layers_pattern": (_are_targets, "names of layer lists"),
     "rank_pattern": (partial(_pattern, _is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
-    "alpha_pattern": (partial(_pattern, _is_number), "numbers by pattern"),
+    "alpha_pattern": (partial(_pattern, _is_number), f"numbers up to {_LARGEST:g} by pattern"),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
 }

@@ -75,7 +75,7 @@ class Contents:
         return layout, found.warnings
 
     def check_unchanged(self) -> None:
-        """Raises AdapterInvalid if a file has changed since it was read."""
+        """Raises AdapterChanged if a file has changed since it was read."""
         for each in self._files:
             each.check_unchanged()
 

@@ -67,14 +67,16 @@ class Tokenizers:
         try:
             settings = json.loads(files.get(_SETTINGS, b"{}"))
             tokens = _all_tokens(files, settings)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            padding = _content(settings.get("pad_token"))
+        except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return "its tokenizer files cannot be read"
-        padding = _content(settings.get("pad_token"))
         for token, number in tokens.items():
             # a token that is only used for padding in training never reaches the adapter
             if own.get(token) != number and (token != padding or token in own):
                 has = f"{own[token]} in the base's" if token in own else "is not in the base's"
-                return f"it was trained with another tokenizer: token {token[:40]!r} is {number} there and {has}"
+                return (
+                    f"it was trained with another tokenizer: token {token[:40]!r} is {str(number)[:40]} there and {has}"
+                )
         return None
 
 
@@ -91,8 +93,8 @@ def _all_tokens(files: dict[str, bytes], settings: Any) -> dict[str, int]:
 
 def _tokens(whole: Any) -> dict[str, int]:
     vocab = whole["model"]["vocab"]
-    tokens = dict(vocab) if isinstance(vocab, dict) else {entry[0]: number for number, entry in enumerate(vocab)}
-    tokens.update({entry["content"]: entry["id"] for entry in whole.get("added_tokens") or ()})
+    tokens = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): number for number, entry in enumerate(vocab)}
+    tokens.update({str(entry["content"]): entry["id"] for entry in whole.get("added_tokens") or ()})
     return tokens
 
 

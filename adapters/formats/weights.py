@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge, first_line
+from lorikeet.adapters.errors import AdapterChanged, AdapterInvalid, AdapterTooLarge, first_line
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
@@ -41,10 +41,10 @@ class Weights:
     _files: list[tuple[Path, int, tuple[int, ...]]] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
-        """Raises AdapterInvalid if a file has changed since it was read."""
+        """Raises AdapterChanged if a file has changed since it was read."""
         for path, descriptor, before in self._files:
             if _version(os.fstat(descriptor)) != before:
-                raise AdapterInvalid(f"{path.name} changed while it was read")
+                raise AdapterChanged(f"{path.name} changed while it was read")
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:

@@ -6,10 +6,10 @@ Runs in one event loop.
 import asyncio
 import shutil
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.loader.gate import Gate, Ticket
 from lorikeet.adapters.loader.workers import ForkServer, Worker, WorkerExited
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.sources.base import ListedSource
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
+from lorikeet.proto.sized_cache import SizedCache
 
 REFUSED_S = 60.0
 """A pin that cannot be served is rejected for this long without another attempt."""
-_MOST_REFUSED = 4096
+MAX_REFUSED_BYTES = 4 << 20
+PAUSES_S = (0.05, 0.3, 1.0)
+"""Before an adapter whose files have changed is looked up again, once after each."""
 _MOST_IDLE = 4
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
@@ -79,7 +83,9 @@ class Jobs:
         self._idle: list[Worker] = []
         self._verifying: dict[str, asyncio.Task[bool]] = {}
         """By digest."""
-        self._refused: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()
+        self._refused: SizedCache[str, dict[str, Any]] = SizedCache(
+            MAX_REFUSED_BYTES, lambda key, refusal: len(key) + len(refusal["message"]), REFUSED_S
+        )
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -89,19 +95,44 @@ class Jobs:
         """The pin's entry, now in the store, and the tier that it came from. `caller` has its own share of the slots;
         "" is the operator. Raises AdapterError.
         """
+        return await self._repeated(lambda pins: self._fetched(pins[0], token, on_job, caller), (pin,), (token,))
+
+    async def _fetched(self, pin: Pin, token: str | None, on_job: Callable[[Job], None], caller: str) -> dict[str, Any]:
         if (entry := self._store.of_pin(pin)) is not None and await self.verify(entry.digest):
             return self._found(entry)
         key = f"{pin.source.value} {pin.id}@{pin.revision}"
         job = Job(pin.id, token, sources=_sources([pin]))
         return await self._shared(key, job, caller, on_job, lambda job: self._fetch(job, pin))
 
+    async def _repeated(
+        self,
+        load: Callable[[tuple[Pin, ...]], Awaitable[dict[str, Any]]],
+        pins: tuple[Pin, ...],
+        tokens: Sequence[str | None],
+    ) -> dict[str, Any]:
+        """The result of `load`. Adapters whose files have changed since they were looked up are looked up again."""
+        for seconds in PAUSES_S:
+            try:
+                return await load(pins)
+            except errors.AdapterChanged:
+                await asyncio.sleep(seconds)
+                pins = tuple([await self._newest(pin, token) for pin, token in zip(pins, tokens, strict=True)])
+        return await load(pins)
+
+    async def _newest(self, pin: Pin, token: str | None) -> Pin:
+        """The same name, looked up now. A commit of a hub never changes."""
+        if pin.source is Source.HUB:
+            return pin
+        return (await self._sources[pin.source].resolve(Ref(pin.source, pin.id), token)).pin
+
     async def verify(self, digest: str, again: bool = False) -> bool:
         """Whether a stored file's bytes match its checksum. They are read once per process, or `again`; a file that
         does not match is removed.
         """
-        if not again and self._store.is_intact(digest):
+        task = self._verifying.get(digest)
+        if task is None and not again and self._store.is_intact(digest):
             return True
-        if (task := self._verifying.get(digest)) is None:
+        if task is None:
             task = self._verifying[digest] = asyncio.create_task(asyncio.to_thread(self._store.verify, digest))
             task.add_done_callback(lambda _: self._verifying.pop(digest, None))
         return await asyncio.shield(task)
@@ -128,8 +159,22 @@ class Jobs:
         caller: str = "",
         tokens: Sequence[str | None] | None = None,
     ) -> dict[str, Any]:
-        """The same for several adapters merged into one; `tokens` are their own, by default `token` for each."""
+        """As `fetch`, for several adapters merged into one; `tokens` are their own, by default `token` for each."""
         own_tokens = (token,) * len(wanted.pins) if tokens is None else tuple(tokens)
+
+        def load(pins: tuple[Pin, ...]) -> Awaitable[dict[str, Any]]:
+            return self._merged(replace(wanted, pins=pins), token, own_tokens, on_job, caller)
+
+        return await self._repeated(load, wanted.pins, own_tokens)
+
+    async def _merged(
+        self,
+        wanted: Merge,
+        token: str | None,
+        own_tokens: tuple[str | None, ...],
+        on_job: Callable[[Job], None],
+        caller: str,
+    ) -> dict[str, Any]:
         known = [self._store.of_pin(pin) for pin in wanted.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
@@ -218,22 +263,23 @@ class Jobs:
         except AdapterError as error:
             self._counts[type(error).__name__] += 1
             if isinstance(error, _FINAL):
-                self._refused[key] = (error, time.monotonic())
-                if len(self._refused) > _MOST_REFUSED:
-                    self._refused.popitem(last=False)
+                self._refused.put(key, error.as_dict())
             raise
         finally:
             del self._jobs[key]
 
     def _check_refused(self, key: str) -> None:
-        error, at = self._refused.get(key, (None, 0.0))
-        if error is not None and time.monotonic() - at < REFUSED_S:
-            raise error.with_traceback(None)
+        if (refusal := self._refused.get(key)) is not None:
+            raise errors.from_dict(refusal)
 
     async def _fetch(self, job: Job, pin: Pin) -> Entry:
         with self._work(str(pin.as_dict())) as work:
             folder = await self._download(job, pin, work)
-            answer = await self._run(job, self._converting, job.converting, {"do": "convert", "folder": folder})
+            try:
+                answer = await self._run(job, self._converting, job.converting, {"do": "convert", "folder": folder})
+            except _FINAL:
+                await self._check_unchanged(pin)
+                raise
         entry = Entry.from_dict(answer["entry"])
         self._store.note(pin, entry)
         self._store.renew_hold(entry.digest)
@@ -253,9 +299,19 @@ class Jobs:
                 work = works.enter_context(self._work(f"{number} of {merge}"))
                 folders.append(await self._download(part, pin, work))
             call = {"do": "merge", "folders": folders, "merge": merge}
-            answer = await self._run(job, self._converting, job.converting, call)
+            try:
+                answer = await self._run(job, self._converting, job.converting, call)
+            except _FINAL:
+                await asyncio.gather(*map(self._check_unchanged, wanted.pins))
+                raise
         self._counts["merged"] += 1
         return Entry.from_dict(answer["entry"])
+
+    async def _check_unchanged(self, pin: Pin) -> None:
+        """Raises AdapterChanged for a folder that was being written: what was wrong there may be right soon."""
+        source = self._sources[pin.source]
+        if isinstance(source, ListedSource) and pin.source is Source.LOCAL:
+            await asyncio.to_thread(source.unchanged, pin)
 
     @contextmanager
     def _work(self, name: str) -> Iterator[Path]:

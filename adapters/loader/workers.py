@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.errors import AdapterError, AdapterInvalid, LoaderFailed, from_dict
+from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
 from lorikeet.adapters.loader import process
 
 LONGEST_LINE = 4 << 20
@@ -40,7 +40,7 @@ class WorkerExited(Exception):
             problem = "reading it needs more memory than its size explains"
             return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
         if self.status == -signal.SIGBUS:
-            return AdapterInvalid(f"the adapter {name} cannot be served: its files changed while they were read")
+            return AdapterChanged(f"the files of the adapter {name} changed while they were read")
         return LoaderFailed(f"the loader's worker exited while it read {name} ({self.status})", status=503)
 
 

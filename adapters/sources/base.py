@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterChanged, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Pin, Ref, Source
 
 CONFIG = "adapter_config.json"
@@ -161,11 +161,11 @@ class ListedSource(ABC):
         sizes = {name: file.size for name, file in files.items()}
         return choose(sizes, id, self._max_bytes, lambda name: self._head(id, files[name], PEEK_BYTES).content)
 
-    def _unchanged(self, pin: Pin) -> dict[str, ListedFile]:
-        """The files of a pin. Raises AdapterNotFound if they are no longer those that were pinned."""
+    def unchanged(self, pin: Pin) -> dict[str, ListedFile]:
+        """The files of a pin. Raises AdapterChanged if they are no longer those that were pinned. Blocks."""
         files = self._listed(pin.id)
         if self._revision(files) != pin.revision:
-            raise AdapterNotFound(f"{pin.id} has changed since it was looked up: repeat the request")
+            raise AdapterChanged(f"{pin.id} has changed since it was looked up")
         return files
 
     def _small_files(self, id: str, names: frozenset[str], max_bytes: int) -> dict[str, bytes]:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,14 +19,18 @@ from typing import Any, TypeVar
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources import base
+from lorikeet.adapters.sources import base, hub_answers
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
+from lorikeet.adapters.sources.hub_answers import HubFile, Listing, Repository
+from lorikeet.proto.numbers import whole_number
 
 T = TypeVar("T")
+Described = TypeVar("Described", bound=Repository)
 
 NUM_THREADS = 32
 TIMEOUTS_PER_ANSWER = 3
 """An answer may take this many times HF_HUB_DOWNLOAD_TIMEOUT, which alone never ends an answer that trickles."""
+MAX_RETRY_AFTER_S = 3600
 MIN_BYTES_PER_S = 1 << 17
 """A download may also take the time that it would at this rate, about 1 Mbit/s."""
 
@@ -67,7 +70,7 @@ class HubSource:
             return cached
         within(_time_limit_s())
         info, files = self._listed(pin, token)
-        where: dict[str, Any] = {"local_dir": folder} if _needs_token(info) else {"cache_dir": self._cache}
+        where: dict[str, Any] = {"local_dir": folder} if info.needs_token else {"cache_dir": self._cache}
         for name in self._chosen(pin, {name: file.size for name, file in files.items()}, self._peeking(pin, token)):
             size = files[name].size
             within(_time_limit_s(self._max_bytes if size is None else size))
@@ -90,10 +93,10 @@ class HubSource:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _listed(self, pin: Pin, token: str | None) -> tuple[Any, dict[str, Any]]:
+    def _listed(self, pin: Pin, token: str | None) -> tuple[Listing, dict[str, HubFile]]:
         """The hub's description of the repository, and its top-level files by name."""
-        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, sizes=True)
-        return info, {file.rfilename: file for file in info.siblings or [] if "/" not in file.rfilename}
+        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, Listing)
+        return info, info.top_level()
 
     def _chosen(self, pin: Pin, sizes: Mapping[str, int | None], peek: Peek) -> list[str]:
         return base.choose(sizes, pin.id, self._max_bytes, peek)
@@ -107,26 +110,24 @@ class HubSource:
             info = self._described(ref, token)
         except errors.SourceUnreachable as error:
             return self._without_hub(ref, error)
-        if not info.sha:
-            raise errors.AdapterNotFound(f"the hub names no commit of {ref}")
-        self._note(ref, None if _needs_token(info) else info.sha)
+        self._note(ref, None if info.needs_token else info.sha)
         real_id = (info.id or ref.id).lower()  # that of a renamed repository is the new one
-        return Resolved(Pin(Source.HUB, ref.id, info.sha), not _needs_token(info), real_id)
+        return Resolved(Pin(Source.HUB, ref.id, info.sha), not info.needs_token, real_id)
 
-    def _described(self, ref: Ref, token: str | None) -> Any:
+    def _described(self, ref: Ref, token: str | None) -> Repository:
         """The hub's description. A public repository is also for callers whose token the hub does not know, such as
         the placeholder of an OpenAI client.
         """
         try:
-            return self._ask(ref, token)
+            return self._ask(ref, token, Repository)
         except errors.AdapterNotAllowed as rejected:
             if token is None or rejected.status != 401:
                 raise
             try:
-                info = self._ask(ref, None)
+                info = self._ask(ref, None, Repository)
             except (errors.AdapterNotAllowed, errors.AdapterNotFound):
                 raise rejected from None
-            if _needs_token(info):
+            if info.needs_token:
                 raise
             return info
 
@@ -158,21 +159,16 @@ class HubSource:
         if size is not None and size > max_bytes:
             raise errors.AdapterTooLarge(f"{name} of {pin.id} is larger than {max_bytes} bytes")
 
-    def _ask(self, ref: Ref, token: str | None, sizes: bool = False) -> Any:
+    def _ask(self, ref: Ref, token: str | None, schema: type[Described]) -> Described:
         """The hub's description of a repository. Raises leaves of AdapterError."""
-        import huggingface_hub
-
         # False: never the token of this machine's user, which the library uses if none is given
-        api = huggingface_hub.HfApi(endpoint=self._endpoint, token=token or False)
-        timeout = _read_timeout_s()
-        ask = partial(api.model_info, ref.id, revision=ref.revision, timeout=timeout, files_metadata=sizes)
-        return _translated(ask, ref, token)
+        wanted = partial(hub_answers.describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
+        return _translated(partial(wanted, self._endpoint), ref, token)
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
-        import huggingface_hub
-
         where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}
-        download: Any = partial(huggingface_hub.hf_hub_download, pin.id, name, revision=pin.revision, **where)
+        hub = hub_answers.library()
+        download: Any = partial(hub.hf_hub_download, pin.id, name, revision=pin.revision, **where)
         return Path(_translated(download, Ref(Source.HUB, pin.id, pin.revision), token))
 
     def _peeking(self, pin: Pin, token: str | None) -> Peek:
@@ -180,37 +176,23 @@ class HubSource:
 
     def _range(self, pin: Pin, name: str, token: str | None, num_bytes: int) -> bytes:
         """The first bytes of a file; no more are transferred."""
-        import huggingface_hub
-
         if num_bytes == 0:  # an empty range cannot be requested
             return b""
-        utils: Any = huggingface_hub.utils
-        url = huggingface_hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
-        headers = {**utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
-        headers["Accept-Encoding"] = "identity"  # part of a compressed file cannot be read
-        end = time.monotonic() + _time_limit_s(num_bytes)
-
-        def read() -> bytes:
-            stream = partial(huggingface_hub.get_session().stream, "GET", url, headers=headers, follow_redirects=True)
-            with stream(timeout=_read_timeout_s()) as response:
-                utils.hf_raise_for_status(response)
-                content = bytearray()
-                for chunk in response.iter_bytes():
-                    content += chunk
-                    if len(content) >= num_bytes:
-                        break
-                    if time.monotonic() > end:
-                        raise TimeoutError
-                return bytes(content[:num_bytes])
-
-        return _translated(read, Ref(Source.HUB, pin.id, pin.revision), token)
+        hub = hub_answers.library()
+        url = hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
+        headers = {**hub.utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
+        limit_s = _time_limit_s(num_bytes)
+        return _translated(
+            lambda: hub_answers.read_first(url, headers, num_bytes, _read_timeout_s(), limit_s),
+            Ref(Source.HUB, pin.id, pin.revision),
+            token,
+        )
 
     def _snapshot(self, id: str, revision: str | None) -> Path | None:
         """The folder in the cache, if any."""
-        import huggingface_hub
-
+        hub = hub_answers.library()
         for name in (base.CONFIG, *base.HEADS, base.HEADS_CONFIG):
-            found = huggingface_hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
+            found = hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
             if isinstance(found, str):
                 return Path(found).parent
         return None
@@ -240,7 +222,7 @@ class HubSource:
             commit = json.loads((self._notes / _file_name(ref)).read_bytes())["commit"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return commit if isinstance(commit, str) else None
+        return commit if isinstance(commit, str) and hub_answers.is_commit(commit) else None
 
 
 def _file_name(ref: Ref) -> str:
@@ -265,7 +247,7 @@ def _time_limit_s(num_bytes: int = 0) -> float:
     return TIMEOUTS_PER_ANSWER * _read_timeout_s() + num_bytes / MIN_BYTES_PER_S
 
 
-def _check(path: Path, file: Any, pin: Pin) -> None:
+def _check(path: Path, file: HubFile, pin: Pin) -> None:
     """Compare a downloaded file with the hub's listing. A mismatch is deleted: later requests would trust the cache."""
     is_right = file.size in (None, path.stat().st_size)
     if is_right and file.lfs is not None:
@@ -279,10 +261,6 @@ def _check(path: Path, file: Any, pin: Pin) -> None:
 
 def _other(name: str, pin: Pin) -> errors.SourceUnreachable:
     return errors.SourceUnreachable(f"what the hub sent for {name} of {pin.id} does not match its listing")
-
-
-def _needs_token(info: Any) -> bool:
-    return bool(info.private) or bool(info.gated)
 
 
 def _sizes(folder: Path) -> dict[str, int | None]:
@@ -370,7 +348,7 @@ def _by_status(error: Any, ref: Ref, token: str | None) -> AdapterError:
     if status == 403:
         return errors.AdapterNotAllowed(f"{_shown(token)} has no access to {ref.id} at the hub", status=403)
     wait = str(error.response.headers.get("retry-after", "")) if status == 429 else ""
-    retry_after = float(wait) if wait.isdigit() else None
+    retry_after = whole_number(wait, 1, MAX_RETRY_AFTER_S)
     return errors.SourceUnreachable(f"the hub answered {status} for {ref}", retry_after=retry_after)
 
 

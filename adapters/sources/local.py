@@ -38,7 +38,7 @@ class LocalSource(ListedSource):
         """The folder itself: nothing is copied. If it contains links to files elsewhere below a root, links out of the
         roots, or special files, `folder` is filled with links to the permitted files instead.
         """
-        files = self._unchanged(pin)
+        files = self.unchanged(pin)
         wanted, found = self._chosen(pin.id, files), self._folder(pin.id)
         if all(files[name].handle == found / name for name in wanted) and not _others(found) - files.keys():
             return found

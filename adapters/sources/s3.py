@@ -8,16 +8,18 @@ Everyone who may use this server may use what its credentials can read below the
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
+from lorikeet.adapters.sources.hub_answers import MAX_FILE_BYTES
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -26,6 +28,17 @@ _MOST_OBJECTS = 10_000
 _CHUNK = 4 << 20
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
+
+
+class StoredObject(BaseModel):
+    """What a store may say of one object. Others of its fields are not used."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+    e_tag: Annotated[str, Field(max_length=1024)] | None
+    last_modified: datetime
 
 
 class S3Source(ListedSource):
@@ -41,7 +54,7 @@ class S3Source(ListedSource):
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Into `folder`, resuming an earlier attempt. The library has time limits of its own."""
-        objects = self._unchanged(pin)
+        objects = self.unchanged(pin)
         for name in self._chosen(pin.id, objects):
             self._download(pin.id, objects[name].handle, folder / name)
         return folder
@@ -80,9 +93,18 @@ class S3Source(ListedSource):
 
         if not (objects := _translated(walk, id)):
             raise _nothing(id)
-        states = [f"{meta['e_tag']}\0{meta['last_modified']}" for meta in objects]
-        files = (ListedFile(meta["size"], state, meta) for meta, state in zip(objects, states, strict=True))
-        return {file.handle["path"].rpartition("/")[2]: file for file in files}
+        files = {}
+        for meta in objects:
+            try:
+                listed = StoredObject.model_validate(meta)
+            except ValidationError as error:
+                field = ".".join(map(str, error.errors(include_url=False, include_input=False)[0]["loc"]))
+                raise errors.InvalidAnswer(
+                    f"the store's description of an object of {id} is invalid: `{field}`"
+                ) from None
+            state = f"{listed.e_tag}\0{listed.last_modified}"
+            files[listed.path.rpartition("/")[2]] = ListedFile(listed.size, state, meta)
+        return files
 
     def _download(self, id: str, meta: Any, path: Path) -> None:
         import obstore
@@ -162,7 +184,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
     except (exceptions.NotFoundError, FileNotFoundError):
         raise _nothing(id) from None
     except exceptions.PreconditionError:
-        raise errors.AdapterNotFound(f"{id} has changed while it was read: repeat the request") from None
+        raise errors.AdapterChanged(f"{id} has changed while it was read") from None
     except (exceptions.BaseError, OSError) as error:
         # For a listing the library gives no more than this, and also quotes the request.
         status = _STATUS.search(str(error))
@@ -173,6 +195,10 @@ def _translated(call: Callable[[], T], id: str) -> T:
         if isinstance(error, OSError) and errors.is_full(error):
             raise errors.not_stored(error) from None
         raise errors.SourceUnreachable(f"the store of {id} does not answer: {type(error).__name__}") from None
+    except (ValueError, TypeError, LookupError) as error:
+        raise errors.InvalidAnswer(
+            f"the store of {id} sent something else than objects: {type(error).__name__}"
+        ) from None
 
 
 def _nothing(id: str) -> errors.AdapterNotFound:

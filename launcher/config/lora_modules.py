@@ -50,6 +50,7 @@ def _name_and_path(text: str, settings: Settings) -> tuple[str, str]:
         name, _, path = text.partition("=")
     if not name or not path:
         raise ValueError("it must look like name=path")
+    refs.check_alias(name)
     if name in (settings["model-id"], *settings["served-model-name"]):
         raise ValueError(f"{name!r} is a name of the base model")
     return name, path

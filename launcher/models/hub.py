@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 from huggingface_hub import constants, errors
 
 from lorikeet.adapters.refs import Ref
+from lorikeet.adapters.sources import hub_answers
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import progress, servable
 from lorikeet.launcher.models.model import ModelFolder, configuration, is_weights
@@ -26,6 +26,8 @@ _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _AFTER_POOLING = re.compile(r"\d+_[A-Za-z]+(_\d+)?/(config\.json|model\.safetensors|pytorch_model\.bin)")
 """Files of sentence-transformers' modules."""
 _NOT_THE_MODEL = ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "medusa_")
+_LISTING_S = 120.0
+"""How long the list of a repository's files may take."""
 
 
 class Hub:
@@ -74,9 +76,9 @@ class Hub:
 
     def _listed(self, ref: Ref) -> dict[str, int]:
         """Names and sizes of all files of the repository."""
-        api = huggingface_hub.HfApi(token=self._token)
-        info = api.model_info(ref.id, revision=ref.revision, files_metadata=True)
-        return {file.rfilename: file.size or 0 for file in info.siblings or []}
+        timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        listing = hub_answers.describe(ref, hub_answers.Listing, self._token, timeout_s, _LISTING_S)
+        return {file.rfilename: file.size or 0 for file in listing.siblings or ()}
 
     def _progress(self, ref: Ref, total: int) -> AbstractContextManager[None]:
         """Progress bars in a terminal, else log lines."""
@@ -86,7 +88,7 @@ class Hub:
         return progress.logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
 
     def _snapshot(self, ref: Ref, wanted: Iterable[str] | None, offline: bool) -> str:
-        path = huggingface_hub.snapshot_download(
+        path = hub_answers.library().snapshot_download(
             ref.id,
             revision=ref.revision,
             cache_dir=self._cache,

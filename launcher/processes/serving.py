@@ -7,12 +7,14 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import adapters, fetch, usage
 from lorikeet.launcher.processes import configs
@@ -47,7 +49,29 @@ def serve(plan: configs.Plan, signals: Signals, log: logging.Logger) -> int:
         return _run(plan, address, Processes(_shards(plan), *router, _loader(plan)), signals, log)
 
 
+_SECRET_FILES = ("admin-key-file", "shard-secret-file", "shard-tls-key", "ssl-keyfile")
+
+
+def exposed_secrets(settings: Settings) -> list[str]:
+    """A sentence for each file with a secret that other users of this machine can read."""
+    found = []
+    for name in _SECRET_FILES:
+        if settings[name] is None:
+            continue
+        try:
+            status = Path(settings[name]).stat()
+        except OSError:  # whoever needs the file says so
+            continue
+        is_for_group = status.st_mode & stat.S_IRGRP and status.st_gid != os.getgid()
+        if status.st_mode & stat.S_IROTH or is_for_group:
+            mode = stat.S_IMODE(status.st_mode)
+            found.append(f"others can read --{name} {settings[name]} (mode {mode:04o}): run chmod 600 on it")
+    return found
+
+
 def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
+    for sentence in exposed_secrets(plan.settings):
+        log.warning("secret_exposed: %s", sentence)
     if plan.adapters.warning:
         log.warning("adapter_store: %s", plan.adapters.warning)
     if plan.adapters.s3_warning:
@@ -69,7 +93,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
     if address.scheme == "https":  # the launcher may have no certificate that the router accepts
         is_ready = plan.router_ready_file.exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
-    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log"})
+    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
     return supervisor.run(signals, when_ready)
 
 

@@ -4,7 +4,7 @@ prefetch. Also pins, unloads and prefetches adapters in the shards.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import structlog
@@ -24,6 +24,9 @@ from lorikeet.router.shards.connection import RouterEvents, ShardLink
 from lorikeet.router.shards.placement import Placement
 
 log = structlog.get_logger()
+
+
+POLL_SECONDS = 0.02
 
 
 class Admission:
@@ -71,6 +74,10 @@ class Admission:
                 self.prefetch(pin[1], pin[0], adapters.affinity_key)
         self._events.on_admit(generation)
 
+    def is_current(self, generation: Generation) -> bool:
+        """Whether no content of the request was found to be unreadable or removed."""
+        return not any(map(self.loading.is_stale, generation.adapters.digests))
+
     @property
     def pinned(self) -> frozenset[str]:
         return frozenset(self._pins)
@@ -89,14 +96,20 @@ class Admission:
         if link is not None and link.residency.prefetch(digest):
             link.client.send(pb.Command(prefetches=[adapter_pin(adapter, digest)]))
 
-    async def forget(self, digest: str, disk: bool) -> None:
-        """Ask the loader at the next use; `disk` also removes the file from the store. Raises AdapterError.
-
-        Returns once the file is removed, so that no later request is sent to a shard with its digest.
-        """
+    def forget(self, digest: str) -> None:
+        """Ask the loader at the next use."""
         self.loading.forget(digest)
-        if disk:
-            await self._loader.ask({"forget": digest}).answer
+
+    async def delete(self, digest: str, is_used: Callable[[str], bool]) -> bool:
+        """Unload a content and remove its file from the store once no request uses it. Raises AdapterError.
+
+        Requests that come meanwhile wait, and then have it loaded again. False where another process holds the file.
+        """
+        with self.loading.paused(digest):
+            while is_used(digest):  # noqa: ASYNC110 - requests end in many places
+                await asyncio.sleep(POLL_SECONDS)
+            await self.unload(digest)
+            return bool((await self._loader.ask({"forget": digest}).answer).get("forgotten", True))
 
     def pin(self, digest: str, adapter: Adapter) -> None:
         """Keep a content on disk and in its shard, also after the shard is replaced."""
@@ -204,7 +217,7 @@ class Admission:
                 self._on_unloaded(link.index, state.digest)
             if state.residency == pb.AdapterState.FAILED:
                 log.warning("adapter_failed_in_shard", digest=state.digest[:16], reason=state.reason[:512])
-                self.loading.forget(state.digest)
+                self.loading.forget(state.digest, is_stale=True)
                 self._loader.verify(state.digest)
         self._prefetch_next(link)
 

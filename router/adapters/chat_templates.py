@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge
 from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
+from lorikeet.proto.sized_cache import SizedCache
 from lorikeet.router.errors import ChatTemplateError, adapter_problem
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
@@ -19,7 +20,7 @@ from lorikeet.router.text.tokenizer import Tokenizer
 FIRST_FILES = frozenset({"chat_template.jinja"})
 FILES = frozenset({"chat_template.json", "tokenizer_config.json"})
 """Next to one of the first they are optional."""
-MAX_CACHED = 1024
+MAX_CACHED_BYTES = 64 << 20
 MAX_BYTES = 1 << 20
 """Maximum bytes of a template file."""
 
@@ -33,6 +34,11 @@ class OwnTemplates:
     """The template for requests with tools, where there is another one."""
     response: Any = None
     """`response_template` of the tokenizer's configuration: how the output is parsed."""
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """What keeping them takes, with four bytes per character."""
+        return 4 * (len(self.chat or "") + len(self.for_tools or "") + len(json.dumps(self.response)))
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ class Templates:
     def __init__(self, tokenizer: Tokenizer, sources: Sources | None) -> None:
         self._tokenizer = tokenizer
         self._sources = sources
-        self._own: OrderedDict[Pin, OwnTemplates] = OrderedDict()
+        self._own: SizedCache[Pin, OwnTemplates] = SizedCache(
+            MAX_CACHED_BYTES, lambda pin, own: 2 * len(pin.id) + own.num_bytes
+        )
         """Templates of adapters."""
         self._reading: dict[tuple[Pin, str | None], asyncio.Task[OwnTemplates]] = {}
         """By pin and token: requests that come meanwhile wait for the same."""
@@ -105,12 +113,9 @@ class Templates:
     async def _of(self, adapter: Adapter) -> OwnTemplates:
         """Those of the first of the adapter's parts that has any."""
         for pin in adapter.pins:
-            if pin not in self._own:
-                self._own[pin] = await self._shared(pin, adapter.token)
-            self._own.move_to_end(pin)
-            while len(self._own) > MAX_CACHED:
-                self._own.popitem(last=False)
-            own = self._own.get(pin, OwnTemplates())
+            if (own := self._own.get(pin)) is None:
+                own = await self._shared(pin, adapter.token)
+                self._own.put(pin, own)
             if own != OwnTemplates():
                 return own
         return OwnTemplates()

@@ -15,6 +15,8 @@ from lorikeet.adapters.refs import Ref, Source
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.adapter_ref import Heads
 
+MAX_ADDED = 16_384
+"""Maximum aliases that administrators add while the server runs: every caller of the catalogue gets all of them."""
 _MOST_COMPARED, _LONGEST_COMPARED = 200, 100
 """Maximum names, and maximum characters of a name, in the search for the nearest names."""
 
@@ -152,6 +154,11 @@ class Directory:
         self._unread = dict(catalogue.problems)
         self._wrong = {alias: found for alias, found in self._wrong.items() if self.find(alias) == found[0]}
         self._changed()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no entry may be added."""
+        return len(self._added) >= MAX_ADDED
 
     def add(self, entry: Entry) -> None:
         """Add a loaded entry until the server ends or the entry is removed."""

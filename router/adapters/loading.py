@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,6 +72,12 @@ class Loading:
         """By the number of the waiting request."""
         self._num_waiting: Counter[str] = Counter()
         """By flow."""
+        self._stale: OrderedDict[str, None] = OrderedDict()
+        """Digests that a shard could not read, until the loader has loaded them again."""
+        self._paused: dict[str, asyncio.Event] = {}
+        """Digests whose files are being removed; set once they are."""
+        self._parked: dict[str, list[_Load]] = {}
+        """Loads that wait for the removal of their content."""
 
     def known(self, adapter: Adapter) -> Loaded | None:
         """The loader's last answer for this content, if it is recent."""
@@ -117,6 +124,9 @@ class Loading:
             return known
         began = time.monotonic()
         content = loaded(await self._loader.ask(adapter.load_call).answer)
+        while (removed := self._paused.get(content.digest)) is not None:
+            await removed.wait()
+            content = loaded(await self._loader.ask(adapter.load_call).answer)
         self._remember(adapter, content)
         self._events.on_loaded(adapter, content, time.monotonic() - began)
         return content
@@ -149,11 +159,33 @@ class Loading:
         names = tuple(f"{ref.source.value}:{ref.id}@" for ref in wanted)
         return {each.digest for content, each in self.contents() if content.startswith(names)}
 
-    def forget(self, digest: str) -> None:
-        """Its file is gone: ask the loader before the next use."""
+    def forget(self, digest: str, *, is_stale: bool = False) -> None:
+        """Its file is gone: ask the loader before the next use. `is_stale`: requests that have it need it again."""
         for content, each in self.contents():
             if each.digest == digest:
                 del self._known[content]
+        if is_stale:
+            self._stale[digest] = None
+            if len(self._stale) > MAX_KNOWN:
+                self._stale.popitem(last=False)
+
+    def is_stale(self, digest: str) -> bool:
+        return digest in self._stale
+
+    @contextmanager
+    def paused(self, digest: str) -> Iterator[None]:
+        """Inside, no request gets this content; those that wait for it have it loaded again afterwards."""
+        self.forget(digest)
+        removed = self._paused.setdefault(digest, asyncio.Event())
+        try:
+            yield
+        finally:
+            if self._paused.get(digest) is removed:
+                del self._paused[digest]
+                removed.set()
+            for load in self._parked.pop(digest, ()):
+                if load.waiting:
+                    self._ask(load)
 
     def _ask(self, load: _Load) -> None:
         loop = asyncio.get_running_loop()
@@ -171,6 +203,9 @@ class Loading:
         except AdapterError as error:
             self._on_error(load, error)
             return
+        if content.digest in self._paused:
+            self._parked.setdefault(content.digest, []).append(load)
+            return
         self._remember(load.adapter, content)
         self._events.on_loaded(load.adapter, content, time.monotonic() - load.began_at)
         del self._loads[load.adapter.content]
@@ -179,6 +214,7 @@ class Loading:
 
     def _remember(self, adapter: Adapter, content: Loaded) -> None:
         in_store = replace(content, tier="disk")  # later requests find it there, wherever it came from
+        self._stale.pop(content.digest, None)
         self._known[adapter.content] = (in_store, time.monotonic())
         self._known.move_to_end(adapter.content)
         while len(self._known) > MAX_KNOWN:

@@ -135,18 +135,17 @@ class Selection:
         is_key = fields.token is not None and self.keys.knew(fields.token)
         given = None if is_key else checked_token(fields.token, "`api_token`")
         bearer = checked_token(caller.token, "the token of the `Authorization` header")
-        if bearer is not None and not self._goes_out(bearer):
+        if bearer is not None and not self.is_for_source(bearer):
             bearer = None
         return given or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
 
-    def _goes_out(self, bearer: str) -> bool:
+    def is_for_source(self, bearer: str) -> bool:
         """Whether a token of the Authorization header, which may be meant for this server, is sent to the hub."""
         if self.keys.knew(bearer):
             return False
         if self._config.forward_bearer or bearer.startswith("hf_"):
             return True
-        assert self.rights is not None
-        return not self.rights.sources.is_default_hub and not bearer.startswith("sk-")
+        return self.rights is not None and not self.rights.sources.is_default_hub and not bearer.startswith("sk-")
 
     async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
         """The caller must have access to all parts; aliases may be among them."""

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from lorikeet.adapters.keys import Key, sha256
+from lorikeet.adapters.keys import Key
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.api.ui import is_page
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys
+from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys, TwoCredentials
 from lorikeet.router.requests.caller import caller, offered
 from lorikeet.router.requests.generation import Generation
 
 MAX_FAILURES = 20
-"""Invalid keys of one address per FAILURE_S; above it only keys that were valid before are accepted from there."""
+"""Wrong credentials of one address per FAILURE_S; above it the answer to them is 429. A valid key is never limited:
+behind one address there may be many clients.
+"""
 FAILURE_S = 60.0
 _MAX_ADDRESSES = 65_536
 PROBES = frozenset(("/health", "/healthz", "/livez", "/ping", "/ready", "/readyz", "/startup", "/health_generate"))
@@ -35,7 +37,7 @@ class Authentication:
         self._failures = _Failures(clock)
 
     def check(self, request: Request) -> None:
-        """Raises KeyRequired or TooManyFailedKeys for a request that the server does not admit."""
+        """Raises KeyRequired, TwoCredentials or TooManyFailedKeys for a request that the server does not admit."""
         path = request.scope["path"]
         is_open = path in self._open or path.startswith(_OPEN_FOLDER) or is_page(request)
         if self._is_closed and not is_open:
@@ -48,39 +50,38 @@ class Authentication:
             raise refusal
 
     def _checked(self, request: Request, refusal: Exception) -> Key:
-        address, token = getattr(request.state, "address", ""), offered(request)
-        key = caller(request, self._selection.keys).key
-        if token is not None:
-            self._failures.check(address, token, is_valid=key is not None)
+        """The key of a request. Every credential that it presents must be right, wherever it stands."""
+        keys, given = self._selection.keys, offered(request)
+        header, token = given
+        key = caller(request, keys).key
+        is_pair = header is not None and token is not None and header != token
+        if is_pair and keys.find(header) is not None and self._selection.is_for_source(token or ""):
+            is_pair, given = False, (header, None)
+        if is_pair or any(each is not None and keys.find(each) is None for each in given):
+            self._failures.add(getattr(request.state, "address", ""))
+            raise TwoCredentials() if is_pair else refusal
         if key is None:
             raise refusal
         return key
 
 
 class _Failures:
-    """Times of invalid keys by address; the least recent addresses are forgotten above _MAX_ADDRESSES."""
+    """Times of wrong credentials by address; the least recent addresses are forgotten above _MAX_ADDRESSES."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._times: OrderedDict[str, list[float]] = OrderedDict()
-        self._valid: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Hashes of keys that were valid, by address."""
 
-    def check(self, address: str, token: str, *, is_valid: bool) -> None:
-        """Record one key. Raises TooManyFailedKeys, which does not tell whether it is valid."""
-        now, known = self._clock(), (address, sha256(token))
+    def add(self, address: str) -> None:
+        """Record one. Raises TooManyFailedKeys."""
+        now = self._clock()
         times = [at for at in self._times.get(address, ()) if now - at < FAILURE_S]
-        if len(times) >= MAX_FAILURES and not (is_valid and known in self._valid):
+        if len(times) >= MAX_FAILURES:
             raise TooManyFailedKeys(FAILURE_S - (now - times[0]))
-        if is_valid:
-            self._valid[known] = None
-            self._valid.move_to_end(known)
-        else:
-            self._times[address] = [*times, now]
-            self._times.move_to_end(address)
-        for known_of_all in (self._times, self._valid):
-            if len(known_of_all) > _MAX_ADDRESSES:
-                known_of_all.popitem(last=False)
+        self._times[address] = [*times, now]
+        self._times.move_to_end(address)
+        if len(self._times) > _MAX_ADDRESSES:
+            self._times.popitem(last=False)
 
 
 @dataclass

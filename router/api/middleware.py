@@ -126,7 +126,9 @@ class RequestMiddleware:
             self._service.authentication.check(request)
             if direct is None:
                 await self._app(scope, receive, call.send)
-            elif (ttl_s := wanted_ttl(request.headers)) is None:
+                return
+            await self._service.dispatcher.known()
+            if (ttl_s := wanted_ttl(request.headers)) is None:
                 await self._generate(request, direct, receive, call.send)
             else:
                 owner, stream_id = self._service.caller(request).identity, scope["state"]["request_id"]
@@ -273,4 +275,6 @@ class _RequestScope:
         write = _log.debug if method == "GET" and not isinstance(failure, _ALWAYS_LOGGED) else _log.info
         fields = {"client": self.client, **fields}
         write("request", method=method, path=path[:128], status=self.status, seconds=seconds, **fields)
+        if failure is not None:  # its frames hold the request, which holds it: only a later collection would free both
+            failure.__traceback__ = failure.__context__ = failure.__cause__ = None
         return ending

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from lorikeet.proto.numbers import whole_number
 from lorikeet.router.api.disconnect import ClientGone, ClientWatch
 from lorikeet.router.api.sse import COMMENT, KEEP_ALIVE_SECONDS
 from lorikeet.router.errors import ValidationError
@@ -26,9 +27,10 @@ def wanted_ttl(headers: Mapping[str, str]) -> int | None:
     given = headers.get(TTL_HEADER)
     if given is None:
         return None
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:3]) <= MAX_TTL_S):
+    seconds = whole_number(given, 1, MAX_TTL_S)
+    if seconds is None:
         raise ValidationError(f"`{TTL_HEADER}` must be a number of seconds from 1 to {MAX_TTL_S}", TTL_HEADER)
-    return int(given)
+    return seconds
 
 
 class Buffered:

@@ -39,7 +39,7 @@ from lorikeet.router.schemas.body_memory import BodyMemory
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.constraints import Constraints
-from lorikeet.router.schemas.grammar import GrammarFields, names_grammar
+from lorikeet.router.schemas.grammar import GrammarFields, InvalidGrammar, names_grammar
 from lorikeet.router.schemas.openai import check_texts
 from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
 from lorikeet.router.streams.streams import Streams
@@ -207,7 +207,7 @@ class Service:
 
     async def grammar(
         self,
-        wanted: GrammarFields | ValidationError | None,
+        wanted: GrammarFields | InvalidGrammar | None,
         constraints: Constraints,
         speculation: SpeculationFields,
         caller: str,
@@ -215,8 +215,8 @@ class Service:
         """What the output follows. Raises ValidationError or UnsupportedField."""
         if wanted is None:
             return None
-        if isinstance(wanted, ValidationError):
-            raise wanted
+        if isinstance(wanted, InvalidGrammar):
+            raise ValidationError(wanted.message, wanted.param, wanted.code)
         if constraints.masks is not None:
             raise ValidationError(
                 f"`{constraints.masks}` and `{wanted.field}` cannot be set together: no token might be left",

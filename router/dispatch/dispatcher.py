@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import structlog
 
@@ -21,7 +22,15 @@ from lorikeet.router.dispatch.delivery import Delivery
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
 from lorikeet.router.dispatch.recovery import Recovery
 from lorikeet.router.dispatch.send_loop import SendLoop
-from lorikeet.router.errors import DeadlineExceeded, NoShard, Overloaded, QueueTimeout, RouterError, ShuttingDown
+from lorikeet.router.errors import (
+    AdapterUnavailable,
+    DeadlineExceeded,
+    NoShard,
+    Overloaded,
+    QueueTimeout,
+    RouterError,
+    ShuttingDown,
+)
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.timeline import Timeline
@@ -33,6 +42,9 @@ from lorikeet.router.shards.placement import Choice, Placement
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
+
+MAX_RELOADS = 3
+"""A request whose adapter was loaded again so often, and still cannot be read by shards, fails."""
 
 
 class Dispatcher:
@@ -65,6 +77,10 @@ class Dispatcher:
         self._send_loop = SendLoop(self.links, self._queue, self)
         self._empty = asyncio.Event()
         self._empty.set()
+        self._replaces = config.ready_file is not None and Path(config.ready_file).exists()
+        """Whether another router was ready here before this one."""
+        self._is_known = asyncio.Event()
+        """Set once a shard has been connected, or is not waited for any more."""
         self._queue_seconds = 0.0
         """Moving average of the queue time of recent requests."""
         self._loader = None if config.loader_address is None else LoaderClient(config.loader_address)
@@ -77,7 +93,9 @@ class Dispatcher:
     # Life
 
     async def start(self) -> None:
-        """Begin to connect; returns at once."""
+        """Begin to connect; returns at once. A router that replaces one begins in recovery: its requests wait."""
+        if self._replaces:
+            self._recovery.on_all_down()
         self._members.start()
         if self._loader is not None:
             self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
@@ -115,6 +133,11 @@ class Dispatcher:
     def healthy(self) -> bool:
         """Whether requests are answered, possibly after a recovery."""
         return self.ready or (self._recovery.is_active and not self.draining)
+
+    async def known(self) -> None:
+        """Wait for the first shard, as long as one should be back soon: it determines what requests may ask for."""
+        if self._recovery.is_active and self.info is None:
+            await self._is_known.wait()
 
     @property
     def info(self) -> pb.ShardInfo | None:
@@ -335,6 +358,7 @@ class Dispatcher:
         assert link.info is not None
         if self.admission is not None:
             self.admission.on_connect(link)
+        self._is_known.set()
         self.metrics.set_info(link.info, link.index)
         log.info("shard_connected", address=link.address, model=link.info.model_id, num_pages=link.info.num_pages)
 
@@ -361,20 +385,43 @@ class Dispatcher:
         self._queued[routing.number] = generation
         if generation.timeline is not None:
             generation.timeline.leave("retried")
+        if self.admission is not None and not self.admission.is_current(generation):
+            self._reload(generation)
+            return
+        if generation.timeline is not None:
             generation.timeline.enter("queue")
         self._queue.requeue(routing.flow, routing.number, generation.num_known, generation.request.caller)
         self._send_loop.schedule()
 
+    def _reload(self, generation: Generation) -> None:
+        """A shard could not read the file of its adapter: have it loaded again."""
+        generation.routing.num_reloads += 1
+        try:
+            if generation.routing.num_reloads > MAX_RELOADS:
+                reason = generation.routing.last_error
+                raise AdapterUnavailable(f"the adapter was loaded {MAX_RELOADS} times, and is not readable: {reason}")
+            generation.reload()
+            self._await_adapters(generation)
+        except RouterError as error:
+            self.on_failure(generation, error)
+
+    def is_used(self, digest: str) -> bool:
+        """Whether a request that has not ended uses the content."""
+        running = (generation for link in self.links for generation in link.running.values())
+        return any(digest in generation.adapters.digests for generation in (*self._queued.values(), *running))
+
     def on_recovery_timeout(self) -> None:
+        self._is_known.set()
         for generation in list(self._queued.values()):
             self.on_failure(generation, NoShard())
 
     def on_output(self, link: ShardLink, output: pb.StepOutput) -> int:
         """Deliver the tokens, then use the room that this step has freed."""
         now = time.monotonic()
-        num_tokens = self._delivery.deliver(link, output, now)
+        # first: a request that the shard returns because of its adapter needs another content
         if output.adapters and self.admission is not None:
             self.admission.update(link, output.adapters)
+        num_tokens = self._delivery.deliver(link, output, now)
         has_stepped = link.update(output, now)
         if output.HasField("credit"):
             self._note_credit()

@@ -56,6 +56,7 @@ class Recovery:
     def on_error(self, generation: Generation, error: str, in_step: bool) -> None:
         """A shard could not continue a request; another may, or the same one in another batch."""
         log.warning("request_retried", request_id=generation.request.request_id, reason=error[:512])
+        generation.routing.last_error = error[:512]
         if in_step:
             self._record_crash(generation, GenerationFailed(error))
         else:

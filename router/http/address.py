@@ -16,6 +16,10 @@ _FOR = re.compile(r'(?:^|;)\s*for\s*=\s*("[^"]*"|[^;]*)', re.IGNORECASE)
 _WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*)(?::\d+)?")
 
 
+_LONGEST = 64
+"""Characters of an address with a zone. A header may be longer, and must not be kept."""
+
+
 class Addresses:
     """Resolves the address of each request. `trusted` are the networks of proxies whose headers are believed."""
 
@@ -90,9 +94,13 @@ def _without_port(text: str) -> str:
     return "" if found is None else found["six"] or found["four"] or ""
 
 
-@lru_cache(maxsize=4096)
 def _parsed(text: str) -> IPv4Address | IPv6Address | None:
     """None where `text` is no address. IPv4 addresses in IPv6 notation become IPv4."""
+    return _parsed_short(text) if len(text) <= _LONGEST else None
+
+
+@lru_cache(maxsize=4096)
+def _parsed_short(text: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(text)
     except ValueError:

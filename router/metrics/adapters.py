@@ -4,7 +4,7 @@ Every alias of the operator has a label. Other adapters have the beginning of th
 them, and `other` beyond it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -27,6 +27,38 @@ _LOADS = {
     "waiting_requests": "Requests that wait, by adapter",
     "resident": "Shards that have the adapter in a slot",
 }
+
+
+MayName = Callable[[str], bool]
+"""Whether a label of an adapter may be shown to a caller."""
+_ADAPTER_LABEL = "adapter"
+_ADAPTER_LISTS = ("waiting_lora_adapters", "running_lora_adapters")
+"""vLLM's labels, which list adapters."""
+
+
+def everything(label: str) -> bool:
+    """For callers who may see all adapters."""
+    return True
+
+
+def without_names(family: Metric, may_show: MayName) -> Metric:
+    """The same numbers, with OTHER in place of the names that may not be shown."""
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in family.samples:
+        labels = dict(sample.labels)
+        if not may_show(labels.get(_ADAPTER_LABEL, "")):
+            labels[_ADAPTER_LABEL] = OTHER
+        for name in _ADAPTER_LISTS:
+            if name in labels:
+                shown = (each if may_show(each) else OTHER for each in labels[name].split(","))
+                labels[name] = ",".join(dict.fromkeys(shown))
+        key = (sample.name, tuple(labels.items()))
+        sums[key] = sums.get(key, 0.0) + sample.value
+    copy = Metric(family.name, family.documentation, family.type)
+    copy.name = family.name
+    for (name, pairs), value in sums.items():
+        copy.add_sample(name, dict(pairs), value)
+    return copy
 
 
 @dataclass
@@ -92,6 +124,10 @@ class AdapterMetrics:
                 return OTHER
             self._labels.add(label)
         return label
+
+    def is_digest(self, label: str) -> bool:
+        """Whether it is the label of an adapter without an alias."""
+        return label in self._labels
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus families; none where there is no adapter."""

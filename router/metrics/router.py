@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.metrics.adapters import AdapterMetrics
+from lorikeet.router.metrics.adapters import OTHER, AdapterMetrics, MayName, everything, without_names
 from lorikeet.router.metrics.histogram import Counter, Histogram, families
 from lorikeet.router.metrics.learning import LearningMetrics
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
@@ -265,19 +265,19 @@ class Metrics:
 
     # Output
 
-    def prometheus(self) -> bytes:
+    def prometheus(self, may_name: MayName = everything) -> bytes:
         """The text format; prometheus_client's own writer would add `_total` to LoRAX's counter names."""
         lines = []
-        for family in self.collect():
+        for family in self._shown(may_name):
             lines.append(f"# HELP {family.name} {family.documentation}\n# TYPE {family.name} {family.type}\n")
             for sample in family.samples:
                 lines.append(f"{sample.name}{_labels(sample.labels)} {floatToGoString(sample.value)}\n")
         return "".join(lines).encode()
 
-    def lorax_json(self) -> bytes:
+    def lorax_json(self, may_name: MayName = everything) -> bytes:
         """`{name: {"type", "data": [{"key", "value"}]}}`; keys are sum, count, `name{labels}` or empty."""
         result: dict[str, Any] = {}
-        for family in self.collect():
+        for family in self._shown(may_name):
             data = [
                 {"key": _json_key(family.name, sample.name, sample.labels), "value": sample.value}
                 for sample in family.samples
@@ -285,11 +285,23 @@ class Metrics:
             result[family.name] = {"type": family.type, "data": data}
         return orjson.dumps(result)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type by the request's Accept header: JSON when requested, else Prometheus text."""
+    def render(self, accept: str, may_name: MayName = everything) -> tuple[bytes, str]:
+        """Body and content type by the request's Accept header: JSON when requested, else Prometheus text.
+
+        `may_name`: whether an alias may be named; the numbers of all others are those of `other`.
+        """
         if "application/json" in accept:
-            return self.lorax_json(), "application/json"
-        return self.prometheus(), PROMETHEUS_TYPE
+            return self.lorax_json(may_name), "application/json"
+        return self.prometheus(may_name), PROMETHEUS_TYPE
+
+    def _shown(self, may_name: MayName) -> Iterator[Metric]:
+        if may_name is everything:
+            return self.collect()
+        return (without_names(family, self._may_show(may_name)) for family in self.collect())
+
+    def _may_show(self, may_name: MayName) -> MayName:
+        """Digests and the labels of no adapter are not names."""
+        return lambda label: label in (BASE, OTHER, "") or self.adapters.is_digest(label) or may_name(label)
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus families of all metrics."""

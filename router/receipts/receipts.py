@@ -32,6 +32,7 @@ class Receipts:
         self._file = None if config.receipts_path is None else _File(config.receipts_path)
         self._unwritten: list[tuple[dict[str, Any], str]] = []
         self._writing: asyncio.Task[None] | None = None
+        self._must_reopen = False
 
     def prepare(self, request: GenerationRequest) -> None:
         """Let the shards hash their files while a request runs that will have a receipt."""
@@ -54,6 +55,14 @@ class Receipts:
         except GenerationFailed as error:  # the text itself is complete
             log.error("receipt_not_written", request_id=generation.request.request_id, reason=str(error))
             return
+        if not self.is_writing:
+            self._writing = asyncio.create_task(self._write(self._file))
+
+    def reopen(self) -> None:
+        """The operator has moved the file away."""
+        if self._file is None:
+            return
+        self._must_reopen = True
         if not self.is_writing:
             self._writing = asyncio.create_task(self._write(self._file))
 
@@ -99,7 +108,10 @@ class Receipts:
         return found
 
     async def _write(self, file: "_File") -> None:
-        while self._unwritten:
+        while self._unwritten or self._must_reopen:
+            if self._must_reopen:
+                self._must_reopen = False
+                await asyncio.to_thread(file.renew)
             lines = []
             for receipt, address in list(self._unwritten):
                 try:
@@ -122,6 +134,13 @@ class _File(LineFile):
             super().__init__(path)
         except OSError as error:
             raise OSError(f"can't write receipts to {path}: {error.strerror}") from None
+
+    def renew(self) -> None:
+        """Open it again; on failure the old one stays open, which is logged."""
+        try:
+            self.reopen()
+        except OSError as error:
+            log.error("receipts_not_reopened", reason=error.strerror)
 
     def write(self, lines: list[bytes]) -> None:
         for line in lines:

@@ -93,6 +93,12 @@ class ResolvedAdapters:
         return "" if self._adapter is None else self._adapter.digest
 
     @property
+    def digests(self) -> tuple[str, ...]:
+        """Of all contents that are resolved."""
+        heads = None if self._request.heads is None else self._request.heads.content
+        return tuple(each.digest for each in (self._adapter, self._heads, heads) if each is not None)
+
+    @property
     def tier(self) -> str:
         """Where the loader had the adapter's content from; "" for the base model."""
         return "" if self._adapter is None else self._adapter.tier

@@ -58,9 +58,9 @@ def caller(request: Request, keys: Keys) -> Caller:
     return found
 
 
-def offered(request: Request) -> str | None:
-    """What a request presents as an API key, valid or not."""
-    return request.headers.get(KEY_HEADER) or bearer(request)
+def offered(request: Request) -> tuple[str | None, str | None]:
+    """What a request presents: in KEY_HEADER, and as the token of the Authorization header."""
+    return request.headers.get(KEY_HEADER) or None, bearer(request)
 
 
 def bearer(request: Request) -> str | None:

@@ -138,6 +138,8 @@ class Generation:
     def admit(self) -> None:
         """Adapter and heads are resolved. Raises ValidationError where they lack what the request asks for."""
         self.adapters.check()
+        if self.emitted_ids and self.digest != self.adapters.digest:
+            raise GenerationFailed("the adapter has changed while the request ran, and its file is gone")
         self.digest = self.adapters.digest
         if self.adapters.can_speculate and self.speculation_stats is None:
             self.speculation_stats = SpeculationStats()
@@ -221,6 +223,11 @@ class Generation:
             self._end(pb.FINISH_LENGTH, "")
         if self.finish_reason is not None:
             self._events.on_complete(self)
+
+    def reload(self) -> None:
+        """Its adapters are resolved again, before another shard gets it."""
+        self.adapters = ResolvedAdapters(self.request)
+        self.is_admitted = False
 
     @property
     def num_generated(self) -> int:

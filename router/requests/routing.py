@@ -60,6 +60,10 @@ class Routing:
     """Whether that shard has sent any output of it."""
     num_retries: int = 0
     """How often it went back into the queue."""
+    num_reloads: int = 0
+    """How often its adapter was loaded again, because a shard could not read it."""
+    last_error: str = ""
+    """Why a shard returned it."""
     adapter_tier: str = ""
     """Where its adapter was when it was first sent: `slot` or `host` (memory) of that shard, `disk` or `source`; ""
     without one.

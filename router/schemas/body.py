@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from lorikeet.proto.numbers import whole_number
 from lorikeet.router.errors import (
     BadContentEncoding,
     BodyTimeout,
@@ -74,11 +75,11 @@ class BodyReader:
 
     async def _received(self, request: Request, charge: BodyCharge) -> bytes:
         """Collect the body without holding more than the limit. The declared length is counted at once."""
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal():
-            if len(declared) > 18 or int(declared) > self._max_bytes:
+        if (declared := request.headers.get("content-length")) is not None:
+            num_bytes = whole_number(declared, 0, self._max_bytes)
+            if num_bytes is None:
                 raise BodyTooLarge()
-            await charge.resize(int(declared))
+            await charge.resize(num_bytes)
         parts: list[bytes] = []
         size, waited_s, more = 0, 0.0, True
         loop = asyncio.get_running_loop()

@@ -34,6 +34,15 @@ class GrammarFields:
     """The field that it came from."""
 
 
+@dataclass(frozen=True)
+class InvalidGrammar:
+    """Why the grammar of a request cannot be read, as a ValidationError says it."""
+
+    message: str
+    param: str | None
+    code: str | None
+
+
 def names_grammar(fields: dict[str, Any]) -> bool:
     """Whether a body has a field of this page, which replaces the grammar of its alias."""
     return any(fields.get(name) is not None for name in (*_DIRECT, "response_format", "structured_outputs", "grammar"))

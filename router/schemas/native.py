@@ -16,7 +16,7 @@ from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_me
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
 from lorikeet.router.schemas.fields import Fields, check_salt
-from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
+from lorikeet.router.schemas.grammar import GrammarFields, InvalidGrammar, read_grammar
 from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
@@ -63,7 +63,7 @@ class NativeParameters:
     add_special_tokens: bool | None = _read_by(Fields.optional_flag)
     constraints: Constraints = _read_by(lambda fields, _: read_constraints(fields))
     speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
-    grammar: GrammarFields | ValidationError | None = _read_by(lambda fields, _: _try_grammar(fields))
+    grammar: GrammarFields | InvalidGrammar | None = _read_by(lambda fields, _: _try_grammar(fields))
     """Its error is raised among the other rules."""
 
     @property
@@ -133,11 +133,11 @@ def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
     return NativeRequest(inputs, parameters, stream, values.ignored(), unsupported, elsewhere, input_ids)
 
 
-def _try_grammar(fields: Fields) -> GrammarFields | ValidationError | None:
+def _try_grammar(fields: Fields) -> GrammarFields | InvalidGrammar | None:
     try:
         return read_grammar(fields)
     except ValidationError as error:
-        return error
+        return InvalidGrammar(error.message, error.param, error.code)
 
 
 def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:

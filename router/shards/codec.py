@@ -13,6 +13,8 @@ MAX_SUBMIT_BYTES = 4 << 20
 """The limit of a shard on one message."""
 _OTHER_BYTES = 64 << 10
 """Enough for all fields of a Submit but token ids, biases, the salt and a grammar."""
+_MAX_SHOWN = 256
+"""Characters of names that are for logs."""
 _CONVERTED = ("bias_ids", "bias_values", "bad_words", "min_tokens", "min_tokens_stop_ids")
 _SAMPLING = [name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in _CONVERTED]
 _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
@@ -20,8 +22,8 @@ _SPECULATION = list(pb.Speculation.DESCRIPTOR.fields_by_name)
 
 def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     """The shard identifies the adapter by its digest; the other fields are for logs."""
-    ids = ",".join(pin.id for pin in adapter.pins)
-    return pb.AdapterPin(source=adapter.source, id=ids, revision=adapter.revision, digest=digest)
+    ids = ",".join(pin.id for pin in adapter.pins)[:_MAX_SHOWN]
+    return pb.AdapterPin(source=adapter.source, id=ids, revision=adapter.revision[:_MAX_SHOWN], digest=digest)
 
 
 def check_size(request: GenerationRequest, vocab_size: int) -> None:

@@ -147,8 +147,13 @@ class ShardLink:
         """Digest of the files of the shard's model: requested once per stream, and kept after its end."""
         if self._digest is None:
             self._digest = asyncio.ensure_future(self.client.digest())
-            self._digest.add_done_callback(lambda call: call.cancelled() or call.exception())
+            self._digest.add_done_callback(self._on_digest)
         return self._digest
+
+    def _on_digest(self, call: "asyncio.Future[str]") -> None:
+        """One that failed is requested again."""
+        if (call.cancelled() or call.exception() is not None) and self._digest is call:
+            self._digest = None
 
     @property
     def known_digest(self) -> str:

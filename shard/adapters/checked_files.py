@@ -10,11 +10,7 @@ from pathlib import Path
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.adapters.loading import NICENESS, AdapterFiles, Destination, Opened, RowParallelSum
 from lorikeet.shard.model.medusa.heads import HeadsPool
-
-DAMAGED = (
-    "its file in the adapter store is damaged: its bytes do not match their checksum. The server loads it again: "
-    "repeat the request"
-)
+from lorikeet.shard.scheduler.adapter_slots import DAMAGED
 
 
 class CheckedFiles(AdapterFiles):

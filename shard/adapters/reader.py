@@ -8,13 +8,10 @@ from pathlib import Path
 import structlog
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
+from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
 from lorikeet.shard.scheduler.cached_adapter import Content
 
 log = structlog.get_logger()
-
-NOT_HERE = (
-    "the adapter is not in this shard's store: a shard on another machine than its router must share --adapter-store"
-)
 
 
 class AdapterReader:

@@ -19,11 +19,11 @@ from lorikeet.shard.engine.step_watch import StepWatch
 from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import AdapterEvent, Outbox, Output, Status
+from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status
 from lorikeet.shard.learning.learning import NoLearning
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.scheduler.adapter_slots import Residency
+from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
@@ -105,7 +105,7 @@ class Engine:
         """Whether that step was an isolated request's own."""
         self._is_clean = True
         self._is_cut = False
-        self._adapter_events: dict[str, AdapterEvent] = {}
+        self._adapter_events = AdapterEvents()
 
     def run(self) -> None:
         """Step until stop(). Raises when the shard itself is broken."""
@@ -329,7 +329,7 @@ class Engine:
         if not self._launched:
             self.running_step = (0, 0.0)
         self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._adapter_events)
-        self._adapter_events = {}
+        self._adapter_events = AdapterEvents()
         self._num_preempted_sent = self.scheduler.num_preempted
 
     def _process_adapter_events(self) -> None:
@@ -337,12 +337,12 @@ class Engine:
         changes = self.scheduler.adapters.take_changes()
         for digest in changes.unloaded:
             self.scheduler.cache.forget(digest)
+        self._adapter_events.add(AdapterEvents(dict.fromkeys(changes.unloaded), changes.states))
         for digest, (residency, reason) in changes.states.items():
-            self._adapter_events[digest] = (residency, reason)
             self.learning.changed(digest, residency, reason)
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
-                self._outputs += [error_output(request, reason, retryable=False) for request in lost]
+                self._outputs += [error_output(request, reason, reason in RELOADABLE) for request in lost]
         if changes.states:
             unplaceable = self.scheduler.fail_unplaceable()
             self._outputs += [error_output(request, reason, retryable=False) for request, reason in unplaceable]

@@ -276,7 +276,9 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
     )
     message = deepcopy(head)
     message.load.num_preempted = update.num_preempted
-    for digest, (residency, reason) in update.adapters.items():
+    for digest in update.adapters.unloaded:
+        message.adapters.add(digest=digest, residency=pb.AdapterState.ABSENT)
+    for digest, (residency, reason) in update.adapters.states.items():
         message.adapters.add(digest=digest, residency=residency.value, reason=reason)
     if update.step_requests is not None:
         message.step_requests.CopyFrom(pb.StepRequests(ids=update.step_requests))

@@ -5,7 +5,7 @@ A stream is identified by its epoch. Nothing here depends on gRPC or on the wire
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from operator import add
 
@@ -19,8 +19,24 @@ AdapterEvent = tuple[Residency, str]
 NO_SECONDS = (0.0, 0.0, 0.0)
 DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT, Source.GRAMMAR, Source.HISTORY)
 """Draft sources in the order of the wire's draft counts."""
-AdapterEvents = Mapping[str, AdapterEvent]
-NO_EVENTS: AdapterEvents = {}
+
+
+@dataclass(slots=True)
+class AdapterEvents:
+    """What happened to adapters since the last message: the first field came before the second."""
+
+    unloaded: dict[str, None] = field(default_factory=dict)
+    """Digests of adapters that have left, even if they were requested again since; in order."""
+    states: dict[str, AdapterEvent] = field(default_factory=dict)
+    """New state by digest, of adapters whose state has changed."""
+
+    def __bool__(self) -> bool:
+        return bool(self.unloaded or self.states)
+
+    def add(self, later: "AdapterEvents") -> None:
+        """Merge what happened since."""
+        self.unloaded.update(later.unloaded)
+        self.states.update(later.states)
 
 
 @dataclass(slots=True)
@@ -134,8 +150,7 @@ class StreamUpdate:
     num_preempted: int = 0
     """Since the stream's last update."""
     acknowledged: int = 0
-    adapters: dict[str, AdapterEvent] = field(default_factory=dict)
-    """New state by digest, of adapters whose state has changed."""
+    adapters: AdapterEvents = field(default_factory=AdapterEvents)
     step_requests: list[int] | None = None
     """Ids of the stream's requests in the running step, if these have changed."""
 
@@ -222,7 +237,11 @@ class Outbox:
                 self._sent.notify_all()
 
     def publish(
-        self, outputs: list[Output], status: Status, acknowledged: dict[int, int], adapters: AdapterEvents = NO_EVENTS
+        self,
+        outputs: list[Output],
+        status: Status,
+        acknowledged: dict[int, int],
+        adapters: AdapterEvents | None = None,
     ) -> None:
         """Buffer the results of an iteration. Outputs of streams that have ended are dropped."""
         with self._lock:
@@ -234,7 +253,8 @@ class Outbox:
                 update.status = status
                 update.num_preempted += status.num_preempted
                 update.acknowledged = acknowledged.get(epoch, 0)
-                update.adapters.update(adapters)
+                if adapters is not None:
+                    update.adapters.add(adapters)
                 if update.outputs or update.adapters or update.routing_state != buffer.last_sent:
                     buffer.call()
 
@@ -244,7 +264,7 @@ class Outbox:
             buffer = self._buffers[epoch]
             taken = buffer.update
             buffer.update = replace(
-                taken, outputs=[], num_preempted=0, adapters={}, step_requests=None, step_detail=None
+                taken, outputs=[], num_preempted=0, adapters=AdapterEvents(), step_requests=None, step_detail=None
             )
             buffer.outputs, buffer.is_called, buffer.last_sent = {}, False, taken.routing_state
             return taken

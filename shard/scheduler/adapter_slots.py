@@ -16,6 +16,13 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.cached_adapter import CachedAdapter, Content, EvictionScores
 
 NO_ADAPTERS = "this shard serves no adapters"
+NOT_HERE = (
+    "the adapter is not in this shard's store: it was removed, or this shard is on another machine than its router and "
+    "does not share --adapter-store"
+)
+DAMAGED = "its file in the adapter store is damaged: its bytes do not match their checksum"
+RELOADABLE = frozenset((NOT_HERE, DAMAGED))
+"""Reasons of failures that end once the adapter is loaded into the store again."""
 MOST_SIZES = 4096
 """The newest adapters, whose sizes are kept after eviction."""
 
@@ -64,10 +71,12 @@ class SlotLimits:
 class Changes:
     """What happened since the last call."""
 
+    unloaded: list[str] = field(default_factory=list)
+    """Adapters that have left, whose cached KV can be dropped. They may be on their way back: this comes before
+    `states`.
+    """
     states: dict[str, tuple[Residency, str]] = field(default_factory=dict)
     """By digest: where it is now, and why it failed."""
-    unloaded: list[str] = field(default_factory=list)
-    """Adapters whose cached KV can be dropped."""
 
 
 class AdapterSlots:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterTooLarge
 from lorikeet.adapters.formats import configuration, header, layout, weights
 from tests import tiny
 from tests.adapters import making
@@ -69,7 +69,7 @@ def test_a_file_that_changes_while_it_is_read_is_rejected(adapter: Path) -> None
         with (adapter / WEIGHTS).open("r+b") as file:
             file.seek(-4, 2)
             file.write(b"abcd")
-        with pytest.raises(AdapterInvalid, match="changed"):
+        with pytest.raises(AdapterChanged, match="changed"):
             opened.check_unchanged()
 
 

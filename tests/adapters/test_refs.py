@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorikeet.adapters import refs
 from lorikeet.adapters.refs import HUB_PREFIX, Ref, Source, is_plain, parse
 
 
@@ -63,3 +64,17 @@ def test_any_text_is_a_name_or_raises_value_error(text: str, source: Source) -> 
         assert str(error)
     else:
         assert str(ref) == (text.removeprefix(HUB_PREFIX) if source is Source.HUB else text)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a\u202eb", "a\u200bb", "a\u2028b", "a\0", "\ud800"])
+def test_names_that_could_not_be_shown_are_no_aliases(name: str) -> None:
+    with pytest.raises(ValueError, match="an alias must be a text of 1 to 256 characters"):
+        refs.check_alias(name)
+    for source in Source if 0 < len(name) < 257 else ():
+        with pytest.raises(ValueError):
+            refs.parse(f"owner/{name}", source)
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "Jürgens Adapter", "アダプター", "a/b@c:d"])
+def test_names_of_any_language_are_aliases(name: str) -> None:
+    refs.check_alias(name)

@@ -149,6 +149,28 @@ def test_answers_are_the_same_when_every_shard_is_lost(server: Launched, undistu
 
 
 @pytest.mark.long
+def test_requests_wait_when_the_router_and_every_shard_are_lost(server: Launched) -> None:
+    """The new router begins in recovery: requests and probes get no 503, as long as shards should be back."""
+    before = num_connected(server, 0)
+    for pid in (server.child("router"), server.shard(0), server.shard(1)):
+        os.kill(pid, signal.SIGKILL)
+    answers: list[httpx.Response] = []
+    body = {"inputs": "import os", "parameters": {"max_new_tokens": 8}}
+    end = time.monotonic() + 120
+    while num_connected(server, 0) == before:
+        assert time.monotonic() < end, server.output
+        try:
+            answers.append(httpx.get(f"{server.url}/health", timeout=120))
+            answers.append(httpx.post(f"{server.url}/generate", json=body, timeout=120))
+        except httpx.TransportError:  # sent to the router that was killed
+            time.sleep(0.1)
+    answers.append(httpx.post(f"{server.url}/generate", json=body, timeout=120))
+    assert [answer.status_code for answer in answers] == [200] * len(answers)
+    for index in range(2):
+        until_back(server, index)
+
+
+@pytest.mark.long
 def test_a_rolling_restart_under_load_changes_no_answer(server: Launched, undisturbed: list[tuple[Any, ...]]) -> None:
     """SIGUSR2: requests on open and on new connections are answered all the time."""
     before = {pid for pid in server.children() if pid != server.pid}

@@ -244,7 +244,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "receipts",
             "append a JSON line to this file for every finished request: what its output depends on, prompt and"
-            " output as hashes", to=ROUTER, field_name="receipts_path", new=True,
+            " output as hashes; reopened on SIGHUP", to=ROUTER, field_name="receipts_path", new=True,
         ),
         Flag(
             "log-level", "log level", default="info", to=ROUTER | SHARD | LOADER,

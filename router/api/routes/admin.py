@@ -16,7 +16,7 @@ from lorikeet.adapters.catalogue import Entry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import Admission
-from lorikeet.router.adapters.directory import single
+from lorikeet.router.adapters.directory import MAX_ADDED, single
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import (
     AdminOnly,
@@ -115,9 +115,16 @@ class AdminRoutes:
             raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
         if name in (*self._service.config.model_names, *BASE_NAMES):
             raise ValidationError(f"`lora_name` must not be a name of the base model. Given: {name[:256]}", "lora_name")
+        try:
+            refs.check_alias(name)
+        except ValueError as error:
+            raise ValidationError(f"`lora_name` {name[:60]!r} is not a name: {error}", "lora_name") from None
         directory = self._service.selection.directory
         if directory.find(name) is not None and not fields.flag("load_inplace"):
             raise AlreadyLoaded(name)
+        if directory.is_full and directory.find(name) is None:
+            problem = f"{MAX_ADDED} adapters were added by this route: unload one, or list them in --adapters"
+            raise ValidationError(problem, "lora_name")
         entry = single(name, self._path_ref(path))
         await self._contents(entry)
         directory.add(entry)
@@ -211,15 +218,22 @@ class AdminRoutes:
             raise adapter_problem(error) from None
 
     async def _unload(self, digests: set[str], disk: bool) -> None:
+        admission, is_used = self._service.admission, self._service.dispatcher.is_used
         try:
             async with asyncio.timeout(_UNLOAD_SECONDS):
-                await asyncio.gather(*(self._service.admission.unload(digest) for digest in digests))
+                if disk:
+                    removed = await asyncio.gather(*(admission.delete(digest, is_used) for digest in digests))
+                else:
+                    await asyncio.gather(*map(admission.unload, digests))
+                    removed = []
         except TimeoutError:
             raise ReloadRefused("requests in flight still use it") from None
-        try:
-            await asyncio.gather(*(self._service.admission.forget(digest, disk) for digest in digests))
         except AdapterError as error:
             raise adapter_problem(error) from None
+        for digest in digests:
+            admission.forget(digest)
+        if not all(removed):
+            raise ReloadRefused("another process keeps its file loaded: unload it there first")
 
 
 def _shown(ref: Ref) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
+from lorikeet.router.metrics.adapters import MayName, everything
 from lorikeet.router.requests.types import GenerationRequest, Pooling
 from lorikeet.router.usage.post import shown_url
 
@@ -172,8 +173,17 @@ class InformationRoutes:
         service = self._service
         if service.dispatcher.admission is not None:
             service.dispatcher.admission.note_gauges(service.selection.directory.entries(), service.dispatcher.queued)
-        content, media_type = self._service.metrics.render(request.headers.get("accept", ""))
+        content, media_type = service.metrics.render(request.headers.get("accept", ""), self._may_name(request))
         return Response(content, media_type=media_type)
+
+    def _may_name(self, request: Request) -> MayName:
+        """A caller sees the names of metrics that the catalogue shows it."""
+        caller, selection = self._service.caller(request), self._service.selection
+        if caller.key is not None and caller.key.admin:
+            return everything
+        names = {line.alias for line in selection.directory.listed()}
+        shown = {line.alias for line in selection.listed(caller)}
+        return everything if names == shown and not selection.keys else shown.__contains__
 
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the operator named and the caller may see."""

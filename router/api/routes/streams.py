@@ -3,12 +3,13 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto.numbers import whole_number
 from lorikeet.router.api.resumable import Replay
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import StreamTrimmed, ValidationError
 from lorikeet.router.streams.stream import KeptStream, OutOfRange, Trimmed
 
-_MAX_DIGITS = 15
+MAX_EVENTS = 10**15
 
 
 class StreamRoutes:
@@ -20,15 +21,16 @@ class StreamRoutes:
     async def read(self, request: Request) -> Response:
         """The answer from event `from` on, and what is added to it. Raises StreamNotFound, StreamTrimmed, …"""
         stream, given = self._stream(request), request.query_params.get("from", "0")
-        if not (given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS):
+        first_event = whole_number(given, 0, MAX_EVENTS)
+        if first_event is None:
             raise ValidationError("`from` must be the number of events that were received", "from")
         try:
-            return Replay(stream, int(given))
+            return Replay(stream, first_event)
         except Trimmed as trimmed:
             raise StreamTrimmed(str(trimmed.first)) from None
         except OutOfRange:
             raise ValidationError(
-                f"`from` is {int(given)}: the stream has {stream.num_events} events", "from"
+                f"`from` is {first_event}: the stream has {stream.num_events} events", "from"
             ) from None
 
     async def cancel(self, request: Request) -> Response:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -268,7 +269,7 @@ def test_missing_adapters_are_reported_by_kind_of_error(world: World, caller: Ca
     gone = {"source": "hub", "id": "acme/gone", "revision": "0" * 40}
     assert caller.call(fetch=gone)["error"]["status"] in (401, 404)
     moved = {**world.pin("a0"), "revision": "other"}
-    assert caller.call(fetch=moved)["error"]["kind"] == "AdapterNotFound"
+    assert caller.call(fetch=moved)["digest"] == caller.call(fetch=world.pin("a0"))["digest"], "it is looked up again"
     outside = {"source": "local", "id": "/etc", "revision": "x"}
     assert caller.call(fetch=outside)["error"]["kind"] == "AdapterNotFound"
     unserved = {"source": "pbase", "id": "a/1", "revision": "x"}
@@ -367,6 +368,78 @@ def test_a_damaged_file_is_loaded_again(world: World, caller: Caller) -> None:
     assert caller.call(fetch=local_copy(world, "same-as-a1", content(world.roots / "a1")))["digest"] == digest
     assert path.read_bytes() == sound
     assert world.running.log.read_text().count("stored_adapter_damaged") == 3
+
+
+def test_a_deleted_store_is_made_again(world: World, caller: Caller) -> None:
+    pins = [world.pin("a1"), world.pin("a2")]
+    digests = [caller.call(fetch=pin)["digest"] for pin in pins]
+    shutil.rmtree(world.running.store)
+    answer = caller.call(stats=True)
+    assert "stats" in answer, (answer, world.running.log.read_text()[-3000:])
+    assert answer["stats"]["files"] == 0
+    shutil.rmtree(world.running.store)
+    for pin, digest in zip(pins, digests, strict=True):
+        answer = caller.call(fetch=pin)
+        assert (answer.get("digest"), answer.get("tier")) == (digest, "source"), answer
+        assert caller.call(fetch=pin)["tier"] == "disk"
+        assert caller.call(verify=digest)["intact"]
+    assert caller.call(stats=True)["stats"]["files"] == 2
+    log = world.running.log.read_text()
+    assert log.count("adapter_store_deleted") == 2, "once each time"
+
+
+def test_a_folder_that_was_rewritten_since_it_was_looked_up_is_looked_up_again(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a1")
+    old = local_copy(world, "rewritten", files)
+    time.sleep(0.01)
+    (world.roots / "rewritten/adapter_config.json").write_bytes(changed(files, lora_alpha=77)["adapter_config.json"])
+    new = world.pin("rewritten")
+    assert old != new
+    digest = caller.call(fetch=old).get("digest")
+    assert digest is not None and digest == caller.call(fetch=new)["digest"]
+    other = local_copy(world, "rewritten-too", files)
+    (world.roots / "rewritten-too/README.md").write_bytes(b"words")
+    merge = {"pins": [old, other], "strategy": "linear"}
+    answer = caller.call(merge=merge)
+    assert "digest" in answer, answer
+
+
+def test_a_folder_that_is_being_written_is_read_once_it_is_complete(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a1")
+    half = {**files, "adapter_model.safetensors": files["adapter_model.safetensors"][:1000]}
+    pin = local_copy(world, "half-written", half)
+    writer = threading.Timer(
+        0.6, (world.roots / "half-written/adapter_model.safetensors").write_bytes, [files["adapter_model.safetensors"]]
+    )
+    call = caller.ask(fetch=pin)
+    (world.roots / "half-written/config.new").write_bytes(b"")  # the writer goes on, so what is read may be half
+    writer.start()
+    answer = caller.answer(call)
+    writer.join()
+    assert "digest" in answer or "truncated" in answer["error"]["message"], answer
+    assert "digest" in caller.call(fetch=world.pin("half-written"))
+
+
+def test_a_folder_without_end_of_changes_is_tried_later(world: World, caller: Caller) -> None:
+    folder = world.roots / "changing"
+    pin = local_copy(world, "changing", content(world.roots / "a1"))
+    ended = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            (folder / "README.md").write_text(str(number))
+            time.sleep(0.001)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    answer = caller.call(fetch=pin)
+    ended.set()
+    writer.join()
+    error = answer.get("error", {"status": 503, "retry_after": 1.0})  # it may be lucky
+    assert (error["status"], error["retry_after"]) == (503, 1.0)
+    assert "digest" in caller.call(fetch=world.pin("changing"))
 
 
 def niceness(pid: int = 0) -> int:

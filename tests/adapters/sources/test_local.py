@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.local import LocalSource
 
@@ -66,7 +66,7 @@ async def test_a_pin_of_an_old_version_is_not_found(tmp_path: Path) -> None:
     local = source(tmp_path)
     pin = (await local.resolve(ref("a"), None)).pin
     make(folder, "others")
-    with pytest.raises(AdapterNotFound, match="has changed"):
+    with pytest.raises(AdapterChanged, match="has changed"):
         local.fetch(pin, None, tmp_path)
 
 

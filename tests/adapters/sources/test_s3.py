@@ -12,6 +12,7 @@ import pytest
 from obstore.store import S3Store
 
 from lorikeet.adapters.errors import (
+    AdapterChanged,
     AdapterInvalid,
     AdapterNotFound,
     AdapterTooLarge,
@@ -99,7 +100,7 @@ async def test_a_write_creates_a_new_version(bucket: S3Store, account: dict[str,
     pin = (await source.resolve(ref("adapters/team/one"), None)).pin
     obstore.put(bucket, "team/one/adapter_model.safetensors", b"others")
     assert (await source.resolve(ref("adapters/team/one"), None)).pin.revision != pin.revision
-    with pytest.raises(AdapterNotFound, match="has changed"):
+    with pytest.raises(AdapterChanged, match="has changed"):
         source.fetch(pin, None, tmp_path)
 
 

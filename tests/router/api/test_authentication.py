@@ -108,17 +108,42 @@ async def test_keys_are_reloaded(tmp_path: Path) -> None:
 
 
 async def test_invalid_keys_are_limited_per_address(tmp_path: Path) -> None:
-    """Who was admitted before from the same address still is."""
     async with closed(tmp_path) as server:
-        assert (await server.client.get("/v1/models", headers=bearer("secret one"))).status_code == 200
         for number in range(MAX_FAILURES):
             assert (await server.client.get("/v1/models", headers=bearer(f"invalid {number}"))).status_code == 401
-        for token in ("invalid", "secret root"):
-            answer = await server.client.get("/v1/models", headers=bearer(token))
-            assert answer.status_code == 429
-            assert 0 < int(answer.headers["retry-after"]) <= FAILURE_S
-        assert (await server.client.get("/v1/models", headers=bearer("secret one"))).status_code == 200
+        answer = await server.client.get("/v1/models", headers=bearer("invalid"))
+        assert answer.status_code == 429
+        assert 0 < int(answer.headers["retry-after"]) <= FAILURE_S
         assert (await server.client.get("/v1/models")).status_code == 401
+
+
+async def test_a_valid_key_is_not_limited_by_the_failures_of_others(tmp_path: Path) -> None:
+    """Nor is one that was never seen from that address, which many clients may have."""
+    async with closed(tmp_path) as server:
+        for number in range(MAX_FAILURES + 1):
+            await server.client.get("/v1/models", headers=bearer(f"invalid {number}"))
+        for headers in (bearer("secret one"), {"x-api-key": "secret root"}, bearer("secret root")):
+            assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda number: bearer(f"attempt {number}") | {"x-api-key": "secret one"},
+        lambda number: bearer("secret one") | {"x-api-key": f"attempt {number}"},
+        lambda number: bearer("secret root") | {"x-api-key": "secret one"},
+        lambda number: bearer(f"hf_{number}") | {"x-api-key": f"attempt {number}"},
+    ],
+    ids=["Authorization", "x-api-key", "two valid keys", "both"],
+)
+async def test_a_wrong_credential_counts_wherever_it_stands(tmp_path: Path, attempt: Any) -> None:
+    async with closed(tmp_path) as server:
+        answers = [await server.client.get("/v1/models", headers=attempt(number)) for number in range(MAX_FAILURES)]
+        assert {answer.status_code for answer in answers} == {401}
+        assert len({answer.text for answer in answers}) == 1 and "two different credentials" in answers[0].text
+        assert (await server.client.get("/v1/models", headers=attempt(99))).status_code == 429
+        both = bearer("secret one") | {"x-api-key": "secret one"}
+        assert (await server.client.get("/v1/models", headers=both)).status_code == 200
 
 
 async def test_refused_administrators_are_logged_with_their_address(tmp_path: Path) -> None:
@@ -130,7 +155,8 @@ async def test_refused_administrators_are_logged_with_their_address(tmp_path: Pa
         assert (line["log_level"], line["client"], line["reason"]) == ("info", "127.0.0.1", "admin_only")
         for _ in range(MAX_FAILURES):
             await server.client.get("/admin/adapters", headers=bearer("invalid"))
-        assert (await server.client.get("/admin/adapters", headers=bearer("admin"))).status_code == 429
+        assert (await server.client.get("/admin/adapters", headers=bearer("invalid"))).status_code == 429
+        assert (await server.client.get("/admin/adapters", headers=bearer("admin"))).status_code == 200
 
 
 async def test_limits_of_a_key(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from lorikeet.launcher.cli.receipt import Receipt
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.receipts.receipts import Receipts
+from lorikeet.router.server import RouterServer
 from tests.router.api.routes.test_native import generate
 from tests.router.api.routes.test_openai import COMPLETION
 from tests.router.serving import Serving, serving
@@ -119,3 +121,37 @@ async def test_a_torn_line_is_ended_before_the_next(
     assert len(cut) == 20 and json.loads(whole).keys() == json.loads(again).keys()
     printed = capfd.readouterr()
     assert "receipts_written_again" in printed.out + printed.err
+
+
+async def test_a_file_that_was_moved_away_is_opened_again(tmp_path: Path) -> None:
+    """By the handler of SIGHUP, which reopens every log."""
+    path, moved, usage = tmp_path / "receipts.jsonl", tmp_path / "receipts.1", tmp_path / "usage.jsonl"
+    async with serving(tmp_path, receipts_path=str(path), usage_log=str(usage)) as server:
+        server.says("canary")
+        await generate(server, "Hi", max_new_tokens=5)
+        await lines(server, path, 1)
+        path.rename(moved)
+        usage.rename(tmp_path / "usage.1")
+        router = RouterServer.__new__(RouterServer)
+        router._config = RouterConfig("m", str(tmp_path), ("x",), receipts_path=str(path), usage_log=str(usage))
+        router._reload_files(server.service)
+        await server.shard.until(lambda: path.exists() and usage.exists())
+        await generate(server, "Hi", max_new_tokens=5)
+        assert len(await lines(server, path, 1)) == 1 and moved.read_text().count("\n") == 1
+        server.service.receipts.reopen()
+        await server.shard.until(lambda: not server.service.receipts.is_writing)
+
+
+async def test_receipts_alone_are_reopened_by_a_signal(tmp_path: Path) -> None:
+    handled: list[int] = []
+
+    class Loop:
+        def add_signal_handler(self, number: int, *_: object) -> None:
+            handled.append(number)
+
+    router = RouterServer.__new__(RouterServer)
+    router._config = RouterConfig("m", str(tmp_path), ("x",), receipts_path=str(tmp_path / "receipts"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lorikeet.router.server.asyncio.get_running_loop", Loop)
+        router._handle_signals(None)  # type: ignore[arg-type]
+    assert signal.SIGHUP in handled

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader, Part
-from lorikeet.shard.adapters.reader import NOT_HERE
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, Opened
 from lorikeet.shard.model.lora.memory import Arena
@@ -15,6 +14,7 @@ from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.ranks.commands import Clear, Forget, Put
+from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
 from tests.shard.model.adapters.test_loading import write
 from tests.shard.ranks_in_threads import together
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.shard.adapters.reader import NOT_HERE, AdapterReader
+from lorikeet.shard.adapters.reader import AdapterReader
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
+from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
 from lorikeet.shard.scheduler.cached_adapter import Content
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.grpc.codec import write_update
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
 from lorikeet.shard.grpc.outbox import StreamUpdate
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Residency, SlotLimits
@@ -62,7 +64,7 @@ def test_eviction_and_replacement_are_published_together() -> None:
         ask(rig, number, digest)
     update = ask(rig, 9, A)
     assert rig.scheduler.is_idle
-    assert {digest: state for digest, (state, _) in update.adapters.items()} == {
+    assert {digest: state for digest, (state, _) in update.adapters.states.items()} == {
         A: Residency.RESIDENT,
         B: Residency.HOST_MEMORY,
     }
@@ -79,4 +81,23 @@ def test_a_deferred_unload_is_published_when_the_last_request_ends() -> None:
     rig.inbox.put(Commands(EPOCH, unloads=[A]))
     update = drain(rig)
     assert rig.scheduler.is_idle
-    assert update.adapters[A][0] is Residency.ABSENT
+    assert update.adapters.states[A][0] is Residency.ABSENT
+
+
+def test_an_unload_is_published_before_the_load_of_a_later_request() -> None:
+    """Also where one message says both, so that whoever waits for the unload sees its end."""
+    rig, requested = make()
+    rig.inbox.put(Commands(EPOCH, prefetches=[A]))
+    rig.step()
+    rig.inbox.put(AdapterRead(A, Weights(10)))
+    rig.inbox.put(Commands(EPOCH, submits=[Request((EPOCH, 1), [1, 2], 2, 2, adapter_digest=A)]))
+    rig.step()
+    rig.inbox.put(Commands(EPOCH, unloads=[A]))
+    later = Request((EPOCH, 2), [1, 2], 2, 1, adapter_digest=A)
+    rig.inbox.put(Commands(EPOCH, prefetches=[A], submits=[later]))
+    update = rig.step()
+    while requested.count(A) < 2:
+        update = rig.step()
+    (message,) = write_update(update, pb.Heartbeat())
+    states = [(state.digest, state.residency) for state in message.adapters]
+    assert states == [(A, pb.AdapterState.ABSENT), (A, pb.AdapterState.LOADING)]

@@ -1,5 +1,6 @@
 """Rights of adapters: those that the catalogue closes, and those that a key names."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,30 @@ async def test_a_key_with_adapters_uses_no_others(tmp_path: Path) -> None:
             await refused(server, narrow, "/v1/completions", name)
         models = (await server.client.get("/v1/models", headers=narrow)).json()["data"]
         assert [each["id"] for each in models] == [MODEL_ID, "support"]
+
+
+async def test_metrics_name_only_what_the_catalogue_shows(tmp_path: Path) -> None:
+    """All numbers are there; those of closed adapters are those of `other`."""
+    text = "support: {source: local, id: teamonly, keys: [team-a]}\nall: {source: local, id: open}"
+    flags = {"metrics_prefix": ("vllm",), "public_configuration": {"max-active-adapters": 4}}
+    async with closed(tmp_path, text, **flags) as server:
+        for name in ("support", "all"):
+            asked = await server.client.post("/generate", json=body("/generate", name), headers=bearer("secret a"))
+            assert asked.status_code == 200, asked.text
+        server.says("abc", hangs=True)
+        running = asyncio.create_task(
+            server.client.post("/generate", json=body("/generate", "support"), headers=bearer("secret a"))
+        )
+        await server.shard.until(lambda: server.shard.num_running == 1)
+        for accept in ("text/plain", "application/json"):
+            owner, other, nobody = [
+                (await server.client.get("/metrics", headers={"accept": accept, **headers})).text.replace("\\", "")
+                for headers in (bearer("secret a"), bearer("secret b"), {})
+            ]
+            assert 'adapter="support"' in owner and 'adapter="all"' in owner
+            for shown in (other, nobody):
+                assert "support" not in shown and 'adapter="all"' in shown and 'adapter="other"' in shown
+        lines = (await server.client.get("/metrics", headers=bearer("secret b"))).text.splitlines()
+        assert 'lorikeet_adapter_requests_total{adapter="other"} 2.0' in lines
+        running.cancel()
+        await server.idle()

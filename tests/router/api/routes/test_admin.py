@@ -127,6 +127,27 @@ async def test_vllm_routes(server: Serving) -> None:
     assert (await admin(server, "/v1/load_lora_adapter", lora_name="x", lora_path="/etc"))[0] == 404
 
 
+@pytest.mark.parametrize("name", ["x" * 257, "x" * 100_000, "a\nb", "a\u202eb"])
+async def test_names_that_could_not_be_shown_are_refused(server: Serving, name: str) -> None:
+    for path, fields in (
+        ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(server.roots / "one")}),
+        ("/adapters", {"name": name, "src": str(server.roots / "one")}),
+    ):
+        status, answer = await admin(server, path, **fields)
+        assert (status, answer["error"]["param"]) == (400, "lora_name")
+        assert len(answer["error"]["message"]) < 400
+    assert not server.loader.asked
+
+
+async def test_the_number_of_added_names_is_limited(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.router.adapters.directory.MAX_ADDED", 2)
+    path = str(server.roots / "one")
+    for name, expected in (("a", 200), ("b", 200), ("c", 400)):
+        assert (await admin(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path))[0] == expected
+    again = await admin(server, "/v1/load_lora_adapter", lora_name="a", lora_path=path, load_inplace=True)
+    assert again[0] == 200, "one that is there may be replaced"
+
+
 @pytest.mark.parametrize("name", [MODEL_ID, "__base_model__"])
 async def test_the_base_model_s_name_cannot_be_taken(server: Serving, name: str) -> None:
     fields = {"lora_name": name, "lora_path": str(server.roots / "one"), "load_inplace": True}

@@ -1,0 +1,131 @@
+"""Bad requests leave nothing behind: their bodies are freed at once, and caches of refusals are bounded."""
+
+import asyncio
+import gc
+import traceback
+import types
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lorikeet.adapters.keys import sha256
+from lorikeet.adapters.rights import MAX_REFUSED_BYTES
+from lorikeet.proto.sized_cache import ENTRY_BYTES, SizedCache
+from tests.router.serving import Serving, serving
+
+pytestmark = pytest.mark.anyio
+
+AT_ONCE = 4
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(tmp_path, adapters=True, admin_key_sha256=sha256("admin")) as started:
+        started.adapter("one")
+        yield started
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) << 12
+
+
+def bad(number: int, size: int) -> dict[str, Any]:
+    """Arguments of a request that is refused, of one of several kinds."""
+    text, absent = "x" * size, f"absent-{number}"
+    kinds: list[dict[str, Any]] = [
+        {"url": "/generate", "json": {"inputs": text, "parameters": {"adapter_id": absent}}},
+        {"url": "/v1/completions", "json": {"model": absent, "adapter_source": "local", "prompt": text}},
+        {"url": "/v1/chat/completions", "json": {"model": absent, "messages": [{"role": "user", "content": text}]}},
+        {"url": "/generate", "json": {"inputs": text, "parameters": {"temperature": -1}}},
+        {"url": "/generate", "content": f'{{"inputs": "{text}"', "headers": {"content-type": "application/json"}},
+        {"url": "/generate_stream", "json": {"inputs": text, "parameters": {"adapter_id": absent}}},
+        {"url": "/v1/messages", "json": {"model": absent, "max_tokens": 1, "messages": [], "system": text}},
+        {"url": f"/v1/streams/{absent}", "json": {"inputs": text}},
+        {"url": "/generate", "json": {"inputs": text}, "headers": {"x-lorikeet-resumable": "9" * 5002}},
+        {"url": "/admin/adapters/load", "json": {"adapter_id": text}, "headers": {"authorization": f"Bearer {absent}"}},
+        {"url": "/v1/load_lora_adapter", "json": {"lora_name": text, "lora_path": absent}},
+        {"url": "/tokenize", "json": {"prompt": [text]}},
+    ]
+    return kinds[number % len(kinds)]
+
+
+async def send(server: Serving, numbers: range, size: int) -> set[int]:
+    """Send bad requests, several at once; their statuses."""
+    statuses, waiting = set[int](), iter(numbers)
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            for number in waiting:
+                answer = await client.post(**bad(number, size))
+                statuses.add(answer.status_code)
+                assert answer.status_code < 500, answer.text
+                assert answer.status_code != 200 or "error" in answer.text
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return statuses
+
+
+async def test_bad_requests_keep_no_bodies(server: Serving) -> None:
+    """240 MB of them."""
+    await send(server, range(240), 1000)
+    await send(server, range(1000, 1024), 1_000_000)
+    before = resident_bytes()
+    assert {400, 404, 422} <= await send(server, range(2000, 2240), 1_000_000)
+    assert resident_bytes() - before < 48 << 20
+
+
+async def test_nothing_keeps_an_exception_after_its_request(server: Serving) -> None:
+    """An exception holds its traceback, that the frames of its request, and those the body."""
+    await send(server, range(120), 1000)
+    gc.collect()
+    frames = [each for each in gc.get_objects() if isinstance(each, types.TracebackType)]
+    held = [
+        line for each in frames for line in traceback.format_tb(each, 1) if "lorikeet" in line or "/router/" in line
+    ]
+    assert held == []
+
+
+async def test_refusals_are_bounded_in_bytes(server: Serving) -> None:
+    rights = server.service.rights
+    for number in range(300):
+        name = f"{'x' * 450}{number}"
+        answer = await server.client.post("/generate", json={"inputs": "a", "parameters": {"adapter_id": name}})
+        assert answer.status_code == 404
+    assert 0 < rights._refusals.num_bytes <= MAX_REFUSED_BYTES and len(rights._refusals) == 300
+    assert len(rights._answers) == 0, "names that do not exist displace no others"
+
+
+def test_a_cache_forgets_what_is_old_and_what_is_too_much() -> None:
+    now = 0.0
+    cache: SizedCache[int, str] = SizedCache(4 * ENTRY_BYTES + 100, lambda key, value: len(value), 10, lambda: now)
+    for key in range(5):
+        now = float(key)
+        cache.put(key, "x" * 20)
+    assert [key for key, _ in cache.items()] == [1, 2, 3, 4] and cache.num_bytes == 4 * ENTRY_BYTES + 80
+    cache.put(5, "x" * 10_000)
+    assert len(cache) == 0 and cache.num_bytes == 0, "one that has no room is not kept"
+    cache.put(6, "a")
+    now = 14.0
+    assert cache.get(6) is None and len(cache) == 0
+    cache.put(7, "a")
+    now = 30.0
+    cache.put(8, "b")
+    assert [key for key, _ in cache.items()] == [8], "old entries go without being asked for"
+    recent: SizedCache[int, str] = SizedCache(2 * ENTRY_BYTES + 2, lambda key, value: len(value))
+    recent.put(1, "a")
+    recent.put(2, "b")
+    assert recent.get(1) == "a"
+    recent.put(3, "c")
+    assert [key for key, _ in recent.items()] == [1, 3], "without a time, the least recently used goes first"
+
+
+@pytest.mark.long
+async def test_fifty_thousand_bad_requests(server: Serving) -> None:
+    await send(server, range(2000), 20_000)
+    before = resident_bytes()
+    await send(server, range(2000, 52_000), 20_000)
+    await asyncio.sleep(1)
+    assert resident_bytes() - before < 64 << 20
