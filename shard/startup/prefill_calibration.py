@@ -13,8 +13,8 @@ from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.model import Model
 
 CUDA_TOKENS = 2048
-"""Not measured on CUDA: a step with this many prompt tokens of an 8 B model takes 50 ms on an H200. Times of steps while
-serving decide how many a step computes of all adapters together.
+"""Not measured on CUDA: a step with this many prompt tokens of an 8 B model takes 50 ms on an H200. How many a step
+computes of all adapters together is decided by times of steps while serving.
 """
 SLOWDOWN = 1.5
 """Time that the prompts of one adapter may add to a step on CPU, as a multiple of a step that only decodes: enough for
