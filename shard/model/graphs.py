@@ -91,7 +91,7 @@ class CudaRecorder:
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Where steps are captured: always the same stream, because libraries allocate for each stream. Its kernels go
-    before those that are captured beside them on streams of usual priority.
+    before those that are captured next to them on streams of usual priority.
     """
     return torch.cuda.Stream(device, priority=-1)
 

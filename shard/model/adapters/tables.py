@@ -77,7 +77,7 @@ class DeviceKernels:
         self._memories.pop(slot, None)
 
     def begin(self, rows: AdapterRows, targets: Sequence[LoraTarget], x: torch.Tensor) -> Shrunk | None:
-        """Launch `A x` of targets whose outputs are neighbouring columns, beside the base's product. x: [rows, in].
+        """Launch `A x` of targets whose outputs are neighbouring columns, next to the base's product. x: [rows, in].
 
         None where it would not pay: outside of a graph the host's part of another stream costs more than it saves.
         """

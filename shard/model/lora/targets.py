@@ -171,7 +171,7 @@ class LoraTarget:
 
 
 def begin(targets: Sequence[LoraTarget], x: torch.Tensor) -> Shrunk | None:
-    """Start `A x` of the step's adapters, on a device that computes it beside the base's product. x: [..., in], the
+    """Start `A x` of the step's adapters, on a device that computes it next to the base's product. x: [..., in], the
     input of targets whose outputs are neighbouring columns. Returns what `adapt` takes after the product.
     """
     if not targets or targets[0].kernels is None or not len(rows := targets[0].rows):
