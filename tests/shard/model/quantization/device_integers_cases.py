@@ -106,7 +106,7 @@ def test_neither_tiles_nor_splits_change_a_row(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(held.product(x, with_bias=False), together)
         monkeypatch.undo()
         monkeypatch.setattr(gpu, "has_triton", lambda device: True)
-        assert held._counters is not None and not held._counters.any()
+        assert not held._counters.any()
 
 
 def test_parts_of_the_inputs_depend_on_the_shape_of_a_weight_alone() -> None:
