@@ -15,10 +15,6 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 WORD_BITS = 16
 MOST_SLICE = {4: 32, 8: 64}
 """Most inputs of a slice, by bits."""
-LEAST_SLICE = 16
-"""The fewest inputs that a matrix unit takes at once."""
-
-
 LEAST_EXACT, MOST_EXACT = 2.0**-80, 4.0
 """Scales and minimums between them are decoded in the dtype of activations without overflow or loss."""
 
@@ -37,26 +33,23 @@ class DeviceIntegers:
         follows = self.bits == 8 and self._num_groups == 1 and weight.minimums is None
         size = slice_of(self.bits, 0 if self._num_groups == 1 else weight.group)
         # [blocks, out, slice] int16
-        self.words = pack_words(weight.values, self.bits, size or LEAST_SLICE)
+        self.words = pack_words(weight.values, self.bits, size)
         num_stored = self.words.shape[0] * self.words.shape[2] * WORD_BITS // self.bits
         self.group = 0 if follows else num_stored if self._num_groups == 1 else weight.group
         """Inputs that share a scale; 0 where an output has one scale, which follows its sum."""
         num_padded = 0 if follows else -(-num_stored // self.group) - self._num_groups
-        # [groups, out] float32, zeros for groups beyond the last
-        self.scales, self.minimums = (
-            None if each is None else functional.pad(each.t(), (0, 0, 0, num_padded)).contiguous()
-            for each in (weight.scales, weight.minimums)
-        )
-        assert self.scales is not None
+        # [groups, out] float32, zeros for groups beyond the last; minimums or None
+        self.scales = _groups(weight.scales, num_padded)
+        self.minimums = None if weight.minimums is None else _groups(weight.minimums, num_padded)
         self.is_exact = self._is_exact()
         """Whether scales and minimums are numbers of `dtype`: then a weight is decoded in it, otherwise in float32."""
-        self.has_kernel = dtype in KERNEL_DTYPES and size > 0 and gpu.has_triton(self.words.device)
+        self.has_kernel = dtype in KERNEL_DTYPES and gpu.has_triton(self.words.device)
         """Whether the kernels compute with the stored integers."""
-        self._counters: torch.Tensor | None = None
+        # [tiles] int32, or [0] without kernels
+        self._counters = torch.zeros(0, dtype=torch.int32, device=self.words.device)
         if self.has_kernel:
             from lorikeet.shard.model.kernels import integers_triton
 
-            # [tiles] int32
             self._counters = integers_triton.counters_of(self.words)
 
     def _is_exact(self) -> bool:
@@ -123,19 +116,22 @@ class DeviceIntegers:
                 self.is_exact,
             )  # fmt: skip
         values = unpack_words(self.words[:, first:last], self.bits, self.num_in)
-        scales, minimums = (
-            None if each is None else each[: self._num_groups, first:last].t() for each in (self.scales, self.minimums)
-        )
-        assert scales is not None
+        scales = self.scales[: self._num_groups, first:last].t()
+        minimums = None if self.minimums is None else self.minimums[: self._num_groups, first:last].t()
         return IntegerWeight(self.bits, values, scales, minimums).dense().to(dtype)
 
 
+def _groups(values: torch.Tensor, num_padded: int) -> torch.Tensor:
+    """values: [out, groups]. Returns [groups + padded, out]."""
+    return functional.pad(values.t(), (0, 0, 0, num_padded)).contiguous()
+
+
 def slice_of(bits: int, group: int) -> int:
-    """Inputs of a slice: a power of two that divides the group, any with a group of 0. 0 where there is none."""
+    """Inputs of a slice: a power of two that divides the group, of at least 16 inputs, or with a group of 0 any."""
     size = MOST_SLICE[bits]
-    while size >= LEAST_SLICE and group % size:
+    while group % size:
         size //= 2
-    return size if size >= LEAST_SLICE else 0
+    return size
 
 
 def pack_words(values: torch.Tensor, bits: int, size: int) -> torch.Tensor:
