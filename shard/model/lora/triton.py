@@ -90,7 +90,9 @@ def shrink(
 @triton.jit
 def _sum_splits(h, row, is_row, factors, rank, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, RANKS] float32: the sums of all splits, in their order."""
-    padded, splits = tl.cdiv(rank, RANKS) * RANKS, _splits(rank, RANKS, SPLITS)
+    padded = tl.cdiv(rank, RANKS) * RANKS
+    # without factors nothing has been written
+    splits = tl.where(rank > 0, _splits(rank, RANKS, SPLITS), 0)
     value = tl.zeros((ROWS, RANKS), tl.float32)
     for split in tl.static_range(SPLITS):
         place = h + row[:, None] + split * padded + factors[None, :]

@@ -62,11 +62,6 @@ class QuantizedMatrix(PackedMatrix):
         """Numbers of rows that are multiplied by different kernels of ours."""
         return ()
 
-    @property
-    def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows that are multiplied by different kernels of ours."""
-        return ()
-
     def reads_few_bytes(self, device: torch.device) -> bool:
         """Whether a step of few rows reads the quantised weight alone. Otherwise it writes and reads the dequantised
         one too, and quantization saves memory, not time.

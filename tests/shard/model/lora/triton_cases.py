@@ -7,6 +7,7 @@ import os
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +171,25 @@ def test_memory_is_held_while_the_slot_is_bound() -> None:
     bench.load(2)
     del bench.memories
     assert [memory() for memory in memories] == [None, None]
+
+
+def test_an_adapter_without_factors_reads_nothing_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_empty = torch.Tensor.new_empty
+
+    def filled(self: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        made = new_empty(self, *size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    bench = Bench(torch.float32, [target("module", 33, 37)])
+    [module] = bench.targets
+    slots = [BIAS_ALONE, 4, NONE_OF_IT]
+    bench.load(BIAS_ALONE, 4)
+    num_rows = bench.step(slots, [1, 1, 1])
+    x, base = bench.random(num_rows, 33), bench.random(num_rows, 37)
+    got = base.clone()
+    adapt(module.rows, Product(module, x, got))
+    torch.testing.assert_close(got, bench.wanted(module, slots, x, base), rtol=1e-4, atol=1e-4)
 
 
 @DTYPES

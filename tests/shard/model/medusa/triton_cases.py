@@ -159,6 +159,8 @@ def test_draft_rows_have_equal_bits_in_any_batch(slot: int, dtype: torch.dtype) 
     world = World(dtype, 40)
     everyone = range(len(KINDS))
     world.put(*everyone)
+    # an output is one of the inputs: the base's product, which may have other bits for other numbers of rows, is exact
+    world.output.weight.data.copy_(torch.eye(40).repeat(-(-VOCAB // 40), 1)[:VOCAB])
     x = world.random(17, 40)
     count = KINDS[slot][0]
     alone = world.run(x[9:11], [HeadsRow(0, slot, count)])[2:]

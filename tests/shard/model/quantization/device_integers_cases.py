@@ -33,7 +33,8 @@ def drawn(num_in: int, num_out: int, bits: int, group: int, has_minimums: bool) 
     generator = torch.Generator().manual_seed(num_in + group)
     low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
     values = torch.randint(low, high, (num_out, num_in), generator=generator).to(DEVICE, kind)
-    scales = (torch.rand(num_out, num_in // group, generator=generator) / (num_in * 2**bits)).to(DEVICE)
+    # products are about one, which float16 holds in full
+    scales = ((1 + torch.rand(num_out, num_in // group, generator=generator)) / (num_in**0.5 * 2**bits)).to(DEVICE)
     minimums = -scales * torch.randint(0, 16, scales.shape, generator=generator).to(DEVICE) if has_minimums else None
     return IntegerWeight(bits, values, scales, minimums)
 
