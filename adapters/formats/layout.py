@@ -111,12 +111,19 @@ def without_unchanged(found: Iterable[ModuleChange], base: Base) -> Iterator[Mod
             yield each
 
 
-def _is_own(tensor: torch.Tensor, name: str, base: Base) -> bool:
+_TRAINED_IN = (torch.bfloat16, torch.float16)
+"""What training may round the base's values to before they are saved, in any type."""
+
+
+def _is_own(saved: torch.Tensor, name: str, base: Base) -> bool:
+    """Whether a saved parameter is the base's, unchanged but for the rounding of the type that it was trained in."""
     try:
         own = base.values[name]
     except NotServed:
         return False
-    return torch.equal(own.to(base.dtype), tensor.to(base.dtype))
+    served = saved.to(base.dtype)
+    types = dict.fromkeys((own.dtype, *_TRAINED_IN))
+    return any(torch.equal(own.to(dtype).to(saved.dtype).to(base.dtype), served) for dtype in types)
 
 
 _DESCRIPTIONS = {
