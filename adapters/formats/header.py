@@ -82,7 +82,7 @@ def compose(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
 
 def _entries(text: bytes, name: str) -> dict[str, Any]:
     try:
-        entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
+        entries = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(pairs, name))
     except (ValueError, RecursionError):
         raise AdapterInvalid(f"the header of {name} is not JSON") from None
     if not isinstance(entries, dict):

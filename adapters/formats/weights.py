@@ -24,6 +24,8 @@ from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20
+_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+"""The beginning of every file of torch before 1.6."""
 _MAP_NORESERVE = 0x4000
 """Linux's flag; Python has no name for it before 3.13."""
 
@@ -183,13 +185,16 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(path: Path, size: int, name: str) -> None:
-    """Accept only archives without compression, whose content cannot be larger than the file."""
+    """Accept only archives without compression, whose content cannot be larger than the file, and files of torch before
+    1.6, whose tensors are read from the file once they are allocated.
+    """
+    if read_small(path, len(_OLD_FORMAT)) == _OLD_FORMAT:
+        return
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        problem = f"{name} is broken or in the format of old versions of torch"
-        raise AdapterInvalid(f"{problem}: convert it to safetensors") from None
+        raise AdapterInvalid(f"{name} is broken or not a file of torch: convert it to safetensors") from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
     if sum(entry.file_size for entry in entries) > size:
