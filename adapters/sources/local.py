@@ -35,7 +35,7 @@ class LocalSource(ListedSource):
         folders: Iterable[str | Path] = (),
         strict: bool = False,
     ) -> None:
-        """`folders` are single adapters outside the roots. `strict`: versions are told apart by all bytes of their
+        """`folders` are single adapters outside the roots. `strict`: versions are distinguished by all bytes of their
         files, not by the file system's data on them and samples.
         """
         super().__init__(max_bytes)

@@ -30,7 +30,7 @@ class SourceSettings(ConfigFile):
     max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
     """Weights of one adapter at its source."""
     strict: bool = False
-    """Whether versions of local adapters are told apart by all bytes of their files."""
+    """Whether versions of local adapters are distinguished by all bytes of their files."""
 
 
 class Sources:

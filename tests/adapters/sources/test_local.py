@@ -1,7 +1,7 @@
 """Local adapters: everything below a root is found, and nothing else on the machine, for any path."""
 
+import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ async def test_equal_size_and_time_do_not_make_two_files_equal(tmp_path: Path) -
     weights = make(tmp_path / "a", "12345") / "adapter_model.safetensors"
     local = source(tmp_path)
     before = (await local.resolve(ref("a"), None)).pin.revision
-    time.sleep(0.05)  # the file system's clock has ticks
+    await asyncio.sleep(0.05)  # the file system's clock has ticks
     replace_in_place(weights, b"54321")
     assert (await local.resolve(ref("a"), None)).pin.revision != before
 
