@@ -6,8 +6,8 @@ their text is their name, and the caller decides whether to show it.
 """
 
 import codecs
-import os.path
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from lorikeet.router.text.vocabulary import Vocabulary
@@ -95,7 +95,10 @@ class WindowedDetokenizer:
             return tail + self._vocabulary.raw(token_id)
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        self.num_earlier = max(0, len(os.path.commonprefix((self._decoded, text))) - len(self._shown))
+        incomplete, added = self._decoded[len(self._shown) :], text[len(self._shown) :]
+        self.num_earlier = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(incomplete, added, strict=False))
+        )
         self._decoded = text
         if text.endswith("\ufffd"):
             return ""
