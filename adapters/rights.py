@@ -71,12 +71,15 @@ class Rights:
         # a caller that disconnects must not cancel the request for others that wait for the same answer
         return await asyncio.shield(task)
 
-    def forget(self, ref: Ref | None = None) -> None:
-        """Ask the source again at the next request for `ref`, or for any name."""
+    def forget(self, ref: Ref | None = None) -> bool:
+        """Ask the source again at the next request for `ref`, or for all. Returns whether one was known to exist."""
+        is_known = False
         for cache in (self._answers, self._refusals):
             for key, _ in cache.items():
                 if ref is None or key[0] == ref:
                     cache.pop(key)
+                    is_known = is_known or cache is self._answers
+        return is_known
 
     async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
         try:
