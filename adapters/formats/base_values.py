@@ -38,6 +38,12 @@ class BaseValues:
         found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return found[key]
 
+    def has(self, parameter: str) -> bool | None:
+        """Whether the checkpoint has a parameter in its own form; None if the folder has no checkpoint."""
+        if self._locations is None:
+            self._locations = self._find()
+        return parameter in self._locations if self._locations else None
+
     def _find(self) -> dict[str, tuple[Path, str]]:
         tied: defaultdict[int, list[str]] = defaultdict(list)
         with self._skeleton.borrowed() as network:

@@ -34,6 +34,8 @@ class TensorInfo:
 
 def header_len(prefix: bytes, file_size: int, name: str) -> int:
     """How many bytes the header takes after the first eight. `name` is for messages."""
+    if file_size == 0:
+        raise AdapterInvalid(f"{name} is empty")
     if len(prefix) < PREFIX:
         raise AdapterInvalid(f"{name} is not a safetensors file: it has {file_size} bytes")
     length = int.from_bytes(prefix[:PREFIX], "little")

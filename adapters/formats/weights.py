@@ -40,6 +40,8 @@ class Weights:
     num_bytes: int
     share_no_memory: bool
     """No two tensors share memory, so that an address identifies a tensor."""
+    has_values: bool = True
+    """Unless only the headers of the files were read."""
     _files: list[tuple[Path, int, tuple[int, ...]]] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
@@ -92,7 +94,7 @@ def header_only(heads: Mapping[str, FileHead]) -> Weights:
 
     Raises AdapterInvalid. Files without a header (`.bin`) are skipped.
     """
-    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True)
+    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True, has_values=False)
     for name, head in heads.items():
         if not name.endswith(".safetensors"):
             continue
