@@ -144,7 +144,8 @@ ITEMS = MESSAGES | maybe(
 USER = st.just({"role": "user", "content": "Hi"})
 CHOICES = st.sampled_from(["auto", "none", "required", "any"]) | st.just({"type": "function", "name": "a"}) | JSON
 FORMAT = (
-    st.fixed_dictionaries(
+    st.builds(lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, SCHEMAS)
+    | st.fixed_dictionaries(
         {
             "type": st.just("json_schema"),
             "json_schema": maybe(name=NAMES, schema=SCHEMAS, strict=st.booleans()) | JSON,
@@ -158,11 +159,53 @@ FORMAT = (
 GRAMMARS = maybe(json=SCHEMAS, regex=PATTERNS, choice=st.lists(WORDS, max_size=3)) | JSON
 
 
+def turns(name: str, arguments: Any, result: str) -> list[dict[str, Any]]:
+    """A call and its result, as agents send them."""
+    call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": result},
+    ]
+
+
+TURNS = st.builds(turns, NAMES, ARGUMENTS.filter(lambda value: isinstance(value, str)), WORDS) | st.builds(
+    lambda text: [{"role": "user", "content": text}, {"role": "assistant", "content": text}], WORDS
+)
+
+
 def history_of(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.lists(entries | USER, max_size=4).map(lambda drawn: [*drawn, {"role": "user", "content": "Hi"}]) | JSON
+    """Turns, most often without any other entry, and rarely any JSON."""
+    sound = st.lists(TURNS, max_size=2).map(lambda drawn: [entry for turn in drawn for entry in turn])
+    odd = st.lists(entries | USER, max_size=3)
+    last = {"role": "user", "content": "Hi"}
+    return st.one_of(
+        sound.map(lambda drawn: [*drawn, last]),
+        sound.map(lambda drawn: [*drawn, last]),
+        st.builds(lambda first, second: [*first, *second, last], sound, odd),
+        JSON,
+    )
 
 
-COMMON = {"stream": st.booleans(), "tools": TOOLS, "tool_choice": CHOICES, "parallel_tool_calls": st.booleans()}
+SOUND_TOOLS = st.lists(
+    st.builds(
+        lambda name, schema, strict: {
+            "type": "function",
+            "function": {"name": name, "parameters": schema, **({"strict": True} if strict else {})},
+        },
+        st.sampled_from(["a", "b", "get_weather"]),
+        SCHEMAS,
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=2,
+)
+COMMON = {
+    "stream": st.booleans(),
+    "tools": SOUND_TOOLS | SOUND_TOOLS | TOOLS,
+    "tool_choice": CHOICES,
+    "parallel_tool_calls": st.booleans(),
+}
 BODIES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "/v1/chat/completions": st.fixed_dictionaries(
         {"messages": history_of(MESSAGES)},
