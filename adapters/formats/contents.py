@@ -70,7 +70,8 @@ class Contents:
         """Whether and how the adapter is served. Raises AdapterInvalid or NotServed."""
         parsed = self._parsed_heads(reader, base.kinds)
         warnings = [] if parsed is None else list(parsed.warnings)
-        decision, ids = None, ()
+        decision: Decision | None = None
+        ids: tuple[int, ...] = ()
         if self.values is not None:
             settings = configuration.served(self.values)
             if self.changes is None:
