@@ -1,7 +1,7 @@
 """`lorikeet-adapters check FILE --model-id M`: which adapters of a catalogue would be served, and why not others.
 
-Reads configurations, tokenizers and the headers of weight files, never the weights: problems of their values (NaN, a
-changed bias) are found when an adapter is loaded.
+Reads configurations, tokenizers and the headers of weight files, and decides by them as the loader does. Weights are
+read with `--read-weights`, and those of a local adapter if they contain parameters of the base, which must not differ.
 """
 
 import argparse
@@ -9,16 +9,17 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources import hub_answers
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
-from lorikeet.adapters.validation import AdapterValidator, Headers, read_headers
+from lorikeet.adapters.validation import AdapterValidator, Headers, Validation, read_headers
 
 _MAX_CONCURRENT = 16
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")
@@ -31,7 +32,7 @@ class Row:
     alias: str
     id: str
     state: str
-    """served, refused, or unseen: weights without a header are checked when they are loaded."""
+    """served, refused, or unseen: values that were not read decide."""
     reason: str = ""
     rank: int | None = None
     modules: int | None = None
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--local-adapter-root", action="append", help="folder of local adapters; repeatable")
     check.add_argument("--huggingface-hub-cache", help="cache folder of the hub library")
     check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="limit in bytes")
+    check.add_argument("--read-weights", action="store_true", help="read all weights, and download those of hubs")
     check.add_argument("--trust-remote-code", action="store_true", help="run code from the base model's repository")
     check.add_argument("--json", action="store_true", help="one JSON object per adapter")
     return made
@@ -87,13 +89,22 @@ async def _check(options: argparse.Namespace) -> list[Row]:
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
     gate = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    async def read(ref: Ref) -> Headers | AdapterError:
+    async def read(ref: Ref) -> _Found | AdapterError:
         async with gate:
             try:
                 source = sources[ref.source]
-                return await read_headers(source, (await source.resolve(ref, token)).pin, token)
+                pin = (await source.resolve(ref, token)).pin
+                return _Found(pin, await read_headers(source, pin, token))
             except AdapterError as error:
                 return error
+
+    def validated(found: _Found, validator: AdapterValidator) -> Validation:
+        validation, pin = validator.validate(found.headers), found.pin
+        if not options.read_weights and not (validation.unread and pin.source is Source.LOCAL):
+            return validation
+        with tempfile.TemporaryDirectory() as folder:
+            fetched = sources[pin.source].fetch(pin, token, Path(folder))
+            return validator.validate_folder(fetched, options.max_adapter_size)
 
     wanted = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
     # while sources answer, the libraries load and the base's skeleton is built
@@ -101,10 +112,21 @@ async def _check(options: argparse.Namespace) -> list[Row]:
     try:
         found = await asyncio.gather(*(read(ref) for _, ref in wanted))
         validator = await loading
-        rows = [_row(validator, alias, ref, each) for (alias, ref), each in zip(wanted, found, strict=True)]
+        rows = [
+            await asyncio.to_thread(_row, alias, ref, each, lambda found: validated(found, validator))
+            for (alias, ref), each in zip(wanted, found, strict=True)
+        ]
     finally:
         await sources.close()
     return [*rows, *(Row(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One adapter at its source."""
+
+    pin: Pin
+    headers: Headers
 
 
 def _settings(options: argparse.Namespace) -> SourceSettings:
@@ -136,17 +158,20 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
     return Path(found)
 
 
-def _row(validator: AdapterValidator, alias: str, ref: Ref, headers: Headers | AdapterError) -> Row:
+def _row(alias: str, ref: Ref, found: _Found | AdapterError, validated: Callable[[_Found], Validation]) -> Row:
     try:
-        if isinstance(headers, AdapterError):
-            raise headers
-        found = validator.validate(headers)
+        if isinstance(found, AdapterError):
+            raise found
+        validation = validated(found)
     except AdapterError as error:
         return Row(alias, str(ref), "refused", str(error))
-    state, reason = "served", "; ".join(found.warnings)
-    if not found.is_complete:
+    state, reason = "served", "; ".join(validation.warnings)
+    if not validation.has_headers:
         state, reason = "unseen", "a file without a header (.bin, .pt) is checked when it is loaded"
-    return Row(alias, str(ref), state, reason, found.rank, found.num_modules, found.num_heads, found.num_bytes)
+    elif validation.unread:
+        state, reason = "unseen", f"{validation.unread[0]} is compared with the base's when it is loaded"
+    sizes = (validation.rank, validation.num_modules, validation.num_heads, validation.num_bytes)
+    return Row(alias, str(ref), state, reason, *sizes)
 
 
 def _json(rows: Sequence[Row]) -> str:

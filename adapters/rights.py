@@ -2,7 +2,8 @@
 
 A positive answer is both a right and a version. Answers, positive or negative, are cached for `ttl_s` per caller and
 name. While a source does not answer, a public adapter's last version stays valid, and a private one's for `stale_s`
-after the caller's right was proved. Only hashes of tokens are stored, and of a refusal only its words.
+after the caller's right was proved. A version that cannot be served is looked up again, since an upload may have ended
+meanwhile, and folders that do not exist are too. Only hashes of tokens are stored, and of a refusal only its words.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterNotAllowed, AdapterNotFound, SourceUnreachable, from_dict
-from lorikeet.adapters.refs import Ref
+from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import Resolved
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.proto.sized_cache import SizedCache
@@ -21,6 +22,19 @@ from lorikeet.proto.sized_cache import SizedCache
 MAX_RESOLVED_BYTES = 32 << 20
 MAX_REFUSED_BYTES = 8 << 20
 """Refusals have a cache of their own: names that do not exist must not displace those that do."""
+
+
+LOOKUP_S = 5.0
+"""A source that is not a folder of this machine is asked once in this time about a version that cannot be served."""
+MAX_REJECTED_BYTES = 4 << 20
+
+RejectedVersions = SizedCache[Pin, float]
+"""Versions that cannot be served, and when that was found."""
+
+
+def rejected_versions() -> RejectedVersions:
+    """An empty cache of them."""
+    return SizedCache(MAX_REJECTED_BYTES, lambda pin, _: len(pin.id) + len(pin.revision))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,10 @@ class Rights:
         ttl_s: float = 60.0,
         stale_s: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
+        rejected: RejectedVersions | None = None,
     ) -> None:
+        """Whoever loads the versions adds those that cannot be served to `rejected`, with the time of `clock`."""
+        self._rejected = rejected_versions() if rejected is None else rejected
         self.sources, self._clock = sources, clock
         self._ttl_s, self._stale_s = ttl_s, stale_s
         self._answers: SizedCache[_Key, _Answer] = SizedCache(
@@ -61,7 +78,7 @@ class Rights:
         now = self._clock()
         for key in (everyone, caller):
             answer = self._answers.get(key)
-            if answer is not None and now - answer.at < self._ttl_s:
+            if answer is not None and now - answer.at < self._ttl_s and not self._is_rejected(answer, now):
                 return answer.resolved
         if (refusal := self._refusals.get(caller)) is not None:
             raise from_dict(refusal)
@@ -71,19 +88,31 @@ class Rights:
         # a caller that disconnects must not cancel the request for others that wait for the same answer
         return await asyncio.shield(task)
 
-    def forget(self, ref: Ref | None = None) -> None:
-        """Ask the source again at the next request for `ref`, or for any name."""
+    def forget(self, ref: Ref | None = None) -> bool:
+        """Ask the source again at the next request for `ref`, or for all. Returns whether one was known to exist."""
+        is_known = False
         for cache in (self._answers, self._refusals):
             for key, _ in cache.items():
                 if ref is None or key[0] == ref:
                     cache.pop(key)
+                    is_known = is_known or cache is self._answers
+        return is_known
+
+    def _is_rejected(self, answer: _Answer, now: float) -> bool:
+        """Whether the version cannot be served, and another one may have replaced it."""
+        pin = answer.resolved.pin
+        rejected_at = self._rejected.get(pin)
+        if rejected_at is None or rejected_at < answer.at:
+            return False
+        return pin.source is Source.LOCAL or now - answer.at >= LOOKUP_S
 
     async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
         try:
             resolved = await self.sources[ref.source].resolve(ref, token)
         except (AdapterNotFound, AdapterNotAllowed) as error:
             self._answers.pop(caller)
-            self._refusals.put(caller, error.as_dict())
+            if ref.source is not Source.LOCAL:
+                self._refusals.put(caller, error.as_dict())
             raise
         except SourceUnreachable as error:
             return self._without_source(ref, caller, error)

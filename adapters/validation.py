@@ -1,24 +1,25 @@
-"""Validates adapters for one base by their configurations and the headers of their weight files alone.
+"""Validates adapters for one base: by their configurations and the headers of their weight files, or by all bytes.
 
-The libraries that this needs are loaded by the first validator.
+Both decide as the loader does, by `Contents.decide`. The libraries that this needs are loaded by the first validator.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.header import MAX_HEADER, PREFIX, header_len
 from lorikeet.adapters.formats.tokenizer import Tokenizers
 from lorikeet.adapters.refs import Pin, Source
-from lorikeet.adapters.sources.base import CONFIG, HEADS_CONFIG, SMALL_NAMES, AdapterSource, FileHead, find_heads
+from lorikeet.adapters.sources.base import SMALL_NAMES, AdapterSource, FileHead
 
 if TYPE_CHECKING:
+    from lorikeet.adapters.formats.contents import Contents, ServedContents
+    from lorikeet.adapters.formats.layout import Base
     from lorikeet.adapters.formats.peft_plans import PlannedReader
-    from lorikeet.adapters.formats.peft_reading import ModuleChange
 
 _FIRST_BYTES = 256 << 10
 _LARGE = frozenset({"tokenizer.json"})
@@ -37,74 +38,72 @@ class Headers:
 
 @dataclass(frozen=True)
 class Validation:
-    """An adapter that would be served, as far as headers can show."""
+    """An adapter that would be served, as far as its files were read."""
 
     rank: int
     """The largest of its modules, 0 if it changes none."""
     num_modules: int | None
     num_bytes: int
-    is_complete: bool
-    """Everything but the values of the weights was checked."""
     num_heads: int | None = 0
     """Medusa heads; None if their file has no header."""
+    unread: tuple[str, ...] = ()
+    """Parameters whose values decide and were not read: they must equal the base's."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def has_headers(self) -> bool:
+        """Whether each weight file could be read as far as was asked for."""
+        return self.num_modules is not None and self.num_heads is not None
 
 
 class AdapterValidator:
     """Validates adapters for the base in one folder."""
 
-    def __init__(self, reader: "PlannedReader", tokenizers: Tokenizers, kinds: frozenset[str]) -> None:
-        self._reader, self._tokenizers, self._kinds = reader, tokenizers, kinds
+    def __init__(self, reader: "PlannedReader", tokenizers: Tokenizers, base: "Base") -> None:
+        self._reader, self._tokenizers, self._base = reader, tokenizers, base
 
     @classmethod
     def load(cls, model_path: Path, trust_remote_code: bool = False) -> Self:
         """Raises ValueError or OSError if the folder holds no model."""
+        from lorikeet.adapters.formats.base_values import BaseValues
+        from lorikeet.adapters.formats.layout import Base
         from lorikeet.adapters.formats.peft_plans import PlannedReader
-        from lorikeet.adapters.formats.skeleton import Skeleton
+        from lorikeet.adapters.formats.skeleton import Skeleton, choose_dtype
 
-        reader = PlannedReader(Skeleton(model_path, trust_remote_code))
-        return cls(reader, Tokenizers(model_path), frozenset(configuration.SERVED_KINDS))
+        skeleton = Skeleton(model_path, trust_remote_code)
+        dtype, kinds = choose_dtype(None, skeleton.config, "cpu"), frozenset(configuration.SERVED_KINDS)
+        base = Base("", "", dtype, kinds, BaseValues(skeleton), skeleton.trunk)
+        return cls(PlannedReader(skeleton), Tokenizers(model_path), base)
 
     def validate(self, headers: Headers) -> Validation:
-        """Raises AdapterInvalid or NotServed with the reason."""
-        from lorikeet.adapters.formats.contents import Contents
-        from lorikeet.adapters.formats.weights import header_only
+        """By headers: problems of values are not seen. Raises AdapterInvalid or NotServed with the reason."""
+        from lorikeet.adapters.formats import contents
 
-        heads_name = find_heads(headers.small.keys() | headers.heads.keys(), lambda name: headers.heads[name].content)
-        if CONFIG not in headers.small and heads_name is None:
-            raise AdapterInvalid(f"there is no {CONFIG}")
+        opened = contents.of_headers(headers.small, headers.heads)
         self._tokenizers.check_files(dict(headers.small))
-        heads = {} if heads_name is None else {heads_name: headers.heads[heads_name]}
-        weights = {name: head for name, head in headers.heads.items() if name != heads_name}
-        found = self._weights(headers, weights) if CONFIG in headers.small else Validation(0, 0, 0, is_complete=True)
-        found = replace(found, num_bytes=sum(head.size for head in headers.heads.values()))
-        if not heads:
-            return found
-        if not _have_headers(heads):
-            return replace(found, num_heads=None, is_complete=False)
-        contents = Contents(None, None, header_only(heads), heads_name or "", headers.small.get(HEADS_CONFIG))
-        parsed = contents.parsed_heads(self._reader, self._kinds)
-        assert parsed is not None
-        return replace(found, num_heads=parsed.shape.num_heads, warnings=parsed.warnings)
+        num_bytes = sum(head.size for head in headers.heads.values())
+        return _validation(opened, opened.decide(self._reader, self._base), num_bytes)
 
-    def _weights(self, headers: Headers, heads: Mapping[str, FileHead]) -> Validation:
-        """Validates the files that PEFT saved."""
-        from lorikeet.adapters.formats import weights
+    def validate_folder(self, folder: Path, max_bytes: int) -> Validation:
+        """By all bytes of its files, as the loader does. Raises AdapterError with the reason."""
+        from lorikeet.adapters.formats import contents
 
-        values = configuration.parse(headers.small[CONFIG])
-        settings = configuration.served(values)
-        if not _have_headers(heads):
-            ranks = [settings.get("r", 8), *settings.get("rank_pattern", {}).values()]
-            return Validation(max(ranks), None, 0, is_complete=False)
-        changes = self._reader.read(values, weights.header_only(heads))
-        trunk = self._reader.skeleton.trunk
-        served = [each for each in changes if _is_served(each, settings, trunk)]
-        configuration.check_activated((each.kind for each in served), configuration.invocation_ids(values))
-        return Validation(max((each.rank for each in served), default=0), len(served), 0, is_complete=True)
+        with contents.opened(folder, max_bytes) as opened:
+            self._tokenizers.check(folder)
+            served, _ = opened.lay_out(self._reader, self._base)
+            return _validation(opened, served, opened.num_bytes)
 
 
-def _have_headers(names: Iterable[str]) -> bool:
-    return all(name.endswith(".safetensors") for name in names)
+def _validation(opened: "Contents", served: "ServedContents", num_bytes: int) -> Validation:
+    decision, heads = served.decision, served.heads
+    num_modules: int | None = 0
+    if opened.values is not None:
+        num_modules = None if decision is None else len(decision.changes)
+    num_heads: int | None = 0
+    if opened.heads_name:
+        num_heads = None if heads is None else heads.shape.num_heads
+    unread = () if decision is None else decision.unread
+    return Validation(served.rank, num_modules, num_bytes, num_heads, unread, served.warnings)
 
 
 async def read_headers(source: AdapterSource, pin: Pin, token: str | None) -> Headers:
@@ -127,14 +126,3 @@ def _needed(name: str, head: FileHead) -> int:
         return PREFIX + header_len(head.content, head.size, name)
     except AdapterError:
         return 0  # the error is raised when the header is parsed
-
-
-def _is_served(change: "ModuleChange", settings: Mapping[str, Any], trunk: str = "") -> bool:
-    """Raises NotServed for kinds that no shard supports; False for values that may be equal to the base's."""
-    if trunk and not change.module.startswith(trunk):
-        return True
-    if change.a is not None and change.kind not in configuration.SERVED_KINDS:
-        raise NotServed(f"an adapter of the kind `{change.kind}` ({change.module}) is not served")
-    if change.weight is not None and settings.get("modules_to_save"):
-        raise NotServed(f"replacing a whole weight ({change.module}) is not served")
-    return change.a is not None or change.kind == "linear"

@@ -78,7 +78,6 @@ SHORT = {
     "router/api/docs.py": "one route",
     "router/api/routes/live.py": "one route",
     "router/api/routes/unsupported.py": "one table of routes",
-    "router/requests/visible_tokens.py": "used by two APIs",
     "router/text/bad_words.py": "one request field",
     "shard/engine/failures.py": "decides which failures end the process; the rest of the engine must not",
     "shard/scheduler/learned_heads.py": "written by learning and read by the scheduler, which does not import learning",

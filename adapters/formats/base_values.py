@@ -4,6 +4,7 @@ The checkpoint is opened only when an adapter needs it; transformers' rules rena
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,20 @@ class BaseValues:
         found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return found[key]
 
+    def has(self, parameter: str) -> bool | None:
+        """Whether the checkpoint has a parameter in its own form; None if the folder has no checkpoint."""
+        if self._locations is None:
+            self._locations = self._find()
+        return parameter in self._locations if self._locations else None
+
     def _find(self) -> dict[str, tuple[Path, str]]:
+        tied: defaultdict[int, list[str]] = defaultdict(list)
         with self._skeleton.borrowed() as network:
             mapping = get_model_conversion_mapping(network)
             own = dict(network.state_dict())
             prefix = network.base_model_prefix
+            for name, parameter in network.named_parameters(remove_duplicate=False):
+                tied[id(parameter)].append(name)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         locations: dict[str, tuple[Path, str]] = {}
@@ -49,6 +59,11 @@ class BaseValues:
             name, converted = rename_source_key(key, renamings, converters, prefix, own)
             if converted is None and name in own:
                 locations[name] = (path, key)
+        for names in tied.values():
+            # a checkpoint stores one of several names of a parameter, such as a tied output head
+            stored = next((locations[name] for name in names if name in locations), None)
+            if stored is not None:
+                locations = dict.fromkeys(names, stored) | locations
         return locations
 
     def _keys(self) -> list[tuple[Path, str]]:

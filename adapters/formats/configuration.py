@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
@@ -25,7 +26,8 @@ _DEEPEST = 8
 _PLAIN = re.compile(r"[\w.-]*")
 """Names, in which no repetition can be nested."""
 
-_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq")
+"""Initialisations that PEFT repeats when it loads an adapter. LoRA-GA is not one: it needs gradients."""
 _UNSERVED = {
     "layer_replication": "replicated layers",
     "trainable_token_indices": "single trained tokens",
@@ -62,11 +64,12 @@ _FLAGS = ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weigh
 _ONLY_TRAINING = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
-        "peft_version", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config",
+        "peft_version", "init_lora_weights", "loftq_config", "eva_config", "corda_config",
         "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config", "unsloth_fixed",
     }
 )  # fmt: skip
 """Fields that do not change what a trained adapter computes, once `init_lora_weights` is checked."""
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
 def _is_rank(value: Any) -> bool:
@@ -75,6 +78,10 @@ def _is_rank(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return is_number(value, _LARGEST)
+
+
+def _is_probability(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
 
 
 def _is_name(value: Any) -> bool:
@@ -110,6 +117,7 @@ def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
     "lora_alpha": (_is_number, f"a number up to {_LARGEST:g}"),
+    "lora_dropout": (_is_probability, "a number from 0 to 1"),
     **dict.fromkeys(("target_modules", "exclude_modules"), (_are_targets, "a list of names or a pattern")),
     **dict.fromkeys(("target_parameters", "modules_to_save"), (_are_names, "a list of names")),
     "layers_to_transform": (_are_layers, "layer numbers"),
@@ -119,7 +127,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
 }
-"""Fields that PEFT computes with, and their permitted values. None stands for PEFT's default."""
+"""Fields that PEFT computes with, and their permitted values."""
+_NEVER_NULL = frozenset({"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"})
+"""Fields for which PEFT does not accept null. For others, null stands for the default."""
 
 
 def parse(content: bytes) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def parse(content: bytes) -> dict[str, Any]:
     if len(content) > MAX_CONFIG_BYTES:
         raise AdapterInvalid(f"{CONFIG} has {len(content)} bytes; the limit is {MAX_CONFIG_BYTES}")
     try:
-        values = json.loads(content, parse_constant=_refuse_constant)
+        values = json.loads(content.decode(), parse_constant=_refuse_constant)  # of bytes, it reads UTF-16 and a BOM
     except (ValueError, RecursionError):
         raise AdapterInvalid(f"{CONFIG} is not JSON") from None
     if not isinstance(values, dict):
@@ -146,19 +156,28 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
     """The fields that determine the computation, validated. Raises NotServed or AdapterInvalid."""
     _check_kind(values)
     for field, meaning in _UNSERVED.items():
-        if values.get(field):
+        if values.get(field) not in (None, False, []):  # to PEFT, an empty object stands for defaults
             raise NotServed(f"{meaning} (`{field}`) is not served")
     invocation_ids(values)
-    known = {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING, INVOCATION}
-    if unknown := {field for field, value in values.items() if value} - known:
-        raise NotServed(f"`{min(unknown)[:60]}` of {CONFIG} is not a known setting, so the adapter cannot be served")
+    _check_version(values)
     _check_start(values.get("init_lora_weights"))
-    chosen = {field: values[field] for field in _FIELDS if values.get(field) is not None}
+    chosen = {
+        field: values[field]
+        for field in _FIELDS
+        if field in values and (values[field] is not None or field in _NEVER_NULL)
+    }
     for field, value in chosen.items():
         check, meaning = _FIELDS[field]
         if not check(value):
             raise AdapterInvalid(f"`{field}` of {CONFIG} is {_short(value)}; it must be {meaning}")
+    chosen.pop("lora_dropout", None)  # PEFT rejects wrong values, and computes without dropout
     return chosen
+
+
+def unknown(values: dict[str, Any]) -> list[str]:
+    """Settings that have a value and are not PEFT's. As in PEFT, they have no effect."""
+    known = {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING, INVOCATION}
+    return sorted(field for field, value in values.items() if value and field not in known)
 
 
 def invocation_ids(values: dict[str, Any]) -> tuple[int, ...]:
@@ -215,6 +234,24 @@ def check_task(values: dict[str, Any], task: str | None) -> None:
         raise NotServed(f"an adapter for the task {_short(given)} is not served with this base, only {known}")
 
 
+def _check_version(values: dict[str, Any]) -> None:
+    """Raises NotServed for an unknown setting of a newer PEFT, which may change what the adapter computes."""
+    fields, saved_by = unknown(values), values.get("peft_version")
+    if not fields or not isinstance(saved_by, str):
+        return
+    own = metadata.version("peft")
+    if _major_minor(saved_by) > _major_minor(own):
+        raise NotServed(
+            f"`{fields[0][:60]}` of {CONFIG} is not a setting of PEFT {own}, which this server has, and the adapter "
+            f"was saved by PEFT {saved_by[:20]}: remove it if it has no effect, or update the server's PEFT"
+        )
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    match = _VERSION.match(version)
+    return () if match is None else tuple(map(int, match.groups()))
+
+
 def _check_start(start: Any) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         problem = f"`init_lora_weights` is {_short(start)}, which changes the base's own weights"
@@ -240,5 +277,5 @@ def _depth(value: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

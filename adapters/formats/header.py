@@ -34,6 +34,8 @@ class TensorInfo:
 
 def header_len(prefix: bytes, file_size: int, name: str) -> int:
     """How many bytes the header takes after the first eight. `name` is for messages."""
+    if file_size == 0:
+        raise AdapterInvalid(f"{name} is empty")
     if len(prefix) < PREFIX:
         raise AdapterInvalid(f"{name} is not a safetensors file: it has {file_size} bytes")
     length = int.from_bytes(prefix[:PREFIX], "little")
@@ -82,7 +84,7 @@ def compose(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
 
 def _entries(text: bytes, name: str) -> dict[str, Any]:
     try:
-        entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
+        entries = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(pairs, name))
     except (ValueError, RecursionError):
         raise AdapterInvalid(f"the header of {name} is not JSON") from None
     if not isinstance(entries, dict):

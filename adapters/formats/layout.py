@@ -65,58 +65,115 @@ class Layout:
         return 0 if self.heads is None else self.heads["count"]
 
 
-def lay_out(found: Iterable[ModuleChange], base: Base) -> Layout:
-    """Raises AdapterInvalid for numbers that are not finite, and NotServed for kinds that no shard supports."""
-    layout = Layout({}, {})
-    for each in without_unchanged(found, base):
-        if each.kind == "replace" and base.is_head(each.module) and each.weight is not None:
-            each = _as_factors(each, base)
-        if not (added := _module(each, base)):
-            continue
-        kind = "replace" if "weight" in added and each.kind != "other" else each.kind
-        if kind not in base.kinds:
-            raise NotServed(f"{_DESCRIPTIONS[kind]} ({each.module}) is not served")
-        layout.modules[each.module] = {"kind": kind, "rank": each.rank}
-        layout.tensors.update({f"{each.module}.{part}": tensor for part, tensor in added.items()})
-    if not layout.modules:
+@dataclass(frozen=True)
+class Decision:
+    """How an adapter is served."""
+
+    changes: tuple[ModuleChange, ...]
+    """What shards compute, one per module."""
+    unread: tuple[str, ...] = ()
+    """Parameters of the base in its files that were not read: they must equal the base's."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules, 0 if it changes none."""
+        return max((change.rank for change in self.changes), default=0)
+
+
+def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True) -> Decision:
+    """Whether and how changes are served. Without values, tensors have shapes only, and are taken as finite.
+
+    Raises NotServed for kinds that no shard supports, and AdapterInvalid if nothing changes.
+    """
+    served: list[ModuleChange] = []
+    unread: list[str] = []
+    for change in without_unchanged(changes, base) if has_values else changes:
+        if not has_values:
+            change, names = _without_unread(change, base)
+            unread += names
+            if not _has_tensors(change):
+                continue
+        if change.weight is not None and change.kind != "other":
+            is_factored = change.kind == "replace" and base.is_head(change.module)
+            change = _as_factors(change, base, has_values) if is_factored else replace(change, kind="replace")
+        if change.kind not in base.kinds:
+            raise NotServed(f"{_DESCRIPTIONS[change.kind]} ({change.module}) is not served")
+        if change.new_bias is not None and base.values.has(f"{change.module}.bias") is False:
+            raise NotServed(f"the bias of {change.module} is needed, but the checkpoint stores it in another form")
+        served.append(change)
+    if not served and not unread:
         raise AdapterInvalid("it does not change the base")
+    return Decision(tuple(served), tuple(unread))
+
+
+def lay_out(decision: Decision, base: Base) -> Layout:
+    """Raises AdapterInvalid for numbers that are not finite, and NotServed if the base's own are needed and missing."""
+    layout = Layout({}, {})
+    for change in decision.changes:
+        layout.modules[change.module] = {"kind": change.kind, "rank": change.rank}
+        layout.tensors.update({f"{change.module}.{part}": tensor for part, tensor in _module(change, base).items()})
     return layout
 
 
-def _as_factors(found: ModuleChange, base: Base) -> ModuleChange:
+def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleChange:
     """A new weight of a classifier's head as an adapter on the base's: the difference of the two is the product of
     itself and the identity. Raises NotServed for a weight of too high a rank.
     """
-    assert found.weight is not None
-    difference = found.weight.float() - base.values[f"{found.module}.weight"].float()
-    num_out, num_in = difference.shape
+    assert change.weight is not None
+    num_out, num_in = change.weight.shape
     rank = min(num_out, num_in)
     if rank > configuration.MOST_RANK:
         raise NotServed(
-            f"replacing {found.module}, which has {num_out} outputs and {num_in} inputs, is not served: one of them "
+            f"replacing {change.module}, which has {num_out} outputs and {num_in} inputs, is not served: one of them "
             f"must be at most {configuration.MOST_RANK}"
         )
+    difference = change.weight
+    if has_values:
+        difference = difference.float() - base.values[f"{change.module}.weight"].float()
     a, b = (difference, torch.eye(rank)) if num_out <= num_in else (torch.eye(rank), difference)
-    return replace(found, kind="linear", rank=rank, a=a, b=b, weight=None)
+    return replace(change, kind="linear", rank=rank, a=a, b=b, weight=None)
 
 
-def without_unchanged(found: Iterable[ModuleChange], base: Base) -> Iterator[ModuleChange]:
+def _without_unread(change: ModuleChange, base: Base) -> tuple[ModuleChange, list[str]]:
+    """Leave out whole parameters that are only served if they equal the base's, and name them."""
+    names: list[str] = []
+    if change.weight is not None:
+        is_small = min(change.weight.shape, default=0) <= configuration.MOST_RANK
+        if not (change.kind == "replace" and base.is_head(change.module) and is_small):
+            change, names = replace(change, weight=None), [f"{change.module}.weight"]
+    if change.new_bias is not None and change.kind == "other":
+        change, names = replace(change, new_bias=None), [*names, f"{change.module}.bias"]
+    return change, names
+
+
+def without_unchanged(changes: Iterable[ModuleChange], base: Base) -> Iterator[ModuleChange]:
     """Drop values that equal the base's: PEFT also saves embeddings with adapters on them, and unchanged biases."""
-    for each in found:
-        if each.weight is not None and _is_own(each.weight, f"{each.module}.weight", base):
-            each = replace(each, weight=None)
-        if each.new_bias is not None and _is_own(each.new_bias, f"{each.module}.bias", base):
-            each = replace(each, new_bias=None)
-        if any(getattr(each, field) is not None for field in TENSORS):
-            yield each
+    for change in changes:
+        if change.weight is not None and _is_own(change.weight, f"{change.module}.weight", base):
+            change = replace(change, weight=None)
+        if change.new_bias is not None and _is_own(change.new_bias, f"{change.module}.bias", base):
+            change = replace(change, new_bias=None)
+        if _has_tensors(change):
+            yield change
 
 
-def _is_own(tensor: torch.Tensor, name: str, base: Base) -> bool:
+def _has_tensors(change: ModuleChange) -> bool:
+    return any(getattr(change, field) is not None for field in TENSORS)
+
+
+_TRAINED_IN = (torch.bfloat16, torch.float16)
+"""What training may round the base's values to before they are saved, in any type."""
+
+
+def _is_own(saved: torch.Tensor, name: str, base: Base) -> bool:
+    """Whether a saved parameter is the base's, unchanged but for the rounding of the type that it was trained in."""
     try:
         own = base.values[name]
     except NotServed:
         return False
-    return torch.equal(own.to(base.dtype), tensor.to(base.dtype))
+    served = saved.to(base.dtype)
+    types = dict.fromkeys((own.dtype, *_TRAINED_IN))
+    return any(torch.equal(own.to(dtype).to(saved.dtype).to(base.dtype), served) for dtype in types)
 
 
 _DESCRIPTIONS = {

@@ -19,9 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
 from lorikeet.adapters.formats.skeleton import Skeleton
 
-NAME = "adapter"
-"""The adapter's name in PEFT's network."""
+NAME = "default"
+"""The adapter's name in PEFT's network: PEFT's own default, which some files contain in the names of their tensors."""
 _PREFIX = "base_model.model."
+_WITH_NAME = re.compile(rf"\.{NAME}(?=\.\w+$|$)")
 _MISMATCH = re.compile(r"size mismatch for (\S+?): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")
 
 Tensors = Mapping[str, torch.Tensor]
@@ -64,6 +65,7 @@ def read(skeleton: Skeleton, configuration: dict[str, Any], tensors: Tensors) ->
         # PEFT warns about training, and about what is rejected here
         warnings.simplefilter("ignore")
         names = {id(module): name for name, module in network.named_modules()}
+        _check_names(tensors)
         _check_rows(network, names, tensors)
         wrapped = _inject(network, configuration)
         _load(wrapped, tensors)
@@ -85,6 +87,15 @@ def _inject(network: Any, configuration: dict[str, Any]) -> PeftModel:
         raise AdapterInvalid(f"a pattern of adapter_config.json is not a regular expression: {error}") from None
     except Exception as error:
         raise AdapterInvalid(f"adapter_config.json does not fit the base: {first_sentence(error)}") from None
+
+
+def _check_names(tensors: Tensors) -> None:
+    """PEFT reads names with and without the adapter's; of two names for one parameter it would ignore one."""
+    parameters: dict[str, str] = {}
+    for key in tensors:
+        first = parameters.setdefault(_WITH_NAME.sub("", key).removesuffix(".weight"), key)
+        if first != key:
+            raise AdapterInvalid(f"its tensors {first[:200]} and {key[:200]} are values of one parameter")
 
 
 def _check_rows(network: Any, names: dict[int, str], tensors: Tensors) -> None:

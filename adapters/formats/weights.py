@@ -24,6 +24,8 @@ from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_INDEX = 8 << 20
+_OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+"""The beginning of every file of torch before 1.6."""
 _MAP_NORESERVE = 0x4000
 """Linux's flag; Python has no name for it before 3.13."""
 
@@ -38,6 +40,8 @@ class Weights:
     num_bytes: int
     share_no_memory: bool
     """No two tensors share memory, so that an address identifies a tensor."""
+    has_values: bool = True
+    """Unless only the headers of the files were read."""
     _files: list[tuple[Path, int, tuple[int, ...]]] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
@@ -90,7 +94,7 @@ def header_only(heads: Mapping[str, FileHead]) -> Weights:
 
     Raises AdapterInvalid. Files without a header (`.bin`) are skipped.
     """
-    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True)
+    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True, has_values=False)
     for name, head in heads.items():
         if not name.endswith(".safetensors"):
             continue
@@ -183,13 +187,16 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(path: Path, size: int, name: str) -> None:
-    """Accept only archives without compression, whose content cannot be larger than the file."""
+    """Accept only archives without compression, whose content cannot be larger than the file, and files of torch before
+    1.6, whose tensors are read from the file once they are allocated.
+    """
+    if read_small(path, len(_OLD_FORMAT)) == _OLD_FORMAT:
+        return
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        problem = f"{name} is broken or in the format of old versions of torch"
-        raise AdapterInvalid(f"{problem}: convert it to safetensors") from None
+        raise AdapterInvalid(f"{name} is broken or not a file of torch: convert it to safetensors") from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
     if sum(entry.file_size for entry in entries) > size:

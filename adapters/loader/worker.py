@@ -20,7 +20,7 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
 from lorikeet.adapters.formats import configuration, contents, tokenizer
 from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.layout import Base, Layout, lay_out, served_file, without_unchanged
+from lorikeet.adapters.formats.layout import Base, Layout, decide, lay_out, served_file, without_unchanged
 from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.peft_reading import ModuleChange
 from lorikeet.adapters.formats.skeleton import Skeleton, choose_dtype
@@ -92,7 +92,7 @@ class WorkerJobs:
         self._limit_cpu(0, with_patterns=True)
         context, num_mapped = self._context, sum(head.size for head in headers.heads.values())
         with process.limited_memory(context.config.reading_memory + num_mapped):
-            found = AdapterValidator(context.reader, context.tokenizers, context.base.kinds).validate(headers)
+            found = AdapterValidator(context.reader, context.tokenizers, context.base).validate(headers)
         size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
         return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
 
@@ -105,8 +105,8 @@ class WorkerJobs:
                 return {"entry": stored.as_dict()}
             self._limit_cpu(opened.num_bytes, opened.has_patterns)
             self._context.tokenizers.check(folder)
-            layout, warnings = opened.lay_out(self._context.reader, self._context.base)
-            for warning in warnings:
+            served, layout = opened.lay_out(self._context.reader, self._context.base)
+            for warning in served.warnings:
                 log.warning("adapter_warning", adapter=job.get("name"), warning=warning)
             opened.check_unchanged()
             return {"entry": self._put(digest, layout).as_dict()}
@@ -134,7 +134,7 @@ class WorkerJobs:
             if (stored := self._stored(digest)) is not None:
                 return {"entry": stored.as_dict()}
             self._limit_cpu(sum(len(part) for part in parts) << 20)
-            layout = lay_out(merge(parts, wanted, digest), self._context.base)
+            layout = lay_out(decide(merge(parts, wanted, digest), self._context.base), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
     def _limit_cpu(self, num_bytes: int, with_patterns: bool = False) -> None:

@@ -1,19 +1,25 @@
 """Adapters in folders of this machine, only below the roots that the operator configured. Imports no torch.
 
-Every path of a folder or file is checked after its links are resolved, so neither `..` nor a link leaves a root.
+Every path of a folder or file is checked after its links are resolved, so neither `..` nor a link leaves a root. One
+exception: files of a snapshot in the layout of the hub's cache are links to its blobs.
 """
 
+import hashlib
 import os
+import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterNotFound
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
+from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, ListedFile, ListedSource, Within, unbounded
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MOST_FILES = 10_000
+_SAMPLE_BYTES = 64 << 10
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 class LocalSource(ListedSource):
@@ -27,9 +33,13 @@ class LocalSource(ListedSource):
         max_bytes: int,
         hidden: Iterable[str | Path] = (),
         folders: Iterable[str | Path] = (),
+        strict: bool = False,
     ) -> None:
-        """`folders` are single adapters outside the roots."""
+        """`folders` are single adapters outside the roots. `strict`: versions are distinguished by all bytes of their
+        files, not by the file system's data on them and samples.
+        """
         super().__init__(max_bytes)
+        self._strict = strict
         self._folders = [Path(os.path.realpath(folder)) for folder in folders]
         self._roots = [Path(os.path.realpath(root)) for root in roots]
         self._hidden = [Path(os.path.realpath(folder)) for folder in hidden]
@@ -59,13 +69,16 @@ class LocalSource(ListedSource):
         """The plain files of the folder that `id` names, by name, with their real paths."""
         files = {}
         try:
-            with os.scandir(self._folder(id)) as entries:
+            folder = self._folder(id)
+            with os.scandir(folder) as entries:
                 for number, entry in enumerate(entries):
                     if number >= _MOST_FILES:
                         raise AdapterInvalid(f"the folder {id} holds more than {_MOST_FILES} entries")
                     path = Path(os.path.realpath(entry.path))
-                    if self._is_inside(path) and stat.S_ISREG((status := path.stat()).st_mode):
-                        state = f"{status.st_mtime_ns}\0{status.st_ino}"
+                    if not self._is_inside(path) and not _is_blob(path, folder):
+                        continue
+                    if stat.S_ISREG((status := path.stat()).st_mode):
+                        state = f"{status.st_mtime_ns}\0{status.st_ctime_ns}\0{status.st_ino}\0{status.st_dev}"
                         files[entry.name] = ListedFile(status.st_size, state, path)
         except AdapterError:
             raise
@@ -74,6 +87,26 @@ class LocalSource(ListedSource):
         if not files:
             raise AdapterInvalid(f"the folder {id} holds no files, so it is not an adapter")
         return files
+
+    def _revision(self, files: Mapping[str, ListedFile]) -> str:
+        """Of the file system's data on the files, and of the bytes that an adapter is made of: all, or samples."""
+        content = hashlib.sha256(super()._revision(files).encode())
+        for name in sorted(files):
+            if name in SMALL_NAMES or name.endswith(_WEIGHTS):
+                content.update(self._digest(files[name]))
+        return content.hexdigest()
+
+    def _digest(self, file: ListedFile) -> bytes:
+        """Of the whole file, or of its beginning, which has the header, and of its end."""
+        try:
+            with file.handle.open("rb") as opened:
+                if self._strict:
+                    return hashlib.file_digest(opened, "sha256").digest()
+                sample = opened.read(_SAMPLE_BYTES)
+                opened.seek(max(0, file.size - _SAMPLE_BYTES))
+                return hashlib.sha256(sample + opened.read(_SAMPLE_BYTES)).digest()
+        except OSError as error:
+            raise AdapterNotFound(f"{file.handle.name} cannot be read: {_reason(error)}") from None
 
     def _folder(self, id: str) -> Path:
         """Raises AdapterNotFound with one text for every reason, so that nothing outside the roots is disclosed."""
@@ -103,6 +136,12 @@ class LocalSource(ListedSource):
                 return FileHead(opened.read(num_bytes), file.size)
         except OSError as error:
             raise AdapterNotFound(f"{file.handle.name} of {id} cannot be read: {_reason(error)}") from None
+
+
+def _is_blob(path: Path, folder: Path) -> bool:
+    """Whether a file of `folder`, REPOSITORY/snapshots/REVISION, is a link to one of the repository's blobs."""
+    blobs = folder.parent.parent / "blobs"
+    return folder.parent.name == "snapshots" and path.parent == blobs and _BLOB.fullmatch(path.name) is not None
 
 
 def _missing(id: str) -> AdapterNotFound:

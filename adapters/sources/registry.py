@@ -29,6 +29,8 @@ class SourceSettings(ConfigFile):
     """Folder that records which hub names were public; None records them in memory only."""
     max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
     """Weights of one adapter at its source."""
+    strict: bool = False
+    """Whether versions of local adapters are distinguished by all bytes of their files."""
 
 
 class Sources:
@@ -38,7 +40,11 @@ class Sources:
         self._sources: dict[Source, AdapterSource] = {
             Source.HUB: HubSource(settings.hub_cache, settings.max_adapter_bytes, settings.notes),
             Source.LOCAL: LocalSource(
-                settings.local_roots, settings.max_adapter_bytes, settings.hidden, settings.local_folders
+                settings.local_roots,
+                settings.max_adapter_bytes,
+                settings.hidden,
+                settings.local_folders,
+                settings.strict,
             ),
             Source.S3: S3Source(settings.max_adapter_bytes, os.environ),
         }

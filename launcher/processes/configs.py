@@ -49,7 +49,8 @@ class Plan:
     @property
     def sources(self) -> dict[str, Any]:
         """Where the router and the loader look for adapters."""
-        return {**self.adapters.sources, "max_adapter_bytes": self.settings["max-adapter-size"]}
+        limits = {"max_adapter_bytes": self.settings["max-adapter-size"], "strict": self.settings["strict-adapters"]}
+        return self.adapters.sources | limits
 
     @property
     def num_replicas(self) -> int:

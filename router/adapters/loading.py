@@ -15,8 +15,16 @@ from typing import Protocol
 
 import structlog
 
-from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound
+from lorikeet.adapters.errors import (
+    AdapterError,
+    AdapterInvalid,
+    AdapterNotAllowed,
+    AdapterNotFound,
+    AdapterTooLarge,
+    NotServed,
+)
 from lorikeet.adapters.refs import Ref
+from lorikeet.adapters.rights import rejected_versions
 from lorikeet.router.adapters.loader_client import Call, LoaderClient, LoaderLost, loaded
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
@@ -78,6 +86,7 @@ class Loading:
         """Digests whose files are being removed; set once they are."""
         self._parked: dict[str, list[_Load]] = {}
         """Loads that wait for the removal of their content."""
+        self.rejected = rejected_versions()
 
     def known(self, adapter: Adapter) -> Loaded | None:
         """The loader's last answer for this content, if it is recent."""
@@ -123,10 +132,14 @@ class Loading:
         if known is not None:
             return known
         began = time.monotonic()
-        content = loaded(await self._loader.ask(adapter.load_call).answer)
-        while (removed := self._paused.get(content.digest)) is not None:
-            await removed.wait()
+        try:
             content = loaded(await self._loader.ask(adapter.load_call).answer)
+            while (removed := self._paused.get(content.digest)) is not None:
+                await removed.wait()
+                content = loaded(await self._loader.ask(adapter.load_call).answer)
+        except AdapterError as error:
+            self._reject(adapter, error)
+            raise
         self._remember(adapter, content)
         self._events.on_loaded(adapter, content, time.monotonic() - began)
         return content
@@ -226,6 +239,7 @@ class Loading:
             self._ask(load)
             return
         log.info("adapter_failed", adapter=load.adapter.name[:256], kind=type(error).__name__, reason=str(error)[:512])
+        self._reject(load.adapter, error)
         refused = load.adapter.token
         # Where access was denied, requests that came with another token may have it.
         is_denied = isinstance(error, AdapterNotAllowed | AdapterNotFound)
@@ -237,6 +251,12 @@ class Loading:
             del self._loads[load.adapter.content]
         for generation in failed:
             self._events.on_failed(generation, error)
+
+    def _reject(self, adapter: Adapter, error: AdapterError) -> None:
+        """Another version may be there at the next request: the upload may have been incomplete."""
+        if isinstance(error, AdapterInvalid | AdapterNotFound | AdapterTooLarge | NotServed):
+            for pin in adapter.pins:
+                self.rejected.put(pin, time.monotonic())
 
     def _take(self, load: _Load, is_taken: Callable[[Adapter], bool] = lambda adapter: True) -> list[Generation]:
         """Remove requests that wait, in the order of their arrival."""

@@ -326,7 +326,10 @@ class Service:
 def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> Service:
     """The components for one dispatcher. Raises OSError or ValueError where a configured file or URL cannot be used."""
     sources = None if config.loader_address is None else Sources(config.sources)
-    rights = None if sources is None else Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s)
+    rights = None
+    if sources is not None and dispatcher.admission is not None:
+        rejected = dispatcher.admission.loading.rejected
+        rights = Rights(sources, config.auth_cache_ttl_s, config.auth_stale_s, rejected=rejected)
     directory = Directory(config, read_catalogue(config))
     selection = Selection(config, rights, directory, read_keys(config))
     preloader = None if dispatcher.admission is None else AdapterPreloader(selection, dispatcher.admission)

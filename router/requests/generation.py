@@ -247,10 +247,10 @@ class Generation:
         logprobs, sources, step_ends = output.logprobs, output.sources, output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self.request.num_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
-        push, skipped = self._detokenizer.push, self._is_mid_step
+        detokenizer, skipped = self._detokenizer, self._is_mid_step
         num_unended = self.request.min_tokens - len(self.emitted_ids)
         for index, token_id in enumerate(ids):
-            text = push(token_id)
+            text = detokenizer.push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
             source = sources[index] if sources else pb.SOURCE_TARGET
             token = Token(token_id, text, logprob, token_id in special_ids, skipped, source)
@@ -260,9 +260,10 @@ class Generation:
             tokens.append(token)
             self.num_skipped += skipped
             skipped = bool(step_ends) and not step_ends[index]
+            token.num_earlier = detokenizer.num_earlier
             if token_id in hidden_ids:
                 token.hidden = True
-                continue
+                text = text[: token.num_earlier]
             if stop is None:
                 self._text += text
             elif text:

@@ -187,6 +187,8 @@ class Token:
     alternatives: list[tuple[int, str, float]] | None = None
     hidden: bool = False
     """Whether its text is left out of the generated text."""
+    num_earlier: int = 0
+    """Characters at the start of its text that are an incomplete character of earlier tokens: never left out."""
 
 
 @dataclass(slots=True)

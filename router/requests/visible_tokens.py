@@ -1,10 +1,15 @@
 """Finds the tokens of a choice that its text shows: those that `logprobs` list."""
 
+from collections import deque
+
 from lorikeet.router.requests.types import FinishReason, Token
 
 
 class VisibleTokens:
-    """Finds the tokens of a choice that its text shows: no end-of-text token, nothing that a stop string cut off."""
+    """Finds the tokens of a choice that its text shows: no end-of-text token, nothing that a stop string cut off.
+
+    The result does not depend on how the text is divided into chunks: a token is listed once text of it is shown.
+    """
 
     def __init__(self, echo: str = "") -> None:
         self.echo = echo
@@ -16,18 +21,26 @@ class VisibleTokens:
         self._offset = len(echo)
         """Characters of the text before the next token."""
         self._text_length = len(echo)
+        self._waiting: deque[Token] = deque()
+        """Tokens whose text is not shown yet, because it may become a stop string."""
 
     def take(self, tokens: list[Token], text: str, finish: FinishReason | None) -> list[tuple[Token, int]]:
-        """(token, offset of its text) of one chunk with its visible text."""
+        """(token, offset of its text) of the tokens whose text `text` shows, after those of earlier chunks."""
         self._text_length += len(text)
+        self._waiting.extend(tokens)
+        shows_all = finish is not None and finish is not FinishReason.STOP_SEQUENCE
         shown = []
-        for token in tokens:
-            if token.hidden:
-                if self._is_echoed:
-                    shown.append((token, self._offset))
-                continue
-            if finish is FinishReason.STOP_SEQUENCE and self._offset >= self._text_length:
+        while self._waiting:
+            token = self._waiting[0]
+            start = self._offset + token.num_earlier
+            if not (token.hidden or shows_all or start < self._text_length):
                 break
-            shown.append((token, self._offset))
-            self._offset += len(token.text)
+            self._waiting.popleft()
+            if not token.hidden:
+                shown.append((token, start))
+                self._offset += len(token.text)
+                continue
+            if self._is_echoed:
+                shown.append((token, start))
+            self._offset = start
         return shown

@@ -7,6 +7,7 @@ their text is their name, and the caller decides whether to show it.
 
 import codecs
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from lorikeet.router.text.vocabulary import Vocabulary
@@ -14,6 +15,9 @@ from lorikeet.router.text.vocabulary import Vocabulary
 
 class Detokenizer(Protocol):
     """The text of one growing sequence of tokens."""
+
+    num_earlier: int
+    """Characters at the start of the last token's text that are an incomplete character of earlier tokens."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -25,25 +29,37 @@ class Detokenizer(Protocol):
 class BytewiseDetokenizer:
     """Holds the bytes of at most one incomplete character."""
 
-    __slots__ = ("_pending", "_special_ids", "_texts", "_vocabulary")
+    __slots__ = ("_pending", "_special_ids", "_texts", "_vocabulary", "num_earlier")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.num_earlier = 0
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._special_ids = vocabulary.special_ids
         self._pending = b""
 
     def push(self, token_id: int) -> str:
+        self.num_earlier = 0
         if not self._pending:
             text = self._texts[token_id]
             if text is not None:
                 return text
         elif token_id in self._special_ids:
-            return self.flush() + (self._texts[token_id] or "")
-        data = self._pending + self._vocabulary.piece(token_id)
+            tail = self.flush()
+            self.num_earlier = len(tail)
+            return tail + (self._texts[token_id] or "")
+        piece = self._vocabulary.piece(token_id)
+        data = self._pending + piece
+        if self._pending and piece:
+            self.num_earlier = self._is_broken_by(piece)
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[consumed:]
         return text
+
+    def _is_broken_by(self, piece: bytes) -> bool:
+        """Whether the incomplete character does not continue in `piece`, and is shown as U+FFFD."""
+        text, consumed = codecs.utf_8_decode(self._pending + piece[:1], "replace", False)
+        return len(text) > 1 or consumed == len(self._pending)
 
     def flush(self) -> str:
         text = self._pending.decode(errors="replace")
@@ -58,7 +74,7 @@ class WindowedDetokenizer:
     stripped spaces).
     """
 
-    __slots__ = ("_backend", "_ids", "_shown", "_special_ids", "_vocabulary")
+    __slots__ = ("_backend", "_decoded", "_ids", "_shown", "_special_ids", "_vocabulary", "num_earlier")
 
     context = 6
     """Preceding tokens on which the text of a token may depend."""
@@ -68,13 +84,22 @@ class WindowedDetokenizer:
         self._backend = vocabulary.backend
         self._special_ids = vocabulary.special_ids
         self._ids = [token_id for token_id in prompt_ids[-self.context :] if token_id not in self._special_ids]
-        self._shown = self._decode(self._ids)
+        self._shown = self._decoded = self._decode(self._ids)
+        """The text that was returned, and that of all tokens, which may end with an incomplete character."""
+        self.num_earlier = 0
 
     def push(self, token_id: int) -> str:
         if token_id in self._special_ids:
-            return self.flush() + self._vocabulary.raw(token_id)
+            tail = self.flush()
+            self.num_earlier = len(tail)
+            return tail + self._vocabulary.raw(token_id)
         self._ids.append(token_id)
         text = self._decode(self._ids)
+        incomplete, added = self._decoded[len(self._shown) :], text[len(self._shown) :]
+        self.num_earlier = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(incomplete, added, strict=False))
+        )
+        self._decoded = text
         if text.endswith("\ufffd"):
             return ""
         return self._advance(text)
@@ -87,7 +112,7 @@ class WindowedDetokenizer:
         if len(self._ids) > 2 * self.context:
             self._ids = self._ids[-self.context :]
             text = self._decode(self._ids)
-        self._shown = text
+        self._shown = self._decoded = text
         return added
 
     def _decode(self, ids: list[int]) -> str:

@@ -122,6 +122,8 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "an empty configuration": (text(b""), AdapterInvalid, "not JSON"),
     "no JSON": (text(b"{'r': 8}"), AdapterInvalid, "not JSON"),
     "not UTF-8": (text(b"\xff\xfe{}"), AdapterInvalid, "not JSON"),
+    "UTF-16": (text('{"peft_type": "LORA"}'.encode("utf-16")), AdapterInvalid, "not JSON"),
+    "a byte order mark": (text(b'\xef\xbb\xbf{"peft_type": "LORA"}'), AdapterInvalid, "not JSON"),
     "a list": (text(b"[]"), AdapterInvalid, "not a JSON object"),
     "nested deeply": (text(nested(40)), AdapterInvalid, "nested"),
     "nested without end": (text(nested(200_000)), AdapterInvalid, "JSON"),
@@ -161,7 +163,20 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "aLoRA of text": (config(alora_invocation_tokens="now"), AdapterInvalid, "token ids"),
     "aLoRA of negative tokens": (config(alora_invocation_tokens=[-1]), AdapterInvalid, "token ids"),
     "aLoRA of too many tokens": (config(alora_invocation_tokens=[1] * 257), AdapterInvalid, "at most 256"),
-    "a setting of tomorrow": (config(use_quantum=True), NotServed, "use_quantum"),
+    "a setting of tomorrow": (
+        config(use_quantum=True, peft_version="99.1.0"),
+        NotServed,
+        r"use_quantum.*saved by PEFT 99\.1\.0",
+    ),
+    "KaSA by its defaults": (config(kasa_config={}), NotServed, "KaSA"),
+    "a rank of null": (config(r=None), AdapterInvalid, "`r` .* is null"),
+    "a scaling of null": (config(lora_alpha=None), AdapterInvalid, "`lora_alpha` .* is null"),
+    "a dropout above one": (config(lora_dropout=2.0), AdapterInvalid, "`lora_dropout`"),
+    "one parameter by two names": (
+        put(f"{Q0}.lora_A.default.weight", torch.ones(4, 64)),
+        AdapterInvalid,
+        "values of one parameter",
+    ),
     "a saved norm": (config(modules_to_save=["norm"]), AdapterInvalid, "lacks the tensor"),
     "a saved block": (config(modules_to_save=["mlp"]), AdapterError, "mlp"),
     # the weights as a file
@@ -236,7 +251,26 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
     "an old archive": (
         bin_file(saved({"x": torch.ones(1)}, _use_new_zipfile_serialization=False)),
         AdapterInvalid,
-        "old versions",
+        "x matches no module",
+    ),
+    "an old archive with code": (
+        bin_file(saved({"x": Exploit("/tmp/must-not-exist-by-old")}, _use_new_zipfile_serialization=False)),
+        AdapterInvalid,
+        "was not run",
+    ),
+    "a truncated old archive": (
+        bin_file(saved({"x": torch.ones(4096)}, _use_new_zipfile_serialization=False)[:-600]),
+        AdapterInvalid,
+        "cannot be read",
+    ),
+    "an old archive that claims too much": (
+        bin_file(
+            saved({"x": torch.ones(4096)}, _use_new_zipfile_serialization=False).replace(
+                b"M\x00\x10", b"J\xff\xff\xff\x7f"
+            )
+        ),
+        AdapterInvalid,
+        "cannot be read",
     ),
     "a compressed archive": (bin_file(compressed(saved({"x": torch.zeros(1 << 20)}))), AdapterInvalid, "compressed"),
     "a truncated archive": (bin_file(saved({"x": torch.ones(4096)})[:-600]), AdapterInvalid, "broken"),

@@ -96,7 +96,7 @@ def lay_out(reader: PlannedReader, facts: layout.Base, folder: Path) -> layout.L
     """The served layout of the adapter in `folder`."""
     values = configuration.parse(weight_files.read_small(folder / "adapter_config.json"))
     with weight_files.opened(folder, LIMIT) as opened:
-        return detached(layout.lay_out(reader.read(values, opened), facts))
+        return detached(layout.lay_out(layout.decide(reader.read(values, opened), facts), facts))
 
 
 def detached(found: layout.Layout) -> layout.Layout:

@@ -120,6 +120,6 @@ def test_arbitrary_settings_raise_only_adapter_errors(changes: dict[str, Any], b
     try:
         values = configuration.parse(json.dumps(values).encode())
         with weights.opened(sound, making.LIMIT) as opened:
-            layout.lay_out(reader.read(values, opened), facts)
+            layout.lay_out(layout.decide(reader.read(values, opened), facts), facts)
     except AdapterError as refused:
         assert 400 <= refused.status < 500

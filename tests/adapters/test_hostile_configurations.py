@@ -117,7 +117,7 @@ def tried(case: Any, base: Any, sound: Path, folder: Path) -> None:
     small = {CONFIG: json.dumps(values).encode(), **{name: json.dumps(value).encode() for name, value in files.items()}}
     for name, content in {**small, WEIGHTS: (sound / WEIGHTS).read_bytes()}.items():
         (folder / name).write_bytes(content)
-    validator = AdapterValidator(reader, Tokenizers(model), facts.kinds)
+    validator = AdapterValidator(reader, Tokenizers(model), facts)
     head = FileHead((sound / WEIGHTS).read_bytes(), (sound / WEIGHTS).stat().st_size)
     outcomes = []
     for read in (

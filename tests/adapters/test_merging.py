@@ -53,7 +53,7 @@ class World:
             with weight_files.opened(self.folder / pin.id, making.LIMIT) as opened:
                 found = layout.without_unchanged(self.reader.read(values, opened), self.facts)
                 parts.append([detached(each) for each in found])
-        return layout.lay_out(merge(parts, wanted, digest), self.facts)
+        return layout.lay_out(layout.decide(merge(parts, wanted, digest), self.facts), self.facts)
 
     def by_peft(self, wanted: Merge) -> torch.Tensor:
         names = [pin.id for pin in wanted.pins]

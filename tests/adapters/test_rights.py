@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.rights import Rights
+from lorikeet.adapters.rights import LOOKUP_S, Rights, rejected_versions
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
+from lorikeet.adapters.sources.local import LocalSource
 
 pytestmark = pytest.mark.anyio
 
@@ -103,6 +104,51 @@ async def test_a_rejection_is_cached_too(case: Case) -> None:
     with pytest.raises(AdapterNotAllowed) as caught:
         await case.rights.resolve(PRIVATE, None)
     assert caught.value.status == 401
+
+
+async def test_a_version_that_cannot_be_served_is_looked_up_again(case: Case) -> None:
+    rejected = rejected_versions()
+    registry: Any = case.hub
+    rights = Rights(registry, ttl_s=60, stale_s=900, clock=case.clock, rejected=rejected)
+    pin = (await rights.resolve(PUBLIC, None)).pin
+    for seconds, num_asked in ((1.0, 1), (LOOKUP_S, 2), (LOOKUP_S + 1, 2), (2 * LOOKUP_S, 3)):
+        case.clock.now = seconds
+        rejected.put(pin, seconds)
+        assert (await rights.resolve(PUBLIC, None)).pin == pin
+        assert case.hub.num_asked == num_asked, "at most once in the time"
+    case.hub.commit = "2"
+    case.clock.now = 3 * LOOKUP_S
+    assert (await rights.resolve(PUBLIC, None)).pin.revision == "2"
+    case.clock.now = 5 * LOOKUP_S
+    await rights.resolve(PUBLIC, None)
+    assert case.hub.num_asked == 4, "the new version is cached"
+
+
+async def test_local_folders_are_looked_up_at_once(tmp_path: Path) -> None:
+    """Neither what is missing nor what cannot be served is cached."""
+    clock, rejected, registry = Clock(), rejected_versions(), Registry(LocalSource([tmp_path], 1000))
+    rights = Rights(cast(Any, registry), clock=clock, rejected=rejected)
+    ref = Ref(Source.LOCAL, "a")
+    for _ in range(2):
+        with pytest.raises(AdapterNotFound):
+            await rights.resolve(ref, None)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    pin = (await rights.resolve(ref, None)).pin
+    (tmp_path / "a" / "adapter_model.safetensors").write_text("weights")
+    assert (await rights.resolve(ref, None)).pin == pin, "cached"
+    rejected.put(pin, clock.now)
+    assert (await rights.resolve(ref, None)).pin != pin
+
+
+class Registry:
+    """Sources of which all are one."""
+
+    def __init__(self, source: LocalSource) -> None:
+        self._source = source
+
+    def __getitem__(self, source: Source) -> LocalSource:
+        return self._source
 
 
 async def test_rights_are_cached_per_caller(case: Case) -> None:

@@ -40,8 +40,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             new=True,
         ),
         Flag(
-            "strict-adapters", "exit at startup if an adapter named by a flag or the file cannot be loaded", SWITCH,
-            False, ROUTER, new=True,
+            "strict-adapters",
+            "exit at startup if an adapter named by a flag or the file cannot be loaded, and look for new versions of"
+            " local adapters by all bytes of their files", SWITCH, False, ROUTER, new=True,
         ),
         Flag(
             "api-keys", "YAML file of the server's API keys, which lorikeet-keys writes; others get 401", to=ROUTER,

@@ -82,23 +82,28 @@ class AdminRoutes:
         return await self._each_content(request, "unpinned", lambda admission, digest, _: admission.unpin(digest))
 
     async def unload(self, request: Request) -> Response:
-        """Free its memory once requests in flight are done; with `disk` delete its file too."""
+        """Free its memory once requests in flight are done; with `disk` delete its file too. 404 if there is none."""
         fields = await self._fields(request)
-        name, refs = self._named(fields)
+        name, entry, refs = self._named(fields)
         disk = fields.flag("disk")
         digests = self._service.admission.loading.digests(refs)
+        if not digests:
+            await self._check_exists(entry)
         await self._unload(digests, disk)
         return _json({"adapter_id": name, "unloaded": sorted(digests)})
 
     async def refresh(self, request: Request) -> Response:
-        """Query the sources again at the next request: for one adapter, or without a name for all."""
+        """Query the sources again at the next request: for one adapter, 404 if there is none, or without a name for
+        all.
+        """
         fields = await self._fields(request)
         if not fields.has("adapter_id"):
             self._service.rights.forget()
             return _json({"refreshed": "all"})
-        name, refs = self._named(fields)
-        for ref in refs:
-            self._service.rights.forget(ref)
+        name, entry, refs = self._named(fields)
+        known = [self._service.rights.forget(ref) for ref in refs]
+        if not any(known) and not self._service.admission.loading.digests(refs):
+            await self._check_exists(entry)
         return _json({"adapter_id": name, "refreshed": [_shown(ref) for ref in refs]})
 
     async def reload(self, request: Request) -> Response:
@@ -173,11 +178,21 @@ class AdminRoutes:
             return Fields({})
         return Fields(await self._service.body(request))
 
-    def _named(self, fields: Fields) -> tuple[str, list[Ref]]:
-        """The name in a body and all its versions."""
+    def _named(self, fields: Fields) -> tuple[str, Entry, list[Ref]]:
+        """The name in a body, its entry, and all its versions."""
         name = fields.required_text("adapter_id")
         entry = self._entry(name, fields.text("adapter_source"))
-        return name, [version.ref for version in entry.versions]
+        return name, entry, [version.ref for version in entry.versions]
+
+    async def _check_exists(self, entry: Entry) -> None:
+        """Raises AdapterProblem if the entry is not the operator's, and its source has no such adapter."""
+        if self._service.selection.directory.find(entry.alias) is entry:
+            return
+        try:
+            for version in entry.versions:
+                await self._service.selection.opened(entry, version.ref)
+        except AdapterError as error:
+            raise adapter_problem(error) from None
 
     def _entry(self, name: str, source: str | None) -> Entry:
         selection = self._service.selection

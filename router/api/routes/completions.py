@@ -61,8 +61,8 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
             shown = VisibleTokens(echoed).take(tokens, text, whole.finish_reason)
             logprobs = self._logprobs(shown, wanted)
             if wanted.echo:
-                prompt_logprobs = self._prompt_logprobs(whole.prefill, whole.prefill_alternatives, wanted)
-                logprobs = _joined(prompt_logprobs, logprobs)
+                of_prompt = self._prompt_logprobs(echoed, whole.prefill, whole.prefill_alternatives, wanted)
+                logprobs = _joined(of_prompt, logprobs)
         finish = "length" if wanted.only_prompt else FINISH_REASONS[whole.finish_reason]
         prompt_ids = {"prompt_token_ids": prompt.ids} if wanted.common.report.token_ids else {}
         return {
@@ -84,9 +84,9 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
             shown = visible.take(chunk.tokens, chunk.text, chunk.finish_reason)
             if shown:
                 logprobs = self._logprobs(shown, wanted)
-            if chunk.prefill is not None:
-                prompt = self._prompt_logprobs(chunk.prefill, chunk.prefill_alternatives, wanted)
-                logprobs = prompt if logprobs is None else _joined(prompt, logprobs)
+            if wanted.echo and chunk.prefill is not None:
+                of_prompt = self._prompt_logprobs(visible.echo, chunk.prefill, chunk.prefill_alternatives, wanted)
+                logprobs = of_prompt if logprobs is None else _joined(of_prompt, logprobs)
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
         more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
@@ -109,16 +109,12 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
 
     def _prompt_logprobs(
         self,
+        prompt: str,
         prefill: list[tuple[int, str, float | None]],
         alternatives: list[Alternatives] | None,
         wanted: CompletionRequest,
     ) -> Logprobs:
         """The same four lists for an echoed prompt; its first token has no probability."""
-        hidden_ids = self._service.tokenizer.special_ids
-        offsets, offset = [], 0
-        for token_id, text, _ in prefill:
-            offsets.append(offset)
-            offset += 0 if token_id in hidden_ids else len(text)
         given = (
             [None] * len(prefill) if alternatives is None else [best[: wanted.num_logprobs] for best in alternatives]
         )
@@ -131,8 +127,26 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
             "tokens": [label for label, _ in shown],
             "token_logprobs": [logprob for _, _, logprob in prefill],
             "top_logprobs": [None, *(top for _, top in shown[1:])] if wanted.lists_alternatives else None,
-            "text_offset": offsets,
+            "text_offset": self._prompt_offsets(prompt, [token_id for token_id, _, _ in prefill]),
         }
+
+    def _prompt_offsets(self, prompt: str, ids: list[int]) -> list[int]:
+        """Where the text of each token begins in the prompt; special tokens have none."""
+        tokenizer = self._service.tokenizer
+        detokenizer, hidden_ids = tokenizer.detokenizer(()), tokenizer.special_ids
+        offsets, texts = list[int](), list[str]()
+        offset = 0
+        for token_id in ids:
+            if token_id in hidden_ids:
+                offsets.append(offset)
+                continue
+            texts.append(detokenizer.push(token_id))
+            offsets.append(offset + detokenizer.num_earlier)
+            offset += len(texts[-1])
+        decoded = "".join(texts) + detokenizer.flush()
+        # some tokenizers put a space before the text
+        surplus = len(decoded) - len(prompt) if decoded.endswith(prompt) else 0
+        return [max(0, each - surplus) for each in offsets]
 
     def _shown(
         self, token_id: int, logprob: float | None, alternatives: Alternatives | None, as_ids: bool = False

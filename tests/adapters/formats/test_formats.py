@@ -304,6 +304,6 @@ def test_scaled_factors_are_rounded_once(of_file: torch.dtype, of_base: torch.dt
     a, b = torch.randn(8, 96).to(of_file), torch.randn(160, 8).to(of_file)
     facts = layout.Base("b" * 64, "w" * 64, of_base, SERVED_KINDS, values=None)  # type: ignore[arg-type]
     change = ModuleChange("m", "linear", 8, scaling=16 / 3, a=a, b=b)
-    tensors = layout.lay_out([change], facts).tensors
+    tensors = layout.lay_out(layout.decide([change], facts), facts).tensors
     assert torch.equal(tensors["m.A"], a.to(of_base))
     assert torch.equal(tensors["m.B"], (b.float() * (16 / 3)).to(of_base))

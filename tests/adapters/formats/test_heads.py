@@ -43,10 +43,9 @@ class Base:
 
     def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[Layout, tuple[str, ...]]:
         with contents.opened(folder, limit) as opened:
-            found, warnings = opened.lay_out(self.reader, self.facts)
-            return Layout(
-                {name: tensor.clone() for name, tensor in found.tensors.items()}, found.modules, found.heads
-            ), warnings
+            served, found = opened.lay_out(self.reader, self.facts)
+            tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
+            return Layout(tensors, found.modules, found.heads), served.warnings
 
     def digest(self, folder: Path) -> str:
         with contents.opened(folder, making.LIMIT) as opened:

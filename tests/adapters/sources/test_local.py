@@ -1,5 +1,6 @@
 """Local adapters: everything below a root is found, and nothing else on the machine, for any path."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -59,6 +60,68 @@ async def test_any_write_creates_a_new_version(tmp_path: Path) -> None:
     os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
     revisions.add((await local.resolve(ref("a"), None)).pin.revision)
     assert len(revisions) == 4
+
+
+def replace_in_place(path: Path, content: bytes) -> None:
+    """Write other bytes into the same inode, and set its times back."""
+    before = path.stat()
+    assert len(content) == before.st_size
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+
+
+async def test_equal_size_and_time_do_not_make_two_files_equal(tmp_path: Path) -> None:
+    weights = make(tmp_path / "a", "12345") / "adapter_model.safetensors"
+    local = source(tmp_path)
+    before = (await local.resolve(ref("a"), None)).pin.revision
+    await asyncio.sleep(0.05)  # the file system's clock has ticks
+    replace_in_place(weights, b"54321")
+    assert (await local.resolve(ref("a"), None)).pin.revision != before
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("position", ["start", "middle", "end"])
+async def test_bytes_show_a_new_version_where_the_file_system_shows_none(
+    strict: bool, position: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems that keep no time of change. Samples miss the middle of a large file."""
+    weights = make(tmp_path / "a", "x" * 400_000) / "adapter_model.safetensors"
+    local = LocalSource([tmp_path], 1 << 20, strict=strict)
+    listed = local._listed("a")
+    monkeypatch.setattr(local, "_listed", lambda id: listed)
+    before = (await local.resolve(ref("a"), None)).pin.revision
+    place = {"start": 0, "middle": 200_000, "end": 399_999}[position]
+    weights.write_bytes(b"x" * place + b"y" + b"x" * (399_999 - place))
+    is_new = (await local.resolve(ref("a"), None)).pin.revision != before
+    assert is_new == (strict or position != "middle")
+
+
+async def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--adapter"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    contents = {"adapter_config.json": "{}", "adapter_model.safetensors": "weights"}
+    for number, (name, content) in enumerate(contents.items()):
+        blob = repository / "blobs" / f"{number:064x}"
+        blob.write_text(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+    (repository / "blobs" / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "config.json").symlink_to(Path("../../blobs/secret"))
+    (snapshot / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    for local, id in (
+        (source(repository / "snapshots"), snapshot.name),
+        (LocalSource([snapshot], 1000, folders=[snapshot]), str(snapshot)),
+    ):
+        pin = (await local.resolve(ref(id), None)).pin
+        work = tmp_path / f"work-{len(id)}"
+        work.mkdir()
+        fetched = local.fetch(pin, None, work)
+        assert {path.name: path.read_text() for path in fetched.iterdir()} == contents
 
 
 async def test_a_pin_of_an_old_version_is_not_found(tmp_path: Path) -> None:

@@ -123,3 +123,31 @@ def test_python_decodes_incrementally_as_it_does_at_once() -> None:
     for cut in range(len(broken)):
         first, taken = codecs.utf_8_decode(broken[:cut], "replace", False)
         assert first + broken[taken:].decode(errors="replace") == broken.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_characters_of_earlier_tokens_are_counted(name: str, data: st.DataObject) -> None:
+    """They are what the text would have been without the token."""
+    vocabulary = VOCABULARIES[name]
+    ids = data.draw(st.lists(st.integers(3, vocabulary.size - 1), min_size=1, max_size=12))
+    growing, without = detokenizer(vocabulary, []), detokenizer(vocabulary, [])
+    for token_id in ids[:-1]:
+        growing.push(token_id)
+        without.push(token_id)
+    text, tail = growing.push(ids[-1]), without.flush()
+    assert growing.num_earlier in (0, len(tail)) and text.startswith(tail[: growing.num_earlier])
+    piece = vocabulary.piece(ids[-1])
+    continues = bool(piece) and 0x80 <= piece[0] < 0xC0 and ids[-1] not in vocabulary.special_ids
+    assert growing.num_earlier == 0 or not continues or text.startswith("\ufffd\ufffd")
+
+
+def test_words_after_an_incomplete_character_are_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = VOCABULARIES["word_pieces"]
+    growing = WindowedDetokenizer(vocabulary, [])
+    texts = iter(["a\ufffd", "a\ufffd\ufffd", "a\ufffd\ufffdb"])
+    monkeypatch.setattr(WindowedDetokenizer, "_decode", lambda self, ids: next(texts))
+    growing._shown = growing._decoded = "a"
+    counts = [(growing.push(5), growing.num_earlier) for _ in range(3)]
+    assert counts == [("", 0), ("", 1), ("\ufffd\ufffdb", 2)]

@@ -109,7 +109,9 @@ def configs_of(name: str) -> dict[str, peft.LoraConfig]:
     return made
 
 
-def make_adapters(base: Path, folder: Path, configs: Mapping[str, peft.LoraConfig], seed: int) -> dict[str, Path]:
+def make_adapters(
+    base: Path, folder: Path, configs: Mapping[str, peft.LoraConfig], seed: int, save_embedding_layers: bool = False
+) -> dict[str, Path]:
     """Save each adapter, with random weights that change the text, as PEFT saves it."""
     made = {}
     for number, (name, config) in enumerate(configs.items()):
@@ -119,7 +121,7 @@ def make_adapters(base: Path, folder: Path, configs: Mapping[str, peft.LoraConfi
             if isinstance(module, LoraLayer):
                 _randomise(module)
         made[name] = folder / name
-        model.save_pretrained(made[name], save_embedding_layers=False)
+        model.save_pretrained(made[name], save_embedding_layers=save_embedding_layers)
     return made
 
 

@@ -65,6 +65,28 @@ async def test_an_adapter_answers_and_is_named(server: Serving, path: str) -> No
         assert response.json()["model"] == "one"
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_an_upload_that_ends_is_served_at_once(server: Serving, path: str) -> None:
+    """Neither the missing folder nor its incomplete content is remembered."""
+    name = f"late{path.replace('/', '-')}"
+    assert (await server.client.post(path, json=body(path, name))).status_code == 404
+    server.adapter(name, **{"adapter_model.safetensors": "incompl"})
+    incomplete: list[str] = []
+
+    async def answer(call: dict[str, Any]) -> dict[str, Any]:
+        incomplete[:] = incomplete or [call["fetch"]["revision"]]
+        if call["fetch"]["revision"] in incomplete:
+            raise AdapterInvalid("adapter_model.safetensors is truncated")
+        return await finds_all(call)
+
+    server.loader.answer = answer
+    for _ in range(2):
+        response = await server.client.post(path, json=body(path, name))
+        assert response.status_code == 422 and "truncated" in response.text
+    server.adapter(name, **{"adapter_model.safetensors": "complete"})
+    assert (await server.client.post(path, json=body(path, name))).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/generate_stream", "/", "/v1/completions", "/v1/chat/completions"])
 async def test_a_stream_names_its_adapter_before_the_first_token(server: Serving, path: str) -> None:
     request = body(path, "two")

@@ -1,6 +1,7 @@
 """Routes of administrators: forbidden without the key, and what each of them does in loader and shard."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,23 @@ async def test_refresh_asks_the_source_again(server: Serving) -> None:
         newer = await server.client.post("/generate", json=body("/generate", "one"))
         assert newer.headers["x-adapter-digest"] != again.headers["x-adapter-digest"]
         again = newer
+
+
+@pytest.mark.parametrize("route", ["unload", "refresh"])
+async def test_names_that_do_not_exist_are_not_found(route: str, server: Serving) -> None:
+    path = f"/admin/adapters/{route}"
+    for name in ("none", "one/nothing", "../one"):
+        for _ in range(2):
+            status, answer = await admin(server, path, adapter_id=name)
+            assert (status, answer["error_type"]) == (404, "generation")
+    for fields in ({"adapter_id": "one"}, {"adapter_id": "two", "adapter_source": "local"}):
+        assert (await admin(server, path, **fields))[0] == 200
+    assert (await admin(server, "/v1/load_lora_adapter", lora_name="mine", lora_path="two"))[0] == 200
+    shutil.rmtree(server.roots / "two")
+    server.service.admission.loading.forget(digest_of(server.loader.asked[0]))
+    assert (await admin(server, path, adapter_id="mine"))[0] == 200
+    assert (await admin(server, "/admin/adapters/refresh"))[0] == 200
+    assert (await admin(server, path, adapter_id="two"))[0] == 404
 
 
 async def test_vllm_routes(server: Serving) -> None:

@@ -6,13 +6,27 @@ from typing import Any
 import pytest
 
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from tests.router.serving import MODEL_ID, Serving
+from tests.router.scripted_shard import Script
+from tests.router.serving import EOS, MODEL_ID, Serving
 
 pytestmark = pytest.mark.anyio
 
 CHAT: dict[str, Any] = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": MODEL_ID, "prompt": "Hi"}
 BOTH = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+
+
+EOS_TEXT = "<eos>"
+
+
+def token_ids(server: Serving, part: str | int) -> list[int]:
+    """Tokens of a text, of one byte, or the end of the text."""
+    vocabulary = server.service.tokenizer.vocabulary
+    if part == EOS_TEXT:
+        return [EOS]
+    if isinstance(part, str):
+        return server.ids(part)
+    return [token_id for token_id in range(vocabulary.size) if vocabulary.piece(token_id) == bytes([part])][:1]
 
 
 async def post(server: Serving, path: str, body: dict[str, Any]) -> Any:
@@ -269,6 +283,70 @@ async def test_tokens_that_a_stop_cut_have_no_logprobs(server: Serving) -> None:
     body = {**COMPLETION, "stop": "STOP", "logprobs": 0, "max_tokens": 50}
     [choice] = (await post(server, "/v1/completions", body))["choices"]
     assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "abc"
+
+
+def listed(events: list[Any]) -> dict[str, list[Any]]:
+    """`logprobs` of a stream's events as one."""
+    joined: dict[str, list[Any]] = {}
+    for event in events[:-1]:
+        for name, values in (event["choices"][0]["logprobs"] or {}).items():
+            if values:
+                joined.setdefault(name, []).extend(values)
+    return joined
+
+
+CHARACTERS: dict[str, list[str | int]] = {
+    "characters of several tokens": ["é", "F", "日本", "!"],
+    "an incomplete character before another": [0xC3, "F", 0xE6, 0x97, "x", 0xF0, 0x9F, "é"],
+    "an incomplete character at the end": ["ab", 0xE6, 0x97],
+    "an incomplete character before the end of the text": ["ab", 0xE6, 0x97, EOS_TEXT],
+    "bytes that begin no character": [0xA9, 0xC3, 0xC3, 0xA9, 0xFF, "z"],
+}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("case", CHARACTERS)
+async def test_offsets_point_at_the_text_of_their_tokens(case: str, step: int, echo: bool, server: Serving) -> None:
+    """Of the prompt's tokens and of the output's, in an answer and in a stream."""
+    ids = [token_id for part in CHARACTERS[case] for token_id in token_ids(server, part)]
+    server.shard.answer = lambda submit: Script(ids, per_step=step, step_seconds=0.002)
+    prompt_ids = server.ids("Hé") + token_ids(server, 0xE6) + server.ids("i日")
+    body = {**COMPLETION, "prompt": prompt_ids, "echo": echo, "logprobs": 0, "max_tokens": len(ids)}
+    [choice] = (await post(server, "/v1/completions", body))["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    expected_ids = [*(prompt_ids if echo else ()), *(each for each in ids if echo or each != EOS)]
+    assert len(logprobs["tokens"]) == len(expected_ids)
+    data, start = b"", 0
+    shown_ids = [each for each in expected_ids if each != EOS]
+    for number, (token_id, offset) in enumerate(zip(shown_ids, logprobs["text_offset"], strict=False), 1):
+        piece = server.service.tokenizer.vocabulary.piece(token_id)
+        # the character that holds the token's first byte
+        before = (data + piece[:1]).decode(errors="replace")
+        assert offset == start + len(before) - 1, (text, logprobs)
+        data += piece
+        if echo and number == len(prompt_ids):
+            data, start = b"", len(data.decode(errors="replace"))
+    assert text.endswith(data.decode(errors="replace"))
+    streamed = await server.events("/v1/completions", {**body, "stream": True})
+    assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == text
+    assert listed(streamed) == {name: values for name, values in logprobs.items() if values}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize("text", ["abcSTOPxyz", "abSTOxSTéSTOPyz", "STOP", "aSTO", "éSTOPé"])
+async def test_a_stream_lists_the_tokens_that_an_answer_lists(text: str, step: int, path: str, server: Serving) -> None:
+    """Tokens whose text may become a stop string are listed once it is shown."""
+    ids = server.ids(text)
+    server.shard.answer = lambda submit: Script(ids, per_step=step, step_seconds=0.002)
+    given = (
+        {**COMPLETION, "logprobs": 1} if path == "/v1/completions" else {**CHAT, "logprobs": True, "top_logprobs": 1}
+    )
+    body = {**given, "stop": "STOP", "max_tokens": len(ids)}
+    [choice] = (await post(server, path, body))["choices"]
+    streamed = await server.events(path, {**body, "stream": True})
+    assert listed(streamed) == {name: values for name, values in choice["logprobs"].items() if values}
 
 
 async def test_completion_stream(server: Serving) -> None:

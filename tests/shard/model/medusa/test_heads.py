@@ -148,7 +148,7 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     slots = ModelSlots(model.heads)
     for slot, name in ((3, "both"), (5, "alone")):
         with contents.opened(tmp_path / name, making.LIMIT) as opened:
-            served = layout.served_file(opened.lay_out(reader, facts)[0], "d", facts)
+            served = layout.served_file(opened.lay_out(reader, facts)[1], "d", facts)
             with (tmp_path / f"{name}.served").open("wb") as file:
                 served.write(file)
         slots.put(slot, reading.read(tmp_path / f"{name}.served"))
