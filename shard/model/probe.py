@@ -72,7 +72,7 @@ def vary(network: nn.Module) -> None:
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for parameter in network.parameters():
         if parameter.dim() < 2:
-            parameter += 0.5 * torch.randn_like(parameter)
+            parameter.add_(0.5 * torch.randn_like(parameter))
         elif id(parameter) not in embeddings:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
 

@@ -231,6 +231,27 @@ MUTANTS = [
         f"{NORM_TEST}::test_the_form_is_found_whatever_the_weights_are[Olmo2RMSNorm-alike-torch.bfloat16]",
     ),
     Mutant(
+        "attention is tried with scores that no soft cap changes",
+        "shard/attention/layerwise.py",
+        "SCORES = (0.5, 8.0)",
+        "SCORES = (0.5, 0.5)",
+        "tests/shard/attention/test_trial.py::test_a_fault_of_one_parameter_is_found[no soft cap-torch.bfloat16]",
+    ),
+    Mutant(
+        "compiled layers are used without a comparison with their parts",
+        "shard/model/model.py",
+        "        if not torch.equal(self.forward(), expected):\n            self._call_parts(layers, True)",
+        "        if False:\n            self._call_parts(layers, True)",
+        "tests/shard/model/fusion/test_cpu_layer.py::test_compiled_layers_that_differ_from_their_parts_are_not_used[llama]",
+    ),
+    Mutant(
+        "float16 that overflows is served",
+        "shard/model/probe.py",
+        "    if not is_finite:",
+        "    if False:",
+        "tests/shard/model/test_unsupported.py::test_float16_that_overflows_is_refused",
+    ),
+    Mutant(
         "all tokens of a step share one FP8 scale",
         "shard/attention/reference.py",
         "largest = x.abs().amax(-1)",

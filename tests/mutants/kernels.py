@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "a model's own code around its layers is dropped without a check",
         "shard/model/model.py",
-        "if not torch.equal(self.forward(), wanted):",
+        "if self.compiled is not None and not torch.equal(self.forward(), expected):",
         "if False:",
         "tests/shard/model/fusion/test_cpu_layer.py"
         "::test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled",

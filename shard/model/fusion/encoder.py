@@ -102,8 +102,8 @@ def _fused(module: Any) -> nn.Module | None:
     if norm is None or norm.weight.shape[0] != dense.out_features:
         return None
     residual = verify.rows(dense.out_features, dense.weight, mean=1.0)
-    made = DenseNorm(dense, norm)
-    return made if verify.computes_the_same(module, made, x, residual) else None
+    fused = DenseNorm(dense, norm)
+    return fused if verify.computes_the_same(module, fused, x, residual) else None
 
 
 def _norm(module: Any) -> FusedLayerNorm | None:

@@ -34,7 +34,7 @@ class Norm:
     """A possible RMS norm over the last axis."""
 
     # [H]
-    weight: nn.Parameter
+    weight: torch.Tensor
     epsilon: float
     form: NormForm = FORMS[0]
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
@@ -73,3 +73,14 @@ def test_the_probe_passes_every_architecture_of_the_list() -> None:
     config = ShardConfig("tiny", "", "unix:/dev/null", dtype="float32")
     for name in ("qwen2", "stablelm", "opt", "bloom", "falcon_alibi"):
         probe_function(config, AutoConfig.for_model(tiny.VARIANTS[name][0], **tiny.VARIANTS[name][1]))
+
+
+def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
+    """Embeddings whose products in the MLP exceed its largest number; the other formats hold them."""
+    folder = tiny.make("llama", tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    network.model.layers[1].mlp.up_proj.weight.data *= 1e5
+    network.save_pretrained(folder)
+    load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="bfloat16"))
+    with pytest.raises(ValueError, match="cannot serve llama in float16: its activations exceed 65,504"):
+        load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="float16"))
