@@ -347,7 +347,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
-        Grammars(Path(config.model_path) / "tokenizer.json"),
+        Grammars(Path(config.model_path)),
         Authentication(config, selection),
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),

@@ -84,8 +84,8 @@ class Checker:
 class Checkers:
     """Forks checkers. Its own process starts with the first one, and again where it ended."""
 
-    def __init__(self, tokenizer: Path) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -113,7 +113,7 @@ class Checkers:
         module, number = "lorikeet.router.text.grammar_process", theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own watches children that must be awaited
-                [sys.executable, "-m", module, str(number), str(self._tokenizer)],
+                [sys.executable, "-m", module, str(number), str(self._folder)],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

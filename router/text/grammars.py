@@ -38,9 +38,9 @@ _MAX_CALLERS = 4096
 class Grammars:
     """Grammar checks of one router. Keeps the newest results."""
 
-    def __init__(self, tokenizer: Path) -> None:
-        """`tokenizer` is the model's tokenizer.json."""
-        self._checkers = Checkers(tokenizer)
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the model's."""
+        self._checkers = Checkers(folder)
         self._idle: list[Checker] = []
         self._turns: Turns[asyncio.Future[None]] = Turns()
         self._num_fast = 0
