@@ -16,7 +16,8 @@ from lorikeet.router.requests.routing import Routing
 from lorikeet.router.requests.speculation_stats import SpeculationStats
 from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
-from lorikeet.router.text.stop import StopMatcher
+from lorikeet.router.text.reasoning import AnswerFinder
+from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
 _LAST_SOURCE = max(pb.Source.values())
@@ -82,7 +83,7 @@ class Generation:
         self.stop_reason: int | str | None = None
         """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
-        self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
+        self._choose_stops(request, tokenizer)
         self._events = events
         self._tokens: list[Token] = []
         self._text = ""
@@ -104,6 +105,21 @@ class Generation:
         """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
         hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
         self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
+
+    def _choose_stops(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._stop: StopMatcher | None = None
+        self._answer: AnswerFinder | None = None
+        self._marks: dict[int, str] = {}
+        """What stands for hidden tokens that stop strings contain."""
+        if not any(request.stop_strings):
+            return
+        names = {token_id: tokenizer.vocabulary.raw(token_id) for token_id in self._hidden_ids - self.end_ids}
+        named = [each for each, name in names.items() if name and any(name in stop for stop in request.stop_strings)]
+        self._marks = dict(zip(sorted(named), MARKS, strict=False))
+        marks = {names[token_id]: mark for token_id, mark in self._marks.items()}
+        self._stop = StopMatcher(request.stop_strings, request.include_stop, marks)
+        if request.reasoning is not None:
+            self._answer = AnswerFinder(request.reasoning)
 
     # Reading
 
@@ -247,6 +263,7 @@ class Generation:
         logprobs, sources, step_ends = output.logprobs, output.sources, output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self.request.num_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
+        marks = self._marks
         push, skipped = self._detokenizer.push, self._is_mid_step
         num_unended = self.request.min_tokens - len(self.emitted_ids)
         for index, token_id in enumerate(ids):
@@ -262,13 +279,16 @@ class Generation:
             skipped = bool(step_ends) and not step_ends[index]
             if token_id in hidden_ids:
                 token.hidden = True
-                continue
+                if token_id not in marks:
+                    continue
+                text = marks[token_id]
             if stop is None:
                 self._text += text
             elif text:
-                self._text += stop.push(text, index >= num_unended)
+                num_beyond = self._push(stop, text, index >= num_unended)
                 if stop.matched is not None:
-                    token.text = text[: len(text) - stop.num_beyond]
+                    if not token.hidden:
+                        token.text = text[: max(0, len(text) - num_beyond)]
                     is_last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(ids)
                     ids = ids[: index + 1]
                     self._end_at_stop(is_last)
@@ -276,6 +296,22 @@ class Generation:
         self._is_mid_step = skipped
         self.emitted_ids += ids
         return len(ids)
+
+    def _push(self, stop: StopMatcher, text: str, may_end: bool, *, is_last: bool = False) -> int:
+        """Search the answer in more text for stop strings. Returns the characters after the one that was found."""
+        finder = self._answer
+        parts = [(text, True)] if finder is None else finder.push(text)
+        if finder is not None and is_last:
+            parts.append(finder.flush())
+        for at, (part, is_answer) in enumerate(parts):
+            if not is_answer:
+                self._text += stop.flush() + without_marks(part)
+                continue
+            self._text += stop.push(part, may_end)
+            if stop.matched is not None:
+                num_held = 0 if finder is None else len(finder.flush()[0])
+                return stop.num_beyond + sum(len(later) for later, _ in parts[at + 1 :]) + num_held
+        return 0
 
     def _scored(self, ids: Iterable[int], logprobs: Iterable[float]) -> list[tuple[int, str, float]]:
         text = self._tokenizer.token_text
@@ -292,6 +328,9 @@ class Generation:
         """The shard has ended the request."""
         if finish in _FINISH:
             self._finish_text()
+            if self._stop is not None and self._stop.matched is not None:
+                self._end_at_stop(finish == pb.FINISH_LENGTH)
+                return
             self.finish_reason = _FINISH[finish]
             last = self.emitted_ids[-1] if self.emitted_ids else -1
             if finish == pb.FINISH_EOS and last in self.end_ids - self._eos_ids:
@@ -304,11 +343,13 @@ class Generation:
 
     def _finish_text(self) -> None:
         tail = self._detokenizer.flush()
-        if tail:
-            if self._tokens:
-                self._tokens[-1].text += tail
-            self._text += tail if self._stop is None else self._stop.push(tail)
-        if self._stop is not None and self._stop.matched is None:
+        if tail and self._tokens:
+            self._tokens[-1].text += tail
+        if self._stop is None:
+            self._text += tail
+            return
+        self._push(self._stop, tail, may_end=True, is_last=True)
+        if self._stop.matched is None:
             self._text += self._stop.flush()
 
     def _add_prefill(self, chunk: Chunk, prefill: pb.RequestOutput) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
+from lorikeet.router.text.reasoning import Reasoning
 
 
 class FinishReason(Enum):
@@ -136,6 +137,8 @@ class GenerationRequest:
     """Whether special tokens are left out of the text."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text nevertheless."""
+    reasoning: Reasoning | None = None
+    """How the output writes reasoning, in which no stop string counts; None where all of it is the answer."""
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
