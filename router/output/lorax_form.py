@@ -3,12 +3,13 @@ output, whose function `no_tool` is text.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, whole_call
 from lorikeet.router.output.merged_schemas import MergedSchemas
-from lorikeet.router.output.reader import FINISH_KINDS
+from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.types import FinishReason
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -57,27 +58,39 @@ def schema_of(tools: ToolFields) -> GrammarFields:
 
 
 class LoraxReader:
-    """Reads an output that matches `schema_of`: when it is complete it is a call or content."""
+    """Reads an output whose answer matches `schema_of`: when it is complete it is a call or content."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader) -> None:
+        """`reader` finds the answer in the output."""
+        self._reader = reader
         self._texts: list[str] = []
 
     async def read(self, text: str, finish: FinishReason | None, stop_reason: int | str | None = None) -> list[Event]:
-        self._texts.append(text)
-        if finish is None:
-            return []
-        whole, kind = "".join(self._texts), FINISH_KINDS[finish]
-        function = _function(whole)
-        if function is None:
-            return [ContentDelta(whole), Finish(kind, stop_reason)] if whole else [Finish(kind, stop_reason)]
-        name = function.pop("_name")
-        if name == NO_TOOL:
-            return [ContentDelta(str(function.get("content", ""))), Finish(kind, stop_reason)]
-        kind = FinishKind.TOOL_CALLS if kind is FinishKind.STOP else kind
-        return [*whole_call(0, name, json.dumps(function, ensure_ascii=False)), Finish(kind, stop_reason)]
+        events: list[Event] = []
+        for event in await self._reader.read(text, finish, stop_reason):
+            match event:
+                case ContentDelta(part):
+                    self._texts.append(part)
+                case Finish():
+                    events += _answer("".join(self._texts), event)
+                case _:
+                    events.append(event)
+        return events
 
     def close(self) -> None:
-        pass
+        self._reader.close()
+
+
+def _answer(whole: str, finish: Finish) -> list[Event]:
+    """The events of a whole answer."""
+    function = _function(whole)
+    if function is None:
+        return [ContentDelta(whole), finish] if whole else [finish]
+    name = function.pop("_name")
+    if name == NO_TOOL:
+        return [ContentDelta(str(function.get("content", ""))), finish]
+    kind = FinishKind.TOOL_CALLS if finish.kind is FinishKind.STOP else finish.kind
+    return [*whole_call(0, name, json.dumps(function, ensure_ascii=False)), replace(finish, kind=kind)]
 
 
 def _function(text: str) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from lorikeet.router.requests.routing import Routing
 from lorikeet.router.requests.speculation_stats import SpeculationStats
 from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
-from lorikeet.router.text.reasoning import AnswerFinder
+from lorikeet.router.text.reasoning import AnswerFinder, Part
 from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -300,11 +300,11 @@ class Generation:
     def _push(self, stop: StopMatcher, text: str, may_end: bool, *, is_last: bool = False) -> int:
         """Search the answer in more text for stop strings. Returns the characters after the one that was found."""
         finder = self._answer
-        parts = [(text, True)] if finder is None else finder.push(text)
+        parts = [(text, Part.ANSWER)] if finder is None else finder.push(text)
         if finder is not None and is_last:
             parts.append(finder.flush())
-        for at, (part, is_answer) in enumerate(parts):
-            if not is_answer:
+        for at, (part, kind) in enumerate(parts):
+            if kind is not Part.ANSWER:
                 self._text += stop.flush() + without_marks(part)
                 continue
             self._text += stop.push(part, may_end)

@@ -1,8 +1,8 @@
 """Checks grammars in processes that can be killed, because llguidance's own limits do not bound all of its work.
 
-`python -m lorikeet.router.text.grammar_process FD FOLDER` reads the model's tokenizer once and has one thread, so that it
-can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each line
-of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
+`python -m lorikeet.router.text.grammar_process FD FOLDER` reads the model's tokenizer once and has one thread, so that
+it can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each
+line of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
 """
 
 import gc
@@ -70,10 +70,11 @@ def _with_named_texts(grammar: str, tokenizer: LLTokenizer) -> str:
 
 def _choice(texts: list[str]) -> str:
     """One token of the grammar, not one rule per text: the parser's rows are bounded, and 4 096 rules exceed them."""
-    return str(llguidance.grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, texts))))
+    return str(llguidance.grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(literal, texts))))
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text in Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -86,8 +86,8 @@ def _with_marks(stop: str, marks: Mapping[str, str]) -> set[str]:
 
 
 class StopMatcher:
-    """Searches one text. `include` keeps the stop string in the text, else it is cut off. `marks` has the character that
-    stands for a hidden token, by the token's text.
+    """Searches one text. `include` keeps the stop string in the text, else it is cut off. `marks` has the character
+    that stands for a hidden token, by the token's text.
     """
 
     __slots__ = ("_held", "_include", "_stops", "matched", "num_beyond")

@@ -96,7 +96,7 @@ def test_a_special_token_is_no_text(tokenizer: LLTokenizer, backend: Tokenizer, 
     assert matcher(tokenizer, backend, grammar).try_consume_tokens(spelled) == len(spelled)
 
 
-def test_the_tokens_that_a_grammar_forces_are_those_of_the_tokenizer(tokenizer: LLTokenizer, backend: Tokenizer) -> None:
+def test_a_grammar_forces_the_tokens_of_the_tokenizer(tokenizer: LLTokenizer, backend: Tokenizer) -> None:
     forced = matcher(tokenizer, backend, GRAMMARS["forced"]).compute_ff_tokens()
     assert list(forced) == backend.encode("<tool_call>a</tool_call>", add_special_tokens=False).ids
 

@@ -230,7 +230,11 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             is_probe=wanted.only_prompt,
         )
         request = await self._service.constrained(request, common.constraints, caller.identity)
-        return request if prepared is None else replace(request, shown_ids=prepared.shown_ids)
+        return (
+            request
+            if prepared is None
+            else replace(request, shown_ids=prepared.shown_ids, reasoning=prepared.reasoning)
+        )
 
     async def _grammar(self, common: CommonFields, wanted: GrammarFields | None, caller: Caller) -> Grammar | None:
         try:

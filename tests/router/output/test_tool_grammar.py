@@ -8,16 +8,18 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.proto.grammars import GRAMMAR_LIMITS, grammar_tokenizer
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import KEY, NAME, VALUE, Space, parts_of, syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
+from lorikeet.router.output.output_grammar import SpecialTokens
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
+from lorikeet.router.output.reasoning import reasoning_of
+from lorikeet.router.output.tool_grammar import ToolGrammar
 from lorikeet.router.schemas.chat.tools import ToolFields, read_tools
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -78,7 +80,7 @@ class Outputs:
         self.backend = backend
         self.ids = {text: backend.token_to_id(text) for text in SPECIAL}
         self.tokens = SpecialTokens(self.ids, frozenset(self.ids[text] for text in ENDS))
-        self.matching = LLTokenizer(backend.to_str(), eos_token=self.ids["</s>"])
+        self.matching = grammar_tokenizer(backend.to_str(), None, [self.ids["</s>"]])
 
     def matcher(self, grammar: GrammarFields) -> LLMatcher:
         text = llguidance.grammar_from("grammar", grammar.value)
@@ -128,7 +130,8 @@ def grammar_of(outputs: Outputs, family: str, tools: ToolFields, content: Gramma
     form = form_of(family)
     syntax = syntax_of(form)
     assert syntax is not None, family
-    builder = ToolGrammar(form, syntax, tools, outputs.tokens, None)
+    reasoning = reasoning_of(form, "", None)
+    builder = ToolGrammar(form, syntax, tools, outputs.tokens, reasoning)
     return builder.required() if tools.is_required else builder.optional(content)
 
 

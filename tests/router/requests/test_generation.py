@@ -331,9 +331,6 @@ def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None
     assert sum(speculation_stats.sources.values()) == fed.generation.num_generated == 6
 
 
-
-
-
 @pytest.mark.parametrize("per_message", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("stop", "start", "text", "shown", "is_stopped"),
@@ -351,9 +348,7 @@ def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None
 def test_a_stop_string_counts_in_the_answer_alone(
     tokenizer: Tokenizer, stop: str, start: Start, text: str, shown: str, is_stopped: bool, per_message: int
 ) -> None:
-    fed = Fed(
-        tokenizer, stop_strings=(stop,), include_stop=False, reasoning=Reasoning("<think>", ("</think>",), start)
-    )
+    fed = Fed(tokenizer, stop_strings=(stop,), include_stop=False, reasoning=Reasoning("<think>", ("</think>",), start))
     ids = fed.ids(text)
     for at in range(0, len(ids), per_message):
         if not fed.generation.is_over:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
-from lorikeet.proto.grammars import read_grammar_tokenizer
+from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
