@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "the x-guidance options of a schema override the server's",
-        "router/output/tool_grammar.py",
+        "router/output/output_grammar.py",
         '{**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}}',
         '{"x-guidance": {**OVERRIDES, "lenient": not is_strict}, **schema}',
         f"{GRAMMAR}::test_a_schema_cannot_weaken_its_enforcement",
