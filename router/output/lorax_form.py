@@ -9,6 +9,7 @@ from typing import Any
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, whole_call
 from lorikeet.router.output.merged_schemas import MergedSchemas
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.types import FinishReason
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
@@ -43,11 +44,11 @@ def with_tools(messages: list[dict[str, Any]], tools: ToolFields, *, in_template
     return [*plain[:-1], {**plain[-1], "content": plain[-1]["content"] + text}]
 
 
-def schema_of(tools: ToolFields) -> GrammarFields:
+def schema_of(tools: ToolFields, parameters: EnforcedParameters) -> GrammarFields:
     """What the output must match. Raises ToolError."""
     merged = MergedSchemas()
     functions = [*tools.allowed, *([] if tools.is_required else [_NO_TOOL])]
-    choices = [_choice(function, merged) for function in functions]
+    choices = [_choice(function, merged, parameters) for function in functions]
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"function": {"anyOf": choices}},
@@ -109,12 +110,14 @@ def _tool(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _choice(function: Function, merged: MergedSchemas) -> dict[str, Any]:
+def _choice(function: Function, merged: MergedSchemas, parameters: EnforcedParameters) -> dict[str, Any]:
     """A function's arguments with its name among them."""
-    schema = merged.add(function.parameters)
+    schema = _merged(function, merged, parameters)
     properties, required = schema.pop("properties", {}), schema.pop("required", [])
-    if schema.keys() - {"type", "title", "description", "additionalProperties"}:
-        raise ToolError(f"the parameters of {function.name} must be an object with `properties` alone", "tools")
+    for name in sorted(schema.keys() - {"type", "title", "description", "additionalProperties"}):
+        if function.is_strict:
+            raise ToolError(f"the parameters of {function.name} must be an object with `properties` alone", "tools")
+        parameters.left_out.append(f"{parameters.path(function)}.{name}")
     if "_name" in properties:
         raise ToolError(f"a parameter of {function.name} has the name _name, which the output uses", "tools")
     return {
@@ -123,6 +126,18 @@ def _choice(function: Function, merged: MergedSchemas) -> dict[str, Any]:
         "required": ["_name", *required],
         "additionalProperties": schema.get("additionalProperties") is True,
     }
+
+
+def _merged(function: Function, merged: MergedSchemas, parameters: EnforcedParameters) -> dict[str, Any]:
+    if function is _NO_TOOL:
+        return dict(function.parameters)
+    try:
+        schema: dict[str, Any] = merged.add(parameters.of(function))
+    except ToolError:
+        if function.is_strict:
+            raise
+        schema = dict(parameters.any_of(function))
+    return schema
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import llguidance
 
+from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.text.grammar_process import OVERRIDES, literal
+from lorikeet.router.text.json_schemas import SchemaError, enforced
 from lorikeet.router.text.reasoning import MAX_GAP, Reasoning, Start
 
 TEXT = r"/(.|\n)*/"
@@ -94,16 +96,24 @@ class OutputGrammar:
         return "answer"
 
 
-def schema_text(schema: Any, is_strict: bool) -> str:
+def schema_text(schema: Any, is_strict: bool = True) -> str:
     """A JSON schema as text, with options that the schema itself cannot change."""
     if not isinstance(schema, dict):
         return json.dumps(schema)
     return json.dumps({**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}})
 
 
+def enforced_content(content: GrammarFields) -> Any:
+    """The schema of an answer as it is enforced. Raises ValidationError for what cannot be."""
+    try:
+        return enforced(content.value)[0]
+    except SchemaError as problem:
+        raise ValidationError(f"`{content.field}` is not supported: {problem}", content.field) from None
+
+
 def _lark(content: GrammarFields) -> str:
     if content.kind == "json_schema":
-        return f"%json {schema_text(content.value, is_strict=True)}"
+        return f"%json {schema_text(enforced_content(content))}"
     if content.kind == "regex":
         made = json.loads(llguidance.LLMatcher.grammar_from_regex(content.value))
         return str(made["grammars"][0]["lark_grammar"]).removeprefix("start: ")

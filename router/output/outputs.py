@@ -20,6 +20,7 @@ from lorikeet.router.output.call_syntax import syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
 from lorikeet.router.output.lorax_form import LoraxReader, schema_of, with_tools
 from lorikeet.router.output.output_grammar import OutputGrammar, SpecialTokens
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, ParserUnavailable
 from lorikeet.router.output.reader import AnswerReader, ParsedReader, PlainReader, Reader
 from lorikeet.router.output.reasoning import reasoning_of, text_opening
@@ -51,6 +52,10 @@ class Prepared:
     """Special tokens that the reader needs in the text."""
     reasoning: Reasoning | None = None
     """How the output writes reasoning."""
+    left_out: tuple[str, ...] = ()
+    """Paths of what the grammar leaves out of schemas that are not strict."""
+    looser: "Callable[[], Prepared] | None" = None
+    """The same where `grammar` cannot be compiled: with any arguments for functions that are not strict."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,14 @@ class Outputs:
         output = await self._output(chosen, form, rendered, conversation)
         if not wants_grammar or syntax is None:
             return self._parsed(output, rendered, tools, None)
-        builder = ToolGrammar(form, syntax, tools, self._tokens, output.reasoning)
-        built = builder.required() if tools.is_required else builder.optional(grammar)
-        return self._parsed(output, rendered, tools, built)
+
+        def made(is_loose: bool) -> Prepared:
+            parameters = EnforcedParameters(tools, is_loose)
+            builder = ToolGrammar(form, syntax, tools, self._tokens, output.reasoning, parameters)
+            built = builder.required() if tools.is_required else builder.optional(grammar)
+            return replace(self._parsed(output, rendered, tools, built), left_out=tuple(parameters.left_out))
+
+        return _with_looser(made, tools)
 
     def _with_grammar(
         self, output: "_Output", rendered: Rendered, grammar: GrammarFields, around: Callable[[Reader], Reader]
@@ -170,7 +180,6 @@ class Outputs:
             raise ToolError(
                 "Response format and tools are mutually exclusive in the tool format of this model", "tools"
             )
-        schema = schema_of(tools)
         rendered = None
         if re.search(r"\btools\b", chosen.source):
             messages = with_tools(conversation.messages, tools, in_template=True)
@@ -178,10 +187,20 @@ class Outputs:
         if rendered is None or "tools" in rendered.unread:
             messages = with_tools(conversation.messages, tools, in_template=False)
             rendered = await self._render(chosen, replace(conversation, messages=messages), caller)
-        if form is None or not form.has_reasoning:
-            return Prepared(rendered, schema, lambda: LoraxReader(PlainReader()))
-        output = await self._output(chosen, form, rendered, conversation)
-        return self._with_grammar(output, rendered, schema, LoraxReader)
+        output = None
+        if form is not None and form.has_reasoning:
+            output = await self._output(chosen, form, rendered, conversation)
+
+        def made(is_loose: bool) -> Prepared:
+            parameters = EnforcedParameters(tools, is_loose)
+            schema = schema_of(tools, parameters)
+            if output is None:
+                prepared = Prepared(rendered, schema, lambda: LoraxReader(PlainReader()))
+            else:
+                prepared = self._with_grammar(output, rendered, schema, LoraxReader)
+            return replace(prepared, left_out=tuple(parameters.left_out))
+
+        return _with_looser(made, tools)
 
     def _parsed(
         self, output: "_Output", rendered: Rendered, tools: ToolFields, grammar: GrammarFields | None
@@ -241,6 +260,14 @@ class Outputs:
         if not isinstance(chosen.response, dict):
             raise ChatTemplateError("the response template cannot be used: it must be an object")
         return OutputFormat(chosen.response)
+
+
+def _with_looser(made: Callable[[bool], Prepared], tools: ToolFields) -> Prepared:
+    """What `made` makes, and where a function is not strict what it makes loosely."""
+    prepared = made(False)
+    if all(each.is_strict for each in tools.allowed):
+        return prepared
+    return replace(prepared, looser=lambda: made(True))
 
 
 def _functions(tools: ToolFields) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import VALUE, CallSyntax, Part, Slot, Space
 from lorikeet.router.output.formats import OutputFormat
 from lorikeet.router.output.merged_schemas import MergedSchemas
-from lorikeet.router.output.output_grammar import TEXT, OutputGrammar, SpecialTokens, schema_text
+from lorikeet.router.output.output_grammar import TEXT, OutputGrammar, SpecialTokens, enforced_content, schema_text
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.reasoning import text_opening
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -31,8 +32,10 @@ class ToolGrammar(OutputGrammar):
         tools: ToolFields,
         tokens: SpecialTokens,
         reasoning: Reasoning | None,
+        parameters: EnforcedParameters,
     ) -> None:
         super().__init__(tokens, reasoning, form.next_part)
+        self._parameters_of = parameters
         self._form = form
         self._syntax = syntax
         self._tools = tools
@@ -67,13 +70,13 @@ class ToolGrammar(OutputGrammar):
         """A schema of both, for calls that are JSON objects without anything before them."""
         _check_kind(content)
         merged = MergedSchemas()
-        choices = [merged.add(content.value)]
+        choices = [merged.add(enforced_content(content))]
         name, arguments = self._syntax.keys
         for function in self._tools.allowed:
-            properties = {name: {"const": function.name}, arguments: merged.add(function.parameters)}
+            properties = {name: {"const": function.name}, arguments: merged.add(self._parameters_of.of(function))}
             call = {"properties": properties, "required": [name, arguments], "additionalProperties": False}
             choices.append({"type": "object", **call})
-        return schema_text(merged.around({"anyOf": choices}), is_strict=True)
+        return schema_text(merged.around({"anyOf": choices}))
 
     def _calls(self, after_trigger: bool = False) -> str:
         """Any of the functions; several of them where that is allowed."""
@@ -102,7 +105,7 @@ class ToolGrammar(OutputGrammar):
         syntax = self._syntax
         if syntax.parameter is not None:
             return " ".join(self._parameters(index, function, syntax.parameter))
-        schema = schema_text(function.parameters, function.is_strict)
+        schema = schema_text(self._parameters_of.of(function), function.is_strict)
         self._rules.append(f"arguments_{index}: %json {schema}")
         return (
             f"{self._literal(syntax.head, function.name)[0]} arguments_{index} {self._tokens.written(syntax.tail)[0]}"
@@ -130,7 +133,7 @@ class ToolGrammar(OutputGrammar):
 
     def _parameters(self, index: int, function: Function, parts: tuple[Part, ...]) -> list[str]:
         """Parameters between tags, in the schema's order."""
-        schema = function.parameters
+        schema = self._parameters_of.of(function)
         properties: dict[str, Any] = schema.get("properties", {}) if isinstance(schema, dict) else {}
         required = schema.get("required", []) if isinstance(schema, dict) else []
         at = parts.index(VALUE)

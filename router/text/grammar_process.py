@@ -24,6 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.proto.process import signal_at_parent_death
+from lorikeet.router.text.json_schemas import enforced
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
 """Options that a schema's own `x-guidance` cannot weaken."""
@@ -49,8 +50,20 @@ def check(tokenizer: LLTokenizer, kind: str, value: Any) -> dict[str, str]:
     except BaseException as failure:  # bad input is a ValueError; the library's panics are no subclass of Exception
         problem = str(failure) or type(failure).__name__
     if problem:
-        return {"error": problem.strip().splitlines()[0][:500]}
+        return {"error": _in_words_of_callers(problem.strip().splitlines()[0])[:500]}
     return {"grammar": grammar}
+
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+def _in_words_of_callers(problem: str) -> str:
+    """The library's message about a schema, without options that callers cannot set."""
+    if problem.startswith("oneOf constraints are not supported"):
+        return "alternatives of `oneOf` that may overlap cannot be enforced: use `anyOf`"
+    if (found := _UNIMPLEMENTED.fullmatch(problem)) is not None:
+        return f"these keywords cannot be enforced: {found[1].replace(chr(34), '`')}"
+    return problem
 
 
 _TERMS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*|(<[^<>\[\]\s]+>)')
@@ -78,8 +91,12 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _schema(value: Any) -> str:
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced(value)[0]), overrides=OVERRIDES))
+
+
 MAKERS: dict[str, Callable[[Any], str]] = {
-    "json_schema": lambda value: str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OVERRIDES)),
+    "json_schema": _schema,
     "regex": lambda value: str(LLMatcher.grammar_from_regex(value)),
     "choice": _choice,
     "grammar": lambda value: str(llguidance.grammar_from("grammar", value)),

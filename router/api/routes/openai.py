@@ -30,7 +30,6 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.constraints import check_min_tokens
-from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
@@ -224,7 +223,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 caller, adapter, common.heads, speculation, common.cache_salt
             ),
             speculation=speculation,
-            grammar=await self._grammar(common, common.grammar if prepared is None else prepared.grammar, caller),
+            grammar=await self._grammar(wanted, prepared, caller),
             heads=await self._service.heads(caller, common.heads, speculation),
             receipt=common.receipt,
             is_probe=wanted.only_prompt,
@@ -236,13 +235,21 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             else replace(request, shown_ids=prepared.shown_ids, reasoning=prepared.reasoning)
         )
 
-    async def _grammar(self, common: CommonFields, wanted: GrammarFields | None, caller: Caller) -> Grammar | None:
+    async def _grammar(self, wanted: Wanted, prepared: Prepared | None, caller: Caller) -> Grammar | None:
+        """What the output follows. What is left out of schemas that are not strict is ignored, and named."""
+        common = wanted.common
+        fields = common.grammar if prepared is None else prepared.grammar
         try:
-            return await self._service.grammar(wanted, common.constraints, common.speculation, caller.identity)
+            made = await self._service.grammar(fields, common.constraints, common.speculation, caller.identity)
         except ValidationError as error:
-            if wanted is None or wanted.field != "tools":
+            if fields is None or fields.field != "tools":
                 raise
-            raise ToolError(error.message, error.param) from None
+            if prepared is None or prepared.looser is None:
+                raise ToolError(error.message, error.param) from None
+            return await self._grammar(wanted, prepared.looser(), caller)
+        if prepared is not None:
+            wanted.ignored.extend(prepared.left_out)
+        return made
 
     async def _tokenized(self, text: str, common: CommonFields, caller: Caller, field: str) -> list[int]:
         """The token ids of a prompt that are kept; `field` is the request's field with the text."""

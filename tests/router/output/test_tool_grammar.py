@@ -17,6 +17,7 @@ from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import KEY, NAME, VALUE, Space, parts_of, syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
 from lorikeet.router.output.output_grammar import SpecialTokens
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_worker import OutputParser
 from lorikeet.router.output.reasoning import reasoning_of
 from lorikeet.router.output.tool_grammar import ToolGrammar
@@ -131,7 +132,7 @@ def grammar_of(outputs: Outputs, family: str, tools: ToolFields, content: Gramma
     syntax = syntax_of(form)
     assert syntax is not None, family
     reasoning = reasoning_of(form, "", None)
-    builder = ToolGrammar(form, syntax, tools, outputs.tokens, reasoning)
+    builder = ToolGrammar(form, syntax, tools, outputs.tokens, reasoning, EnforcedParameters(tools))
     return builder.required() if tools.is_required else builder.optional(content)
 
 
@@ -236,12 +237,12 @@ def test_a_function_that_is_not_strict_may_have_keywords_that_cannot_be_enforced
 def test_a_schema_cannot_weaken_its_enforcement(outputs: Outputs) -> None:
     parameters = {
         "type": "object",
-        "properties": {"tags": {"type": "array", "uniqueItems": True}},
-        "x-guidance": {"lenient": True},
+        "properties": {"tags": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "x-guidance": {"lenient": True, "coerce_one_of": True},
     }
     grammar = grammar_of(outputs, "hermes", wanted(tool("f", parameters=parameters), tool_choice="required"))
     text = llguidance.grammar_from("grammar", grammar.value)
-    assert "uniqueItems" in LLMatcher.validate_grammar(text, limits=GRAMMAR_LIMITS)
+    assert "oneOf" in LLMatcher.validate_grammar(text, limits=GRAMMAR_LIMITS)
 
 
 def test_references_within_parameters(outputs: Outputs) -> None:
