@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError
+from lorikeet.proto.masks import ALL_EXCLUDED
+from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.adapter_content import ResolvedAdapters
 from lorikeet.router.requests.routing import Routing
 from lorikeet.router.requests.speculation_stats import SpeculationStats
@@ -338,6 +339,9 @@ class Generation:
             self._close()
         elif finish == pb.FINISH_DEADLINE:
             self.fail(DeadlineExceeded())
+        elif error == ALL_EXCLUDED and (masks := self.request.masks):
+            names = " and ".join(f"`{name}`" for name in masks)
+            self.fail(ValidationError(f"{names} exclude every token after {self.num_generated} tokens", masks[0]))
         else:
             self.fail(GenerationFailed(error or "the shard ended the request"))
 

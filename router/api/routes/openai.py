@@ -17,7 +17,7 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.api.usage import count_reasoning, metrics, repeated, token_counts, usage
+from lorikeet.router.api.usage import Envelope, count_reasoning, metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ToolError, ValidationError
 from lorikeet.router.output.events import Event, ReasoningDelta
@@ -307,7 +307,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             return {}
         return {"receipt": await self._service.receipts.of(generations[0])}
 
-    def _envelope(self, kind: str, common: CommonFields) -> "Envelope":
+    def _envelope(self, kind: str, common: CommonFields) -> Envelope:
         info = self._service.dispatcher.info
         fingerprint = "unknown"
         if info is not None:
@@ -382,26 +382,3 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What an answer and all chunks of a stream have in common."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """LoRAX's order of keys."""
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **({} if usage is None else {"usage": usage}),
-            "system_fingerprint": self.system_fingerprint,
-        }
