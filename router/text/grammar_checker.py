@@ -93,9 +93,7 @@ class Checkers:
     async def fork(self) -> Checker:
         """Raises NoCheckers."""
         async with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                await self._start()
+            await self._ensure_started()
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             with theirs:
@@ -106,6 +104,16 @@ class Checkers:
                     ours.close()
                     raise NoCheckers("their process has ended") from None
         return await Checker.connected(ours)
+
+    async def start(self) -> None:
+        """Start their process where it does not run, which may take seconds. Raises NoCheckers."""
+        async with self._lock:
+            await self._ensure_started()
+
+    async def _ensure_started(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            await self._start()
 
     async def _start(self) -> None:
         # not in another thread: the child ends with the thread that started it

@@ -80,6 +80,7 @@ class Grammars:
 
     async def _check(self, question: bytes, field: str, caller: str) -> dict[str, str]:
         try:
+            await self._checkers.start()  # before anybody's turn, whose time is that of a check
             if time.monotonic() - self._slow_callers.get(caller, -SLOW_CALLER_S) < SLOW_CALLER_S:
                 async with self._checker() as checker:
                     await checker.ask(question)
