@@ -30,6 +30,7 @@ class LocatedParser(ResponseParser):
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]) -> None:
         self._opened_at = 0
+        self._pos: int
         super().__init__(template, prefix="", tools=tools)
         anchor = self._spec.start_anchor_re.search(prefix)
         if prefix and anchor is not None:  # without an anchor the library would parse the whole prompt

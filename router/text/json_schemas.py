@@ -4,7 +4,7 @@ enforce is refused, or left out where nobody asked for strictness.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import quote
 
 from lorikeet.router.text.patterns import PatternError, alternatives, translated
@@ -173,7 +173,7 @@ class _Reader:
             made.pop(name, None)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

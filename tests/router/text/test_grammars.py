@@ -173,6 +173,19 @@ async def test_a_caller_that_leaves_ends_its_check(monkeypatch: pytest.MonkeyPat
         assert not grammars._slow and grammars._num_fast == 0
 
 
+async def test_requests_of_a_caller_share_the_check_of_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at once are no reason to reject them, however slow it is; each may leave."""
+    monkeypatch.setattr(grammars_module, "FAST_S", 0.0)
+    async with serializing() as grammars:
+        asked = [asyncio.create_task(grammars.serialize("regex", "a+", "guided_regex", "someone")) for _ in range(20)]
+        await until(lambda: bool(grammars._running))
+        asked[0].cancel()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert len({str(each) for each in found[1:]}) == 1 and "a+" in str(found[1])
+        assert not grammars._running and not grammars._slow
+
+
 async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     grammars = Grammars(tmp_path)
