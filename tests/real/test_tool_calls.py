@@ -150,7 +150,7 @@ def _joined(text: str) -> dict[str, Any]:
     """The choice that a stream adds up to."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     finish = None
-    *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    *events, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert done == "[DONE]", text[-500:]
     for event in map(json.loads, events):
         for choice in event["choices"]:
