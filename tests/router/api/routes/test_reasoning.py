@@ -78,6 +78,16 @@ async def test_stop_strings_apply_to_the_answer(
     assert found["finish_reason"] == "stop" and found["stop_reason"] == (stop if text.endswith(("?", "e")) else None)
 
 
+async def test_a_receipt_says_how_long_an_output_is_whose_answer_was_stopped(server: Serving) -> None:
+    """A replay of the prompt's tokens has no reasoning, in which stop strings would not count."""
+    for text, num_tokens in (("Hm fox.</think>\n\nYes fox no", None), ("Hm fox.</think>\n\nYes.", 500)):
+        server.says(text, ends=True)
+        answer = (await server.client.post(ROUTE, json=body(stop=["fox"], receipt=True, **OPEN))).json()
+        receipt = answer["receipt"]
+        assert receipt["parameters"]["stop"] == []
+        assert receipt["parameters"]["max_new_tokens"] == (num_tokens or receipt["output"]["num_tokens"])
+
+
 async def test_a_message_that_is_continued_within_its_reasoning(server: Serving) -> None:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>\nFirst"}]
     server.says(", then.</think>\n\nYes.", ends=True)
