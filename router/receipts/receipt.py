@@ -108,7 +108,7 @@ def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
 
 
 def _end_of(generation: Generation) -> dict[str, Any]:
-    """How an output with reasoning ends: its stop strings count after that only, which no parameter of a prompt says."""
+    """How an output with reasoning ends: stop strings count after that only, which no parameter of a prompt says."""
     request = generation.request
     if request.reasoning is None or not any(request.stop_strings):
         return {}

@@ -77,8 +77,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$defs": {"tree": _object(leaf={"enum": [1, 2, "three"]})},
     },
 }
-BIAS = {str(END_THINK): 10, str(THINK): 7, str(CALL): 3, str(END_CALL): 3}
-"""So that reasoning begins and ends within a few tokens."""
+BIAS = {str(END_THINK): 10, str(THINK): 7, str(CALL): 3, str(END_CALL): 3, str(END): 6}
+"""So that reasoning, calls and answers end within a few tokens."""
 
 
 @pytest.fixture(scope="module")
