@@ -15,6 +15,8 @@ GRAMMAR_LIMITS = LLParserLimits(
     max_grammar_size=250_000,
 )
 """Beyond them a grammar is an error; none of them is a time."""
+ALL_EXCLUDED = "the masks of the request (allowed_token_ids, bad_words, min_tokens) exclude every token"
+"""What a shard says of such a request, so that the router names the fields."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.masks import ALL_EXCLUDED
+from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.adapter_content import ResolvedAdapters
 from lorikeet.router.requests.routing import Routing

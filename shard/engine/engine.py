@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from lorikeet.proto.masks import ALL_EXCLUDED
+from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
