@@ -261,8 +261,10 @@ class Service:
         if any(len(word) > MAX_TOKENS for word in words):
             raise ValidationError(f"a word of `bad_words` may have up to {MAX_TOKENS} tokens", "bad_words")
         sampling = replace(request.sampling, allowed_ids=wanted.allowed_token_ids, bad_words=words)
-        if sampling.excludes_all:
-            raise ValidationError("`bad_words` excludes all of `allowed_token_ids`", "allowed_token_ids")
+        end_ids = self.tokenizer.eos_ids.union(wanted.stop_token_ids) if wanted.min_tokens else frozenset[int]()
+        if sampling.excludes_all(end_ids):
+            names = " and ".join(f"`{name}`" for name in ("bad_words", "min_tokens") if getattr(wanted, name))
+            raise ValidationError(f"`allowed_token_ids` leaves no token next to {names}", "allowed_token_ids")
         return replace(
             request,
             sampling=sampling,
@@ -350,7 +352,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         Reloading(config, selection, preloader),
         receipts,
         Usage(config, metrics, lambda request: caller(request, selection.keys)),
-        Grammars(Path(config.model_path) / "tokenizer.json"),
+        Grammars(Path(config.model_path)),
         Authentication(config, selection),
         KeyLimits(),
         BodyReader(config.max_body_bytes, BodyMemory(config.max_body_memory), config.header_timeout_s),

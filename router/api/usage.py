@@ -1,12 +1,36 @@
 """What answers of OpenAI's routes say about a request as a whole: usage, speculation, the client's own metadata."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.router.api.collect import speculation_metrics, speculation_report
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.openai import OpenAIRequest
 from lorikeet.router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What an answer and all chunks of a stream have in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """LoRAX's order of keys."""
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **({} if usage is None else {"usage": usage}),
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 def token_counts(num_prompt: int, num_completion: int) -> dict[str, int]:

@@ -14,7 +14,6 @@ Template = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the field."""
 MAX_PREFIX = 1 << 16
-_OPEN_THINK = re.compile(r"<think>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,8 @@ class OutputFormat:
     template: Template
     is_own: bool = True
     """Whether it came from tokenizer_config.json of the model or adapter."""
+    next_part: str = ""
+    """What the model writes between two parts of an output, such as its reasoning and a call."""
 
     @property
     def has_reasoning(self) -> bool:
@@ -40,12 +41,33 @@ class OutputFormat:
         texts = "\n".join(_texts(self.template))
         return frozenset(number for text, number in special.items() if text in texts or re.escape(text) in texts)
 
-    def prefix(self, prompt: str) -> str:
-        """The end of the prompt that the output continues, as far as the parser needs it."""
+    @property
+    def reasoning_field(self) -> str:
+        """The name of the field, "" without one."""
+        return next((name for name in REASONING if name in self.template["fields"]), "") if self.has_reasoning else ""
+
+    @property
+    def text_field(self) -> dict[str, Any] | None:
+        """The field of texts that are neither reasoning nor calls, where they have a mark of their own."""
+        fields = self.template["fields"].items()
+        texts = [each for name, each in fields if name not in ("tool_calls", *REASONING)]
+        return next((each for each in texts if "open" in each or "open_pattern" in each), None)
+
+    def prefix(self, prompt: str, final_message: str = "") -> str:
+        """The end of the prompt that the output continues, as far as the parser needs it: an open reasoning.
+        `final_message` is the message in which the prompt ends, if it does.
+        """
         if self.is_own:
             return prompt[-MAX_PREFIX:]
-        found = _OPEN_THINK.search(prompt)
-        return found[0] if found else ""
+        field = self.template["fields"].get(self.reasoning_field, {})
+        opening, closing = field.get("open"), field.get("close")
+        if not isinstance(opening, str) or not isinstance(closing, str):
+            return ""
+        end = prompt[len(prompt.rstrip()) - len(opening) :]
+        if end.startswith(opening):
+            return end
+        start = final_message.rfind(opening)
+        return final_message[start:] if start > final_message.rfind(closing) else ""
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -61,7 +83,8 @@ def format_of(chat_template: str) -> OutputFormat | None:
     """The format of a family, by its chat template; None for one that is not known."""
     for is_of_family, make in _FAMILIES:
         if is_of_family(chat_template):
-            return OutputFormat(make(chat_template), is_own=False)
+            next_part = "<|start|>assistant" if make is _harmony else ""
+            return OutputFormat(make(chat_template), is_own=False, next_part=next_part)
     return None
 
 

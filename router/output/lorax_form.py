@@ -3,12 +3,14 @@ output, whose function `no_tool` is text.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, whole_call
 from lorikeet.router.output.merged_schemas import MergedSchemas
-from lorikeet.router.output.reader import FINISH_KINDS
+from lorikeet.router.output.parameters import EnforcedParameters
+from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.types import FinishReason
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -42,11 +44,11 @@ def with_tools(messages: list[dict[str, Any]], tools: ToolFields, *, in_template
     return [*plain[:-1], {**plain[-1], "content": plain[-1]["content"] + text}]
 
 
-def schema_of(tools: ToolFields) -> GrammarFields:
+def schema_of(tools: ToolFields, parameters: EnforcedParameters) -> GrammarFields:
     """What the output must match. Raises ToolError."""
     merged = MergedSchemas()
     functions = [*tools.allowed, *([] if tools.is_required else [_NO_TOOL])]
-    choices = [_choice(function, merged) for function in functions]
+    choices = [_choice(function, merged, parameters) for function in functions]
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"function": {"anyOf": choices}},
@@ -57,27 +59,39 @@ def schema_of(tools: ToolFields) -> GrammarFields:
 
 
 class LoraxReader:
-    """Reads an output that matches `schema_of`: when it is complete it is a call or content."""
+    """Reads an output whose answer matches `schema_of`: when it is complete it is a call or content."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader) -> None:
+        """`reader` finds the answer in the output."""
+        self._reader = reader
         self._texts: list[str] = []
 
     async def read(self, text: str, finish: FinishReason | None, stop_reason: int | str | None = None) -> list[Event]:
-        self._texts.append(text)
-        if finish is None:
-            return []
-        whole, kind = "".join(self._texts), FINISH_KINDS[finish]
-        function = _function(whole)
-        if function is None:
-            return [ContentDelta(whole), Finish(kind, stop_reason)] if whole else [Finish(kind, stop_reason)]
-        name = function.pop("_name")
-        if name == NO_TOOL:
-            return [ContentDelta(str(function.get("content", ""))), Finish(kind, stop_reason)]
-        kind = FinishKind.TOOL_CALLS if kind is FinishKind.STOP else kind
-        return [*whole_call(0, name, json.dumps(function, ensure_ascii=False)), Finish(kind, stop_reason)]
+        events: list[Event] = []
+        for event in await self._reader.read(text, finish, stop_reason):
+            match event:
+                case ContentDelta(part):
+                    self._texts.append(part)
+                case Finish():
+                    events += _answer("".join(self._texts), event)
+                case _:
+                    events.append(event)
+        return events
 
     def close(self) -> None:
-        pass
+        self._reader.close()
+
+
+def _answer(whole: str, finish: Finish) -> list[Event]:
+    """The events of a whole answer."""
+    function = _function(whole)
+    if function is None:
+        return [ContentDelta(whole), finish] if whole else [finish]
+    name = function.pop("_name")
+    if name == NO_TOOL:
+        return [ContentDelta(str(function.get("content", ""))), finish]
+    kind = FinishKind.TOOL_CALLS if finish.kind is FinishKind.STOP else finish.kind
+    return [*whole_call(0, name, json.dumps(function, ensure_ascii=False)), replace(finish, kind=kind)]
 
 
 def _function(text: str) -> dict[str, Any] | None:
@@ -96,12 +110,14 @@ def _tool(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _choice(function: Function, merged: MergedSchemas) -> dict[str, Any]:
+def _choice(function: Function, merged: MergedSchemas, parameters: EnforcedParameters) -> dict[str, Any]:
     """A function's arguments with its name among them."""
-    schema = merged.add(function.parameters)
+    schema = _merged(function, merged, parameters)
     properties, required = schema.pop("properties", {}), schema.pop("required", [])
-    if schema.keys() - {"type", "title", "description", "additionalProperties"}:
-        raise ToolError(f"the parameters of {function.name} must be an object with `properties` alone", "tools")
+    for name in sorted(schema.keys() - {"type", "title", "description", "additionalProperties"}):
+        if function.is_strict:
+            raise ToolError(f"the parameters of {function.name} must be an object with `properties` alone", "tools")
+        parameters.left_out.append(f"{parameters.path(function)}.{name}")
     if "_name" in properties:
         raise ToolError(f"a parameter of {function.name} has the name _name, which the output uses", "tools")
     return {
@@ -112,15 +128,29 @@ def _choice(function: Function, merged: MergedSchemas) -> dict[str, Any]:
     }
 
 
+def _merged(function: Function, merged: MergedSchemas, parameters: EnforcedParameters) -> dict[str, Any]:
+    if function is _NO_TOOL:
+        return dict(function.parameters)
+    try:
+        schema: dict[str, Any] = merged.add(parameters.of(function))
+    except ToolError:
+        if function.is_strict:
+            raise
+        schema = dict(parameters.any_of(function))
+    return schema
+
+
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     """A message for templates that do not know tools: calls as the output has them, results as the user's text."""
     if message["role"] == "tool":
         return {"role": "user", "content": message["content"]}
     if "tool_calls" not in message:
         return message
-    calls = [
-        {"function": {"_name": call["function"]["name"], **call["function"]["arguments"]}}
-        for call in message["tool_calls"]
-    ]
-    texts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+    texts = [message["content"], *(_plain_call(**call["function"]) for call in message["tool_calls"])]
     return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
+
+
+def _plain_call(name: str, arguments: dict[str, Any] | str) -> str:
+    """A call as an output has it; arguments that are no object follow its name as they were written."""
+    given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return json.dumps({"function": {"_name": name, **given}}, ensure_ascii=False)

@@ -19,13 +19,17 @@ from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
 from lorikeet.router.output.call_syntax import syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
 from lorikeet.router.output.lorax_form import LoraxReader, schema_of, with_tools
+from lorikeet.router.output.output_grammar import OutputGrammar, SpecialTokens
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, ParserUnavailable
-from lorikeet.router.output.reader import ParsedReader, PlainReader, Reader
-from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
+from lorikeet.router.output.reader import AnswerReader, ParsedReader, PlainReader, Reader
+from lorikeet.router.output.reasoning import reasoning_of, text_opening
+from lorikeet.router.output.tool_grammar import ToolGrammar
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.text.reasoning import Reasoning
 from lorikeet.router.text.templates.chat_template import Rendered
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -46,6 +50,23 @@ class Prepared:
     """Makes the reader of one output."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that the reader needs in the text."""
+    reasoning: Reasoning | None = None
+    """How the output writes reasoning."""
+    left_out: tuple[str, ...] = ()
+    """Paths of what the grammar leaves out of schemas that are not strict."""
+    looser: "Callable[[], Prepared] | None" = None
+    """The same where `grammar` cannot be compiled: with any arguments for functions that are not strict."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """How the outputs of one conversation are parsed."""
+
+    form: OutputFormat
+    process: ParserProcess
+    prefix: str
+    owner: str
+    reasoning: Reasoning | None
 
 
 class Outputs:
@@ -82,11 +103,14 @@ class Outputs:
             prepared = None
             if tools.prompt is None and form is not None and form.has_tools:
                 prepared = await self._with_format(chosen, form, conversation, tools, grammar, caller)
-            return prepared or await self._as_lorax(chosen, conversation, tools, grammar, caller)
+            return prepared or await self._as_lorax(chosen, form, conversation, tools, grammar, caller)
         rendered = await self._render(chosen, conversation, caller)
-        if form is None or not form.has_reasoning or grammar is not None:
+        if form is None or not form.has_reasoning:
             return Prepared(rendered, grammar, PlainReader)
-        return await self._parsed(chosen, form, rendered, NO_TOOLS, None)
+        output = await self._output(chosen, form, rendered, conversation)
+        if grammar is not None:
+            return self._with_grammar(output, rendered, grammar, lambda reader: reader)
+        return self._parsed(output, rendered, NO_TOOLS, None)
 
     async def start(self) -> None:
         """Start the parser where the base model's outputs need it, so that the first one need not wait for it."""
@@ -119,16 +143,34 @@ class Outputs:
                 "`parallel_tool_calls` false or `response_format`, or use `tool_prompt`",
                 "tools",
             )
+        output = await self._output(chosen, form, rendered, conversation)
         if not wants_grammar or syntax is None:
-            return await self._parsed(chosen, form, rendered, tools, None)
-        open_field = await self._open_field(chosen, form, rendered)
-        builder = ToolGrammar(form, syntax, tools, self._tokens, open_field)
-        built = builder.required() if tools.is_required else builder.optional(grammar)
-        return await self._parsed(chosen, form, rendered, tools, built)
+            return self._parsed(output, rendered, tools, None)
+
+        def made(is_loose: bool) -> Prepared:
+            parameters = EnforcedParameters(tools, is_loose)
+            builder = ToolGrammar(form, syntax, tools, self._tokens, output.reasoning, parameters)
+            built = builder.required() if tools.is_required else builder.optional(grammar)
+            return replace(self._parsed(output, rendered, tools, built), left_out=tuple(parameters.left_out))
+
+        return _with_looser(made, tools)
+
+    def _with_grammar(
+        self, output: "_Output", rendered: Rendered, grammar: GrammarFields, around: Callable[[Reader], Reader]
+    ) -> Prepared:
+        """An answer that follows `grammar`, after reasoning; read by a reader around the one that finds it."""
+        form, reasoning = output.form, output.reasoning
+        if reasoning is None:
+            return Prepared(rendered, grammar, lambda: around(PlainReader()))
+        reasoning = replace(reasoning, is_once=True)
+        built = OutputGrammar(self._tokens, reasoning, form.next_part).text(grammar, text_opening(form))
+        shown_ids = form.shown(self._tokens.ids)
+        return Prepared(rendered, built, lambda: around(AnswerReader(reasoning)), shown_ids, reasoning)
 
     async def _as_lorax(
         self,
         chosen: ChosenTemplate,
+        form: OutputFormat | None,
         conversation: Conversation,
         tools: ToolFields,
         grammar: GrammarFields | None,
@@ -138,7 +180,6 @@ class Outputs:
             raise ToolError(
                 "Response format and tools are mutually exclusive in the tool format of this model", "tools"
             )
-        schema = schema_of(tools)
         rendered = None
         if re.search(r"\btools\b", chosen.source):
             messages = with_tools(conversation.messages, tools, in_template=True)
@@ -146,38 +187,49 @@ class Outputs:
         if rendered is None or "tools" in rendered.unread:
             messages = with_tools(conversation.messages, tools, in_template=False)
             rendered = await self._render(chosen, replace(conversation, messages=messages), caller)
-        return Prepared(rendered, schema, LoraxReader)
+        output = None
+        if form is not None and form.has_reasoning:
+            output = await self._output(chosen, form, rendered, conversation)
 
-    async def _parsed(
-        self,
-        chosen: ChosenTemplate,
-        form: OutputFormat,
-        rendered: Rendered,
-        tools: ToolFields,
-        grammar: GrammarFields | None,
+        def made(is_loose: bool) -> Prepared:
+            parameters = EnforcedParameters(tools, is_loose)
+            schema = schema_of(tools, parameters)
+            if output is None:
+                prepared = Prepared(rendered, schema, lambda: LoraxReader(PlainReader()))
+            else:
+                prepared = self._with_grammar(output, rendered, schema, LoraxReader)
+            return replace(prepared, left_out=tuple(parameters.left_out))
+
+        return _with_looser(made, tools)
+
+    def _parsed(
+        self, output: "_Output", rendered: Rendered, tools: ToolFields, grammar: GrammarFields | None
     ) -> Prepared:
-        if form.is_own:
-            await self._open_field(chosen, form, rendered)
-        process, prefix = self._process(chosen, form), form.prefix(rendered.text)
         functions = _functions(tools)
 
         def reader() -> Reader:
-            return ParsedReader(process, process.open(form.template, prefix, functions, chosen.response_who))
+            process = output.process
+            return ParsedReader(process, process.open(output.form.template, output.prefix, functions, output.owner))
 
-        return Prepared(rendered, grammar, reader, form.shown(self._tokens.ids))
+        return Prepared(rendered, grammar, reader, output.form.shown(self._tokens.ids), output.reasoning)
 
-    async def _open_field(self, chosen: ChosenTemplate, form: OutputFormat, rendered: Rendered) -> str | None:
-        """The region in which the prompt ends. Raises ChatTemplateError for a response template that is not valid."""
+    async def _output(
+        self, chosen: ChosenTemplate, form: OutputFormat, rendered: Rendered, conversation: Conversation
+    ) -> "_Output":
+        """How an output is parsed. Raises ChatTemplateError for a response template that cannot be used."""
         process = self._process(chosen, form)
+        continued = conversation.messages[-1]["content"] if conversation.options.continue_final_message else ""
+        prefix = form.prefix(rendered.text, continued)
         try:
-            parse = process.open(form.template, form.prefix(rendered.text), [], chosen.response_who)
-            await process.parse(parse, "")
+            parse = process.open(form.template, prefix, [], chosen.response_who)
+            if form.is_own or prefix:
+                await process.parse(parse, "")
         except ParserUnavailable as error:
             raise InternalError(str(error)) from None
         except ParserFailed as error:
             raise ChatTemplateError(f"the response template cannot be used: {error}") from None
         process.drop(parse)
-        return parse.field
+        return _Output(form, process, prefix, chosen.response_who, reasoning_of(form, rendered.text, parse.field))
 
     async def _render(
         self, chosen: ChosenTemplate, conversation: Conversation, caller: str, tools: ToolFields | None = None
@@ -208,6 +260,14 @@ class Outputs:
         if not isinstance(chosen.response, dict):
             raise ChatTemplateError("the response template cannot be used: it must be an object")
         return OutputFormat(chosen.response)
+
+
+def _with_looser(made: Callable[[bool], Prepared], tools: ToolFields) -> Prepared:
+    """What `made` makes, and where a function is not strict what it makes loosely."""
+    prepared = made(False)
+    if all(each.is_strict for each in tools.allowed):
+        return prepared
+    return replace(prepared, looser=lambda: made(True))
 
 
 def _functions(tools: ToolFields) -> list[dict[str, Any]]:

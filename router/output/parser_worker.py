@@ -6,6 +6,7 @@ until its input ends. Every job has a time limit, since response templates conta
 
 import contextlib
 import json
+import re
 import resource
 import signal
 import sys
@@ -21,6 +22,7 @@ _REPEATED_SECONDS = 0.001
 _MAX_MEMORY = 2 << 30
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TOOL_CALLS = "tool_calls"
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 
 
 class LocatedParser(ResponseParser):
@@ -28,6 +30,7 @@ class LocatedParser(ResponseParser):
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]]) -> None:
         self._opened_at = 0
+        self._pos: int
         super().__init__(template, prefix="", tools=tools)
         anchor = self._spec.start_anchor_re.search(prefix)
         if prefix and anchor is not None:  # without an anchor the library would parse the whole prompt
@@ -51,6 +54,22 @@ class LocatedParser(ResponseParser):
         events: list[dict[str, Any]] = []
         self._process(events, eos=True)
         return events
+
+    def _scan(self, watch: list[tuple[str, Any]], eos: bool) -> tuple[tuple[str, Any, Any] | None, int]:
+        """The library's, but a text within a string of a call's JSON object does not close the call."""
+        best, hold_start = super()._scan(watch, eos)
+        while best is not None and best[0] == "close" and self._is_in_string(best[1], best[2].start()):
+            end = best[2].end()
+            self._body += self._buffer[self._pos : end]
+            self._pos = end
+            best, hold_start = super()._scan(watch, eos)
+        return best, hold_start
+
+    def _is_in_string(self, field: Any, end: int) -> bool:
+        if self._current != _TOOL_CALLS or field.content != "json" or field.content_args:
+            return False
+        rest = _STRING.sub("", self._body + self._buffer[self._pos : end])
+        return '"' in rest and "\n" not in rest[rest.index('"') :]  # no JSON string has a line end: it is malformed
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:
         self._opened_at = match.start()

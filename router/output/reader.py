@@ -7,6 +7,7 @@ import structlog
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, ReasoningDelta, whole_call
 from lorikeet.router.output.parser_process import Parse, ParserFailed, ParserProcess
 from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.text.reasoning import AnswerFinder, Part, Reasoning
 
 log = structlog.get_logger()
 
@@ -40,6 +41,42 @@ class PlainReader:
 
     def close(self) -> None:
         pass
+
+
+class AnswerReader:
+    """Reasoning, and then an answer that follows a grammar: all of that is content, whatever it contains."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        """`reasoning.is_once`, since nothing follows the answer."""
+        self._finder = AnswerFinder(reasoning)
+        self._space: str | None = None
+        """White space of the reasoning that is shown if more of it follows; None before the first word."""
+
+    async def read(self, text: str, finish: FinishReason | None, stop_reason: int | str | None = None) -> list[Event]:
+        parts = self._finder.push(text)
+        if finish is not None:
+            parts.append(self._finder.flush())
+        events: list[Event] = []
+        for part, kind in parts:
+            shown = self._reasoning(part) if kind is Part.REASONING else part
+            if shown and kind is not Part.MARK:
+                events.append(ReasoningDelta(shown) if kind is Part.REASONING else ContentDelta(shown))
+        if finish is not None:
+            events.append(Finish(FINISH_KINDS[finish], stop_reason))
+        return events
+
+    def close(self) -> None:
+        pass
+
+    def _reasoning(self, text: str) -> str:
+        """Without white space around the whole."""
+        words = text.rstrip()
+        if not words:
+            self._space = None if self._space is None else self._space + text
+            return ""
+        shown = words.lstrip() if self._space is None else self._space + words
+        self._space = text[len(words) :]
+        return shown
 
 
 class ParsedReader:

@@ -4,133 +4,79 @@ A strict function's schema is followed or rejected. Other functions' schemas are
 """
 
 import json
-import re
-from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import VALUE, CallSyntax, Part, Slot, Space
-from lorikeet.router.output.formats import REASONING, OutputFormat
+from lorikeet.router.output.formats import OutputFormat
 from lorikeet.router.output.merged_schemas import MergedSchemas
+from lorikeet.router.output.output_grammar import TEXT, OutputGrammar, SpecialTokens, enforced_content, schema_text
+from lorikeet.router.output.parameters import EnforcedParameters
+from lorikeet.router.output.reasoning import text_opening
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.text.grammar_process import OVERRIDES
+from lorikeet.router.text.grammar_process import literal
+from lorikeet.router.text.reasoning import Reasoning
 
-_FREE = r"/(.|\n)*/"
 _SPACE = r"/[ \n]?/"
 _LINE = r"/\n?/"
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Tokens that text in a grammar does not match: they are written as ids."""
-
-    ids: dict[str, int]
-    end_ids: frozenset[int]
-    """Ids of special tokens that end the output: a grammar ends before them."""
-
-    def written(self, text: str) -> tuple[str, bool]:
-        """`text` in Lark, and whether it ends the output."""
-        if not self.ids:
-            return (json.dumps(text) if text else ""), False
-        pieces = re.split("(" + "|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))) + ")", text)
-        terms: list[str] = []
-        for piece in pieces:
-            number = self.ids.get(piece)
-            if number is not None and number in self.end_ids:
-                return " ".join(terms), True
-            if piece:
-                terms.append(json.dumps(piece) if number is None else f"<[{number}]>")
-        return " ".join(terms), False
-
-
-class ToolGrammar:
-    """Builds the grammar of one request."""
+class ToolGrammar(OutputGrammar):
+    """Builds the grammar of one request with tools."""
 
     def __init__(
-        self, form: OutputFormat, syntax: CallSyntax, tools: ToolFields, tokens: SpecialTokens, open_field: str | None
+        self,
+        form: OutputFormat,
+        syntax: CallSyntax,
+        tools: ToolFields,
+        tokens: SpecialTokens,
+        reasoning: Reasoning | None,
+        parameters: EnforcedParameters,
     ) -> None:
-        """`open_field` is the region in which the prompt ends."""
+        super().__init__(tokens, reasoning, form.next_part)
+        self._parameters_of = parameters
         self._form = form
         self._syntax = syntax
         self._tools = tools
-        self._tokens = tokens
-        self._open_field = open_field
-        self._rules: list[str] = []
 
     def required(self) -> GrammarFields:
         """A call is made."""
-        return self._grammar(f"{self._reasoning()} {self._calls()}")
+        return self._grammar(f"{self._thought()} {self._calls()}")
 
     def optional(self, content: GrammarFields | None) -> GrammarFields:
         """A call is made, or there is text; text as `content` says, or any."""
-        reasoning = self._reasoning()
+        reasoning = self._thought()
         if content is not None and self._syntax.opening in ((), (Space(),)):
             self._rules.append(f"answer: %json {self._content_or_call(content)}")
             return self._grammar(f"{reasoning} answer")
         if content is not None:
-            return self._grammar(f"{reasoning} ({self._content(content)} | {self._calls()})")
-        if self._has_marked_text:
+            _check_kind(content)
+            opening = self._tokens.written(text_opening(self._form))[0]
+            return self._grammar(f"{reasoning} ({opening} {self._content(content)} | {self._calls()})")
+        if self._form.text_field is not None:
             raise ToolError("the tool format of this model can be enforced with `tool_choice` required alone", "tools")
         trigger = self._syntax.trigger
-        self._rules.append(f"TEXT: {_FREE}")
+        self._rules.append(f"TEXT: {TEXT}")
         if not trigger:
             self._rules.append(r"OTHER: /[^{\s](.|\n)*/")
             return self._grammar(f"{reasoning} ({self._calls()} | OTHER?)")
-        written, _ = self._tokens.written(trigger)
-        if written.startswith("<["):
-            begin = f"TEXT {written}"
-        else:
-            self._rules.append(f"trigger[lazy]: TEXT {written}")
-            begin = "trigger"
-        body = self._calls(after_trigger=True)
+        begin, body = self._until("trigger", trigger), self._calls(after_trigger=True)
         if self._tools.parallel and not self._syntax.is_list:
             return self._grammar(f"{reasoning} ({begin} {body})* TEXT")
         return self._grammar(f"{reasoning} ({begin} {body} | TEXT)")
-
-    @property
-    def _has_marked_text(self) -> bool:
-        """Whether text that is no call has a mark of its own."""
-        fields = self._form.template["fields"]
-        texts = [each for name, each in fields.items() if name not in ("tool_calls", *REASONING)]
-        return any("open" in each or "open_pattern" in each for each in texts)
-
-    def _grammar(self, start: str) -> GrammarFields:
-        return GrammarFields("grammar", "\n".join([f"start: {start.strip()}", *self._rules, ""]), "tools")
-
-    def _reasoning(self) -> str:
-        """The reasoning that may come first, or must be ended first."""
-        fields = self._form.template["fields"]
-        name = next((each for each in REASONING if each in fields), None)
-        if name is None or not isinstance(fields[name].get("close"), str):
-            return ""
-        closing, _ = self._tokens.written(fields[name]["close"])
-        opening = "" if self._open_field == name else fields[name].get("open", "")
-        if not closing or not isinstance(opening, str) or (self._open_field != name and not opening):
-            return ""
-        if closing.startswith("<["):
-            self._rules.append(f"thought: {_FREE} {closing}")
-        else:
-            self._rules.append(f"thought[lazy]: {_FREE} {closing}")
-        self._rules.append(r"GAP: /[ \n]{0,2}/")
-        return f"({self._tokens.written(opening)[0]} thought GAP)?" if opening else "thought GAP"
 
     def _content_or_call(self, content: GrammarFields) -> str:
         """A schema of both, for calls that are JSON objects without anything before them."""
         _check_kind(content)
         merged = MergedSchemas()
-        choices = [merged.add(content.value)]
+        choices = [merged.add(enforced_content(content))]
         name, arguments = self._syntax.keys
         for function in self._tools.allowed:
-            properties = {name: {"const": function.name}, arguments: merged.add(function.parameters)}
+            properties = {name: {"const": function.name}, arguments: merged.add(self._parameters_of.of(function))}
             call = {"properties": properties, "required": [name, arguments], "additionalProperties": False}
             choices.append({"type": "object", **call})
-        return _schema(merged.around({"anyOf": choices}), is_strict=True)
-
-    def _content(self, content: GrammarFields) -> str:
-        _check_kind(content)
-        self._rules.append(f"answer: %json {_schema(content.value, is_strict=True)}")
-        return "answer"
+        return schema_text(merged.around({"anyOf": choices}))
 
     def _calls(self, after_trigger: bool = False) -> str:
         """Any of the functions; several of them where that is allowed."""
@@ -159,7 +105,7 @@ class ToolGrammar:
         syntax = self._syntax
         if syntax.parameter is not None:
             return " ".join(self._parameters(index, function, syntax.parameter))
-        schema = _schema(function.parameters, function.is_strict)
+        schema = schema_text(self._parameters_of.of(function), function.is_strict)
         self._rules.append(f"arguments_{index}: %json {schema}")
         return (
             f"{self._literal(syntax.head, function.name)[0]} arguments_{index} {self._tokens.written(syntax.tail)[0]}"
@@ -187,7 +133,7 @@ class ToolGrammar:
 
     def _parameters(self, index: int, function: Function, parts: tuple[Part, ...]) -> list[str]:
         """Parameters between tags, in the schema's order."""
-        schema = function.parameters
+        schema = self._parameters_of.of(function)
         properties: dict[str, Any] = schema.get("properties", {}) if isinstance(schema, dict) else {}
         required = schema.get("required", []) if isinstance(schema, dict) else []
         at = parts.index(VALUE)
@@ -205,12 +151,12 @@ class ToolGrammar:
     def _value(self, rule: str, schema: Any, after: str, function: Function, key: str) -> str:
         """A parameter's value and what ends it. Texts are written as they are, other values as JSON."""
         kind = schema.get("type") if isinstance(schema, dict) else None
-        ending = json.dumps(after)
+        ending, _ = self._tokens.written(after)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None) if kind == "string" else None
         if choices and all(isinstance(each, str) and each for each in choices):
-            return f"{_LINE} ({' | '.join(json.dumps(each) for each in choices)}) {_LINE} {ending}"
+            return f"{_LINE} ({' | '.join(map(literal, choices))}) {_LINE} {ending}"
         if kind in ("integer", "number", "boolean", "null", "object", "array") and "$ref" not in json.dumps(schema):
-            self._rules.append(f"{rule}_value: %json {_schema(schema, function.is_strict)}")
+            self._rules.append(f"{rule}_value: %json {schema_text(schema, function.is_strict)}")
             return f"{_SPACE} {rule}_value {_SPACE} {ending}"
         is_plain = kind == "string" and not schema.keys() - {"type", "title", "description", "default", "examples"}
         if function.is_strict and not is_plain:
@@ -218,17 +164,9 @@ class ToolGrammar:
                 f"the schema of `{key}` of the strict function {function.name} cannot be enforced in the tool format "
                 "of this model: use a plain string, an enum of strings, or a single other type without $ref"
             )
-        self._rules.append(f"{rule}_value[lazy]: {_FREE} {ending}")
-        return f"{rule}_value"
+        return self._until(f"{rule}_value", after)
 
 
 def _check_kind(content: GrammarFields) -> None:
     if content.kind != "json_schema":
         raise ToolError(f"`{content.field}` and `tools` cannot be set together: use a JSON schema", content.field)
-
-
-def _schema(schema: Any, is_strict: bool) -> str:
-    """With options that the schema itself cannot change."""
-    if not isinstance(schema, dict):
-        return json.dumps(schema)
-    return json.dumps({**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}})

@@ -71,7 +71,7 @@ def make_receipt(generation: Generation, served: Served) -> dict[str, Any]:
         "adapter": None if request.adapter is None else _adapter(request.adapter, generation.digest),
         # Informational: speculation does not change the text.
         "speculation": {"method": request.speculation.method, "heads_digest": None if heads is None else heads[1]},
-        "parameters": _parameters(request, info),
+        "parameters": _parameters(request, info) | _end_of(generation),
         "prompt": {"num_tokens": len(request.prompt_ids), "sha256": digest.of_tokens(request.prompt_ids)},
         "output": {
             "num_tokens": len(generation.emitted_ids),
@@ -105,6 +105,15 @@ def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
             "majority_sign_method": merging.majority_sign_method,
         }
     return fields
+
+
+def _end_of(generation: Generation) -> dict[str, Any]:
+    """How an output with reasoning ends: stop strings count after that only, which no parameter of a prompt says."""
+    request = generation.request
+    if request.reasoning is None or not any(request.stop_strings):
+        return {}
+    has_stopped = generation.stop_reason in request.stop_strings
+    return {"stop": (), "max_new_tokens": generation.num_generated if has_stopped else request.max_new_tokens}
 
 
 def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError
+from lorikeet.proto.grammars import ALL_EXCLUDED
+from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.adapter_content import ResolvedAdapters
 from lorikeet.router.requests.routing import Routing
 from lorikeet.router.requests.speculation_stats import SpeculationStats
 from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
-from lorikeet.router.text.stop import StopMatcher
+from lorikeet.router.text.reasoning import AnswerFinder, Part
+from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
 _LAST_SOURCE = max(pb.Source.values())
@@ -82,7 +84,7 @@ class Generation:
         self.stop_reason: int | str | None = None
         """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
-        self._stop = StopMatcher(request.stop_strings, request.include_stop) if any(request.stop_strings) else None
+        self._choose_stops(request, tokenizer)
         self._events = events
         self._tokens: list[Token] = []
         self._text = ""
@@ -104,6 +106,21 @@ class Generation:
         """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
         hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
         self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
+
+    def _choose_stops(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._stop: StopMatcher | None = None
+        self._answer: AnswerFinder | None = None
+        self._marks: dict[int, str] = {}
+        """What stands for hidden tokens that stop strings contain."""
+        if not any(request.stop_strings):
+            return
+        names = {token_id: tokenizer.vocabulary.raw(token_id) for token_id in self._hidden_ids - self.end_ids}
+        named = [each for each, name in names.items() if name and any(name in stop for stop in request.stop_strings)]
+        self._marks = dict(zip(sorted(named), MARKS, strict=False))
+        marks = {names[token_id]: mark for token_id, mark in self._marks.items()}
+        self._stop = StopMatcher(request.stop_strings, request.include_stop, marks)
+        if request.reasoning is not None:
+            self._answer = AnswerFinder(request.reasoning)
 
     # Reading
 
@@ -247,7 +264,7 @@ class Generation:
         logprobs, sources, step_ends = output.logprobs, output.sources, output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self.request.num_alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
-        detokenizer, skipped = self._detokenizer, self._is_mid_step
+        detokenizer, skipped, marks = self._detokenizer, self._is_mid_step, self._marks
         num_unended = self.request.min_tokens - len(self.emitted_ids)
         for index, token_id in enumerate(ids):
             text = detokenizer.push(token_id)
@@ -263,13 +280,14 @@ class Generation:
             token.num_earlier = detokenizer.num_earlier
             if token_id in hidden_ids:
                 token.hidden = True
-                text = text[: token.num_earlier]
+                text = text[: token.num_earlier] + marks.get(token_id, "")
             if stop is None:
                 self._text += text
             elif text:
-                self._text += stop.push(text, index >= num_unended)
+                num_beyond = self._push(stop, text, index >= num_unended)
                 if stop.matched is not None:
-                    token.text = text[: len(text) - stop.num_beyond]
+                    if not token.hidden:
+                        token.text = text[: max(0, len(text) - num_beyond)]
                     is_last = output.finish_reason == pb.FINISH_LENGTH and index + 1 == len(ids)
                     ids = ids[: index + 1]
                     self._end_at_stop(is_last)
@@ -277,6 +295,22 @@ class Generation:
         self._is_mid_step = skipped
         self.emitted_ids += ids
         return len(ids)
+
+    def _push(self, stop: StopMatcher, text: str, may_end: bool, *, is_last: bool = False) -> int:
+        """Search the answer in more text for stop strings. Returns the characters after the one that was found."""
+        finder = self._answer
+        parts = [(text, Part.ANSWER)] if finder is None else finder.push(text)
+        if finder is not None and is_last:
+            parts.append(finder.flush())
+        for at, (part, kind) in enumerate(parts):
+            if kind is not Part.ANSWER:
+                self._text += stop.flush() + without_marks(part)
+                continue
+            self._text += stop.push(part, may_end)
+            if stop.matched is not None:
+                num_held = 0 if finder is None else len(finder.flush()[0])
+                return stop.num_beyond + sum(len(later) for later, _ in parts[at + 1 :]) + num_held
+        return 0
 
     def _scored(self, ids: Iterable[int], logprobs: Iterable[float]) -> list[tuple[int, str, float]]:
         text = self._tokenizer.token_text
@@ -293,6 +327,9 @@ class Generation:
         """The shard has ended the request."""
         if finish in _FINISH:
             self._finish_text()
+            if self._stop is not None and self._stop.matched is not None:
+                self._end_at_stop(finish == pb.FINISH_LENGTH)
+                return
             self.finish_reason = _FINISH[finish]
             last = self.emitted_ids[-1] if self.emitted_ids else -1
             if finish == pb.FINISH_EOS and last in self.end_ids - self._eos_ids:
@@ -300,16 +337,21 @@ class Generation:
             self._close()
         elif finish == pb.FINISH_DEADLINE:
             self.fail(DeadlineExceeded())
+        elif error == ALL_EXCLUDED and (masks := self.request.masks):
+            names = " and ".join(f"`{name}`" for name in masks)
+            self.fail(ValidationError(f"{names} exclude every token after {self.num_generated} tokens", masks[0]))
         else:
             self.fail(GenerationFailed(error or "the shard ended the request"))
 
     def _finish_text(self) -> None:
         tail = self._detokenizer.flush()
-        if tail:
-            if self._tokens:
-                self._tokens[-1].text += tail
-            self._text += tail if self._stop is None else self._stop.push(tail)
-        if self._stop is not None and self._stop.matched is None:
+        if tail and self._tokens:
+            self._tokens[-1].text += tail
+        if self._stop is None:
+            self._text += tail
+            return
+        self._push(self._stop, tail, may_end=True, is_last=True)
+        if self._stop.matched is None:
             self._text += self._stop.flush()
 
     def _add_prefill(self, chunk: Chunk, prefill: pb.RequestOutput) -> None:

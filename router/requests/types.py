@@ -6,6 +6,7 @@ from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
+from lorikeet.router.text.reasoning import Reasoning
 
 
 class FinishReason(Enum):
@@ -45,10 +46,10 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that never occur in the output."""
 
-    @property
-    def excludes_all(self) -> bool:
-        """Whether every token is excluded, whatever the output so far."""
-        return bool(self.allowed_ids) and {(token_id,) for token_id in self.allowed_ids} <= set(self.bad_words)
+    def excludes_all(self, end_ids: frozenset[int]) -> bool:
+        """Whether every token is excluded from the start on. `end_ids` may not end the output yet."""
+        excluded = {word[0] for word in self.bad_words if len(word) == 1} | end_ids
+        return bool(self.allowed_ids) and excluded.issuperset(self.allowed_ids)
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class GenerationRequest:
     """Whether special tokens are left out of the text."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text nevertheless."""
+    reasoning: Reasoning | None = None
+    """How the output writes reasoning, in which no stop string counts; None where all of it is the answer."""
     logprobs: bool = True
     """Whether log probabilities of output tokens are computed; otherwise `Token.logprob` is 0."""
     num_alternatives: int = 0
@@ -169,6 +172,16 @@ class GenerationRequest:
     """Whether the answer includes a receipt."""
     is_probe: bool = False
     """Whether its output is discarded: of a health probe, or of a prompt that is only scored."""
+
+    @property
+    def masks(self) -> list[str]:
+        """The fields that exclude tokens."""
+        masks = {
+            "allowed_token_ids": self.sampling.allowed_ids,
+            "bad_words": self.bad_words,
+            "min_tokens": self.min_tokens,
+        }
+        return [name for name, value in masks.items() if value]
 
 
 @dataclass(slots=True)

@@ -84,8 +84,8 @@ class Checker:
 class Checkers:
     """Forks checkers. Its own process starts with the first one, and again where it ended."""
 
-    def __init__(self, tokenizer: Path) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -93,9 +93,7 @@ class Checkers:
     async def fork(self) -> Checker:
         """Raises NoCheckers."""
         async with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                await self._start()
+            await self._ensure_started()
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
             with theirs:
@@ -107,13 +105,23 @@ class Checkers:
                     raise NoCheckers("their process has ended") from None
         return await Checker.connected(ours)
 
+    async def start(self) -> None:
+        """Start their process where it does not run, which may take seconds. Raises NoCheckers."""
+        async with self._lock:
+            await self._ensure_started()
+
+    async def _ensure_started(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            await self._start()
+
     async def _start(self) -> None:
         # not in another thread: the child ends with the thread that started it
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module, number = "lorikeet.router.text.grammar_process", theirs.fileno()
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - asyncio's own watches children that must be awaited
-                [sys.executable, "-m", module, str(number), str(self._tokenizer)],
+                [sys.executable, "-m", module, str(number), str(self._folder)],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

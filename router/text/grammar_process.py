@@ -1,14 +1,15 @@
 """Checks grammars in processes that can be killed, because llguidance's own limits do not bound all of its work.
 
-`python -m lorikeet.router.text.grammar_process FD TOKENIZER` reads the tokenizer once and has one thread, so that it
-can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each line
-of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
+`python -m lorikeet.router.text.grammar_process FD FOLDER` reads the model's tokenizer once and has one thread, so that
+it can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each
+line of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
 """
 
 import gc
 import json
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -21,8 +22,9 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.proto.process import signal_at_parent_death
+from lorikeet.router.text.json_schemas import enforced
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
 """Options that a schema's own `x-guidance` cannot weaken."""
@@ -40,7 +42,7 @@ READY = "ready"
 def check(tokenizer: LLTokenizer, kind: str, value: Any) -> dict[str, str]:
     """`grammar`, as shards take it, or `error`, the reason why it is refused."""
     try:
-        grammar = MAKERS[kind](value)
+        grammar = MAKERS[kind](_with_named_texts(value, tokenizer) if kind == "grammar" else value)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
         if not matcher.get_error():
             matcher.compute_bitmask()
@@ -48,21 +50,53 @@ def check(tokenizer: LLTokenizer, kind: str, value: Any) -> dict[str, str]:
     except BaseException as failure:  # bad input is a ValueError; the library's panics are no subclass of Exception
         problem = str(failure) or type(failure).__name__
     if problem:
-        return {"error": problem.strip().splitlines()[0][:500]}
+        return {"error": _in_words_of_callers(problem.strip().splitlines()[0])[:500]}
     return {"grammar": grammar}
+
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+def _in_words_of_callers(problem: str) -> str:
+    """The library's message about a schema, without options that callers cannot set."""
+    if problem.startswith("oneOf constraints are not supported"):
+        return "alternatives of `oneOf` that may overlap cannot be enforced: use `anyOf`"
+    if (found := _UNIMPLEMENTED.fullmatch(problem)) is not None:
+        return f"these keywords cannot be enforced: {found[1].replace(chr(34), '`')}"
+    return problem
+
+
+_TERMS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|\#)[^\n]*|(<[^<>\[\]\s]+>)')
+"""Literal texts, regular expressions and comments of a grammar; the names of tokens are the group."""
+
+
+def _with_named_texts(grammar: str, tokenizer: LLTokenizer) -> str:
+    """With the text of each added token that the grammar names as `<name>`: llguidance knows special tokens alone."""
+
+    def written(term: re.Match[str]) -> str:
+        ids = tokenizer.tokenize_str(term[1]) if term[1] else []
+        is_text = len(ids) == 1 and not tokenizer.is_special_token(ids[0])
+        return json.dumps(term[1]) if is_text else term[0]
+
+    return _TERMS.sub(written, grammar)
 
 
 def _choice(texts: list[str]) -> str:
     """One token of the grammar, not one rule per text: the parser's rows are bounded, and 4 096 rules exceed them."""
-    return str(llguidance.grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(_literal, texts))))
+    return str(llguidance.grammar_from("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(literal, texts))))
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text in Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _schema(value: Any) -> str:
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced(value)[0]), overrides=OVERRIDES))
+
+
 MAKERS: dict[str, Callable[[Any], str]] = {
-    "json_schema": lambda value: str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OVERRIDES)),
+    "json_schema": _schema,
     "regex": lambda value: str(LLMatcher.grammar_from_regex(value)),
     "choice": _choice,
     "grammar": lambda value: str(llguidance.grammar_from("grammar", value)),
@@ -97,7 +131,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process has to be waited for
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
-        tokenizer = LLTokenizer(Path(sys.argv[2]).read_text(encoding="utf-8"))
+        tokenizer = read_grammar_tokenizer(Path(sys.argv[2]))
     except BaseException as failure:
         control.send(f"the model's tokenizer cannot be used: {failure}"[:1000].encode())
         raise

@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,20 @@ MAX_KEPT_BYTES = 16 << 20
 _MAX_CALLERS = 4096
 
 
+@dataclass(eq=False)
+class _Check:
+    """A check that is running, and the requests that wait for it."""
+
+    task: "asyncio.Task[dict[str, str]]"
+    num_waiting: int = 0
+
+
 class Grammars:
     """Grammar checks of one router. Keeps the newest results."""
 
-    def __init__(self, tokenizer: Path) -> None:
-        """`tokenizer` is the model's tokenizer.json."""
-        self._checkers = Checkers(tokenizer)
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the model's."""
+        self._checkers = Checkers(folder)
         self._idle: list[Checker] = []
         self._turns: Turns[asyncio.Future[None]] = Turns()
         self._num_fast = 0
@@ -49,6 +58,8 @@ class Grammars:
         self._slow_callers: OrderedDict[str, float] = OrderedDict()
         self._kept: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._num_bytes = 0
+        self._running: dict[tuple[str, bytes], _Check] = {}
+        """Checks by caller and grammar."""
 
     async def serialize(self, kind: str, value: Any, field: str, caller: str) -> str:
         """The grammar as shards take it. Raises ValidationError for one that llguidance refuses, with its reason, and
@@ -58,9 +69,12 @@ class Grammars:
         key = hashlib.sha256(question).digest()
         if key in self._kept:
             self._kept.move_to_end(key)
+            found = self._kept[key]
         else:
-            self._keep(key, await self._check(question, field, caller))
-        found = self._kept[key]
+            found = await self._shared(key, question, caller)
+            if "refused" in found:
+                raise ValidationError(f"`{field}` {found['refused']}", field)
+            self._keep(key, found)
         if "error" in found:
             raise ValidationError(f"`{field}` is not supported: {found['error']}", field)
         return found["grammar"]
@@ -78,8 +92,25 @@ class Grammars:
         while self._num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= _size(self._kept.popitem(last=False)[1])
 
-    async def _check(self, question: bytes, field: str, caller: str) -> dict[str, str]:
+    async def _shared(self, key: bytes, question: bytes, caller: str) -> dict[str, str]:
+        """One check for all requests of a caller that have the same grammar; it ends when the last of them leaves."""
+        running = self._running.get((caller, key))
+        if running is None:
+            running = self._running[caller, key] = _Check(asyncio.ensure_future(self._check(question, caller)))
+        running.num_waiting += 1
         try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting:
+                del self._running[caller, key]
+                running.task.cancel()
+                await asyncio.gather(running.task, return_exceptions=True)
+
+    async def _check(self, question: bytes, caller: str) -> dict[str, str]:
+        """The answer of a process, or `refused`, why there is none."""
+        try:
+            await self._checkers.start()  # before anybody's turn, whose time is that of a check
             if time.monotonic() - self._slow_callers.get(caller, -SLOW_CALLER_S) < SLOW_CALLER_S:
                 async with self._checker() as checker:
                     await checker.ask(question)
@@ -87,10 +118,9 @@ class Grammars:
             else:
                 answer = await self._fast(question, caller)
         except NoCheckers as error:
-            raise ValidationError(f"`{field}` is not supported: {error}", field) from None
+            return {"refused": f"is not supported: {error}"}
         except CheckerEnded:
-            problem = f"`{field}` is too complex: checking it takes more than {PROCESSOR_S} s, or too much memory"
-            raise ValidationError(problem, field) from None
+            return {"refused": f"is too complex: checking it takes more than {PROCESSOR_S} s, or too much memory"}
         return answer
 
     async def _fast(self, question: bytes, caller: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
@@ -35,7 +36,6 @@ log = structlog.get_logger()
 
 BAD_LOGITS = "the model gave no finite logits for this request"
 BAD_VALUES = "the model gave no finite values for this request"
-ALL_EXCLUDED = f"{BAD_LOGITS}, or its masks (allowed_token_ids, bad_words, min_tokens) exclude every token"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
 """Longest sleep of the loop while all requests wait for adapters; deadlines are checked as often."""

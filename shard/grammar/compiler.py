@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -121,24 +120,3 @@ class GrammarCompiler(NoGrammars):
 
 def _key(grammar: str) -> bytes:
     return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
-
-
-def read_tokenizer(path: str | Path, vocab_size: int) -> LLTokenizer:
-    """The tokenizer of the model in the folder `path`, padded to the rows of the output head. Takes about a second.
-
-    Raises OSError or ValueError for a model without a fast tokenizer.
-    """
-    folder = Path(path)
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=_eos_id(folder))
-
-
-def _eos_id(folder: Path) -> int | None:
-    """The first end-of-sequence token that the model's configurations name."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            ids = found if isinstance(found, list) else [found]
-            if ids and isinstance(ids[0], int):
-                return ids[0]
-    return None

@@ -8,6 +8,7 @@ import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.base_files import base_key
+from lorikeet.proto.grammars import read_grammar_tokenizer
 from lorikeet.proto.learning import RowsLayout, TrainerSettings
 from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
@@ -16,7 +17,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
-from lorikeet.shard.grammar.compiler import GrammarCompiler, read_tokenizer
+from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
@@ -189,7 +190,7 @@ def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> NoGrammar
     """The compiler of grammars, whose tokenizer is read in a thread."""
     if not has_tokenizer(config):
         return NoGrammars()
-    read = partial(read_tokenizer, config.model_path, model.info.vocab_size)
+    read = partial(read_grammar_tokenizer, Path(config.model_path), model.info.vocab_size)
     return GrammarCompiler(read, inbox.wake)
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lorikeet.shard.grammar.compiler import read_tokenizer
+from lorikeet.proto.grammars import read_grammar_tokenizer
 from tests import tiny_pooled
 from tests.clients import environments
 from tests.clients.environments import NotInstallable
@@ -58,7 +58,7 @@ async def test_every_standard_test_passes_or_is_skipped_for_a_reason(tmp_path: P
         await asyncio.to_thread(demo.wait_for, "is ready at")
         await asyncio.to_thread(vectors.wait_for, "is ready at")
         async with serving(tmp_path, chat_template=TEMPLATE, served_model_names=("demo", "second")) as scripted:
-            scripted.shard.answer = ScriptedModel(scripted, read_tokenizer(tmp_path / "model", 300))
+            scripted.shard.answer = ScriptedModel(scripted, read_grammar_tokenizer(tmp_path / "model", 300))
             urls = {"URL": demo.url, "SCRIPTED_URL": scripted.url, "EMBEDDER_URL": vectors.url}
             found = await asyncio.to_thread(_outcomes, python, tmp_path, urls)
     wrong = {case: outcome for case, outcome in found.items() if outcome not in ("passed", "skipped")}

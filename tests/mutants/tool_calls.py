@@ -23,9 +23,37 @@ MUTANTS = [
     ),
     Mutant(
         "the x-guidance options of a schema override the server's",
-        "router/output/tool_grammar.py",
+        "router/output/output_grammar.py",
         '{**schema, "x-guidance": {**OVERRIDES, "lenient": not is_strict}}',
         '{"x-guidance": {**OVERRIDES, "lenient": not is_strict}, **schema}',
         f"{GRAMMAR}::test_a_schema_cannot_weaken_its_enforcement",
+    ),
+    Mutant(
+        "stop strings count in reasoning",
+        "router/requests/generation.py",
+        "if request.reasoning is not None:",
+        "if request.reasoning is None:",
+        "tests/router/requests/test_generation.py::test_a_stop_string_counts_in_the_answer_alone",
+    ),
+    Mutant(
+        "a forced call may follow free text where the prompt closed the reasoning",
+        "router/output/output_grammar.py",
+        "if reasoning is None or reasoning.start is Start.CLOSED:",
+        "if reasoning is None:",
+        "tests/router/api/routes/test_added_tokens.py::test_every_finished_answer_is_valid[required-off]",
+    ),
+    Mutant(
+        "an added token does not match its text in a grammar",
+        "proto/grammars.py",
+        "(base.is_special_token(token_id) and token_id not in plain_ids)",
+        "base.is_special_token(token_id)",
+        "tests/proto/test_grammars.py::test_an_added_token_is_the_text_that_it_stands_for",
+    ),
+    Mutant(
+        "large numbers of a schema are rounded",
+        "router/text/json_schemas.py",
+        "if abs(each) > MAX_EXACT), None)",
+        "if abs(each) > MAX_INTEGER), None)",
+        "tests/router/text/test_json_schemas.py::test_what_cannot_be_enforced_is_named_or_left_out",
     ),
 ]

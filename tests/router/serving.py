@@ -36,8 +36,16 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model_folder(folder: Path, *, chat_template: bool | str = True, special_tokens: tuple[str, ...] = ()) -> Path:
-    """Tokenizer files as a model folder has them; `chat_template` may be another, `special_tokens` are further ones."""
+def write_model_folder(
+    folder: Path,
+    *,
+    chat_template: bool | str = True,
+    special_tokens: tuple[str, ...] = (),
+    added_tokens: tuple[str, ...] = (),
+) -> Path:
+    """Tokenizer files as a model folder has them; `chat_template` may be another, `special_tokens` are further ones,
+    and `added_tokens` further ones that are not special.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet, *("".join(pair) for pair in MERGES)]
@@ -46,6 +54,7 @@ def write_model_folder(folder: Path, *, chat_template: bool | str = True, specia
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>", *special_tokens])
+    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in added_tokens])
     backend.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if chat_template:
@@ -142,9 +151,11 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
             "adapter_source": "local",
             **fields,
         }
-    tokens = fields.pop("special_tokens", ())
+    tokens, added = fields.pop("special_tokens", ()), fields.pop("added_tokens", ())
     has_template = fields.pop("chat_template", True)
-    model_folder = write_model_folder(folder / "model", chat_template=has_template, special_tokens=tokens)
+    model_folder = write_model_folder(
+        folder / "model", chat_template=has_template, special_tokens=tokens, added_tokens=added
+    )
     device = fields.pop("device", "cuda:0")
     shards_draft = fields.pop("shards_draft_model", "")
     pooled_model = fields.pop("pooled_model", None)

@@ -17,7 +17,7 @@ from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
 from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.api.usage import count_reasoning, metrics, repeated, token_counts, usage
+from lorikeet.router.api.usage import Envelope, count_reasoning, metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import RouterError, ToolError, ValidationError
 from lorikeet.router.output.events import Event, ReasoningDelta
@@ -30,7 +30,6 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.constraints import check_min_tokens
-from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
@@ -224,21 +223,33 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 caller, adapter, common.heads, speculation, common.cache_salt
             ),
             speculation=speculation,
-            grammar=await self._grammar(common, common.grammar if prepared is None else prepared.grammar, caller),
+            grammar=await self._grammar(wanted, prepared, caller),
             heads=await self._service.heads(caller, common.heads, speculation),
             receipt=common.receipt,
             is_probe=wanted.only_prompt,
         )
         request = await self._service.constrained(request, common.constraints, caller.identity)
-        return request if prepared is None else replace(request, shown_ids=prepared.shown_ids)
+        return (
+            request
+            if prepared is None
+            else replace(request, shown_ids=prepared.shown_ids, reasoning=prepared.reasoning)
+        )
 
-    async def _grammar(self, common: CommonFields, wanted: GrammarFields | None, caller: Caller) -> Grammar | None:
+    async def _grammar(self, wanted: Wanted, prepared: Prepared | None, caller: Caller) -> Grammar | None:
+        """What the output follows. What is left out of schemas that are not strict is ignored, and named."""
+        common = wanted.common
+        fields = common.grammar if prepared is None else prepared.grammar
         try:
-            return await self._service.grammar(wanted, common.constraints, common.speculation, caller.identity)
+            made = await self._service.grammar(fields, common.constraints, common.speculation, caller.identity)
         except ValidationError as error:
-            if wanted is None or wanted.field != "tools":
+            if fields is None or fields.field != "tools":
                 raise
-            raise ToolError(error.message, error.param) from None
+            if prepared is None or prepared.looser is None:
+                raise ToolError(error.message, error.param) from None
+            return await self._grammar(wanted, prepared.looser(), caller)
+        if prepared is not None:
+            wanted.ignored.extend(prepared.left_out)
+        return made
 
     async def _tokenized(self, text: str, common: CommonFields, caller: Caller, field: str) -> list[int]:
         """The token ids of a prompt that are kept; `field` is the request's field with the text."""
@@ -296,7 +307,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             return {}
         return {"receipt": await self._service.receipts.of(generations[0])}
 
-    def _envelope(self, kind: str, common: CommonFields) -> "Envelope":
+    def _envelope(self, kind: str, common: CommonFields) -> Envelope:
         info = self._service.dispatcher.info
         fingerprint = "unknown"
         if info is not None:
@@ -371,26 +382,3 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What an answer and all chunks of a stream have in common."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """LoRAX's order of keys."""
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **({} if usage is None else {"usage": usage}),
-            "system_fingerprint": self.system_fingerprint,
-        }

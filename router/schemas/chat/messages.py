@@ -1,8 +1,9 @@
 """Reader of chat requests' messages and of the fields that the chat template gets in addition to them."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -40,7 +41,7 @@ class Conversation:
     @property
     def texts(self) -> list[str]:
         """What templates show of the messages."""
-        calls = [orjson.dumps(each["tool_calls"]).decode() for each in self.messages if "tool_calls" in each]
+        calls = [json.dumps(each["tool_calls"], ensure_ascii=False) for each in self.messages if "tool_calls" in each]
         return [*(each["content"] for each in self.messages), *calls]
 
     @property
@@ -180,7 +181,7 @@ def _texts(fields: Fields, where: str, names: tuple[str, ...]) -> dict[str, str]
 
 
 def _tool_calls(message: Fields, calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls that an assistant made, with arguments as templates expect them: as an object."""
+    """Calls that an assistant made, with arguments as templates expect them: as an object, where they are one."""
     if not isinstance(calls, list):
         raise ValidationError(f"`{where}` must be a list", where)
     return [_tool_call(message, call, index, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -196,14 +197,31 @@ def _tool_call(message: Fields, call: Any, index: int, where: str) -> dict[str, 
     name, text = inner.take("name"), inner.take("arguments")
     if not isinstance(name, str) or not isinstance(identity, str | None):
         raise ValidationError(f"`{where}` must have an `id` and a `function.name`, both strings", where)
-    try:
-        arguments = orjson.loads(text) if isinstance(text, str) else text
-    except orjson.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        path = f"{where}.function.arguments"
-        raise ValidationError(f"`{path}` must be the text of a JSON object", path)
+    arguments = read_arguments(text, f"{where}.function.arguments")
     return {"type": "function", "id": identity, "function": {"name": name, "arguments": arguments}}
+
+
+def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
+    """Arguments as a model wrote them: an empty object where there are none, and text that is no JSON object as it is.
+
+    Raises ValidationError for a value that is neither a text nor an object.
+    """
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str | None):
+        raise ValidationError(f"`{where}` must be a string with a JSON object", where)
+    if value is None or not value.strip():
+        return {}
+    try:
+        read = json.loads(value, parse_constant=_refuse)  # not orjson, which rounds large integers
+        json.dumps(read, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return value
+    return {} if read is None else read if isinstance(read, dict) else value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _content(message: Fields, content: Any, where: str) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.schemas.chat.messages import read_arguments
 from lorikeet.router.schemas.dialects.translated import (
     Translated,
     items_of,
@@ -123,7 +124,8 @@ def _add(messages: list[dict[str, Any]], item: Fields, where: str) -> None:
     if kind == "function_call":
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        function = {"name": item.take("name"), "arguments": item.take("arguments")}
+        arguments = read_arguments(item.take("arguments"), f"{where}.arguments")
+        function = {"name": text_of(item.take("name"), f"{where}.name"), "arguments": arguments}
         last.setdefault("tool_calls", []).append(
             {"id": text_of(item.take("call_id"), f"{where}.call_id"), "type": "function", "function": function}
         )

@@ -71,6 +71,30 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, which some templates write with `+`, as a text: then they are JSON."""
+
+    def __add__(self, text: str) -> str:
+        return _to_json(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + _to_json(self)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with `_Arguments`."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_arguments_of(call) for call in calls]}
+
+
+def _with_arguments_of(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(function["arguments"])}}
+
+
 class ChatTemplate:
     """One compiled template and the special tokens that it may use."""
 
@@ -109,7 +133,12 @@ class ChatTemplate:
     def _text(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
             text = self._template.render(
-                {"messages": messages, "add_generation_prompt": True, **self._special_tokens, **variables}
+                {
+                    "messages": list(map(_with_arguments, messages)),
+                    "add_generation_prompt": True,
+                    **self._special_tokens,
+                    **variables,
+                }
             )
             text.encode()
         except UnicodeEncodeError:

@@ -5,6 +5,7 @@ Jinja's sandbox restricts what a template may access, but not its time and memor
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import time
@@ -108,4 +109,4 @@ def question_of(
 ) -> bytes:
     """The line of JSON that asks for a prompt."""
     question = {"template": template, "special_tokens": special_tokens, "messages": messages, **asdict(options)}
-    return orjson.dumps(question)
+    return json.dumps(question).encode()  # not orjson, which takes no large integers

@@ -86,6 +86,11 @@ CASES: list[tuple[str, str, str, list[list[str]]]] = [
      [["content", '<tool_call>{"name": "clock", "arguments": {"days": NaN}}</tool_call>']]),
     ("letters", HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Zürich \\u00e9"}}</tool_call>',
      [call("weather", city="Zürich é")]),
+    ("the mark of a call within it", HERMES,
+     '<tool_call>{"name": "weather", "arguments": {"city": "a</tool_call>\\"b"}}</tool_call>\n<tool_call>' + PARIS
+     + "</tool_call>", [call("weather", city='a</tool_call>"b'), call("weather", city="Paris")]),
+    ("a string without an end", HERMES, '<tool_call>\n{"name": "weather}\n</tool_call>\n<tool_call>' + PARIS
+     + "</tool_call>", [["content", '<tool_call>\n{"name": "weather}\n</tool_call>'], call("weather", city="Paris")]),
     ("reasoning", THINKING, "<think>\nHm.\n</think>\n\nYes.", [["reasoning", "Hm."], ["content", "Yes."]]),
     ("empty reasoning", THINKING, "<think>\n\n</think>\n\nYes.", [["content", "Yes."]]),
     ("reasoning and a call", THINKING, f"<think>Hm.</think>\n<tool_call>{PARIS}</tool_call>",

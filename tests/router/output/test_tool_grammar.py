@@ -8,16 +8,19 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.proto.grammars import GRAMMAR_LIMITS, grammar_tokenizer
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.call_syntax import KEY, NAME, VALUE, Space, parts_of, syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
+from lorikeet.router.output.output_grammar import SpecialTokens
+from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.output.tool_grammar import SpecialTokens, ToolGrammar
+from lorikeet.router.output.reasoning import reasoning_of
+from lorikeet.router.output.tool_grammar import ToolGrammar
 from lorikeet.router.schemas.chat.tools import ToolFields, read_tools
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.grammar import GrammarFields
@@ -78,7 +81,7 @@ class Outputs:
         self.backend = backend
         self.ids = {text: backend.token_to_id(text) for text in SPECIAL}
         self.tokens = SpecialTokens(self.ids, frozenset(self.ids[text] for text in ENDS))
-        self.matching = LLTokenizer(backend.to_str(), eos_token=self.ids["</s>"])
+        self.matching = grammar_tokenizer(backend.to_str(), None, [self.ids["</s>"]])
 
     def matcher(self, grammar: GrammarFields) -> LLMatcher:
         text = llguidance.grammar_from("grammar", grammar.value)
@@ -128,7 +131,8 @@ def grammar_of(outputs: Outputs, family: str, tools: ToolFields, content: Gramma
     form = form_of(family)
     syntax = syntax_of(form)
     assert syntax is not None, family
-    builder = ToolGrammar(form, syntax, tools, outputs.tokens, None)
+    reasoning = reasoning_of(form, "", None)
+    builder = ToolGrammar(form, syntax, tools, outputs.tokens, reasoning, EnforcedParameters(tools))
     return builder.required() if tools.is_required else builder.optional(content)
 
 
@@ -233,12 +237,12 @@ def test_a_function_that_is_not_strict_may_have_keywords_that_cannot_be_enforced
 def test_a_schema_cannot_weaken_its_enforcement(outputs: Outputs) -> None:
     parameters = {
         "type": "object",
-        "properties": {"tags": {"type": "array", "uniqueItems": True}},
-        "x-guidance": {"lenient": True},
+        "properties": {"tags": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "x-guidance": {"lenient": True, "coerce_one_of": True},
     }
     grammar = grammar_of(outputs, "hermes", wanted(tool("f", parameters=parameters), tool_choice="required"))
     text = llguidance.grammar_from("grammar", grammar.value)
-    assert "uniqueItems" in LLMatcher.validate_grammar(text, limits=GRAMMAR_LIMITS)
+    assert "oneOf" in LLMatcher.validate_grammar(text, limits=GRAMMAR_LIMITS)
 
 
 def test_references_within_parameters(outputs: Outputs) -> None:

@@ -10,6 +10,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation
+from lorikeet.router.text.reasoning import Reasoning, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -328,3 +329,50 @@ def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None
         0.75,
     )
     assert sum(speculation_stats.sources.values()) == fed.generation.num_generated == 6
+
+
+@pytest.mark.parametrize("per_message", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("stop", "start", "text", "shown", "is_stopped"),
+    [
+        ("fox", Start.OPEN, "the fox</think>\n\nthe dog fox jumps", "the fox</think>\n\nthe dog ", True),
+        ("\n\n", Start.OPEN, "a\n\nb</think>\n\nthe dog", "a\n\nb</think>\n\nthe dog", False),
+        ("think>", Start.OPEN, "a</think>b", "a</think>b", False),
+        ("fox", Start.OPEN, "the fox", "the fox", False),
+        ("fox", Start.FREE, "<think>fox</think>fo fox", "<think>fox</think>fo ", True),
+        ("fox", Start.FREE, "the fox", "the ", True),
+        ("<t", Start.FREE, "<think>a</think>b<turn", "<think>a</think>b", True),
+        ("fox", Start.CLOSED, "the fox", "the ", True),
+    ],
+)
+def test_a_stop_string_counts_in_the_answer_alone(
+    tokenizer: Tokenizer, stop: str, start: Start, text: str, shown: str, is_stopped: bool, per_message: int
+) -> None:
+    fed = Fed(tokenizer, stop_strings=(stop,), include_stop=False, reasoning=Reasoning("<think>", ("</think>",), start))
+    ids = fed.ids(text)
+    for at in range(0, len(ids), per_message):
+        if not fed.generation.is_over:
+            fed.feed(ids[at : at + per_message])
+    if not fed.generation.is_over:
+        fed.feed([EOS], finish_reason=pb.FINISH_EOS)
+    chunk = fed.chunk()
+    assert chunk.text == shown
+    expected = (FinishReason.STOP_SEQUENCE, stop) if is_stopped else (FinishReason.EOS_TOKEN, None)
+    assert (chunk.finish_reason, chunk.stop_reason) == expected
+
+
+@pytest.mark.parametrize("include_stop", [True, False])
+@pytest.mark.parametrize("is_spelled", [True, False])
+def test_a_stop_string_matches_a_hidden_token_and_its_letters(
+    tokenizer: Tokenizer, is_spelled: bool, include_stop: bool
+) -> None:
+    """The token's text is not part of the output, and that of the letters is."""
+    fed = Fed(tokenizer, stop_strings=("fox<|turn|>",), include_stop=include_stop)
+    turn = tokenizer.vocabulary.backend.token_to_id("<|turn|>")
+    letters = [each for letter in "<|turn|>" for each in fed.ids(letter)]
+    assert turn not in letters
+    fed.feed([turn, *fed.ids("the fo"), turn, *fed.ids(" fox"), *(letters if is_spelled else [turn]), *fed.ids("dog")])
+    chunk = fed.chunk()
+    end = ("fox<|turn|>" if is_spelled else "fox") if include_stop else ""
+    assert (chunk.text, chunk.stop_reason) == ("the fo " + end, "fox<|turn|>")
+    assert chunk.tokens[-1].id == (letters[-1] if is_spelled else turn)

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from lorikeet.proto.grammars import grammar_tokenizer, read_grammar_tokenizer
 from lorikeet.router.errors import Overloaded, ValidationError
 from lorikeet.router.text import grammar_checker, grammar_process
 from lorikeet.router.text import grammars as grammars_module
 from lorikeet.router.text.grammars import Grammars
 
 pytestmark = pytest.mark.anyio
-TOKENIZER = Path(__file__).parents[3] / "demo" / "base" / "tokenizer.json"
+MODEL = Path(__file__).parents[3] / "demo" / "base"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{number}}}"} for number in range(300)]}
 """The library's limits do not end its check."""
@@ -51,7 +53,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def serializing() -> AsyncIterator[Grammars]:
-    grammars = Grammars(TOKENIZER)
+    grammars = Grammars(MODEL)
     try:
         yield grammars
     finally:
@@ -78,7 +80,7 @@ async def test_a_grammar_is_checked_once() -> None:
 async def test_every_choice_can_be_chosen(texts: list[str]) -> None:
     async with serializing() as grammars:
         grammar = await grammars.serialize("choice", texts, "guided_choice", "someone")
-    tokenizer = LLTokenizer(TOKENIZER.read_text())
+    tokenizer = read_grammar_tokenizer(MODEL)
     for text in texts[:50]:
         matcher = LLMatcher(tokenizer, grammar)
         assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
@@ -171,10 +173,22 @@ async def test_a_caller_that_leaves_ends_its_check(monkeypatch: pytest.MonkeyPat
         assert not grammars._slow and grammars._num_fast == 0
 
 
+async def test_requests_of_a_caller_share_the_check_of_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at once are no reason to reject them, however slow it is; each may leave."""
+    monkeypatch.setattr(grammars_module, "FAST_S", 0.0)
+    async with serializing() as grammars:
+        asked = [asyncio.create_task(grammars.serialize("regex", "a+", "guided_regex", "someone")) for _ in range(20)]
+        await until(lambda: bool(grammars._running))
+        asked[0].cancel()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert len({str(each) for each in found[1:]}) == 1 and "a+" in str(found[1])
+        assert not grammars._running and not grammars._slow
+
+
 async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    grammars = Grammars(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    grammars = Grammars(tmp_path)
     with pytest.raises(ValidationError, match="tokenizer cannot be used"):
         await grammars.serialize("regex", "a", "guided_regex", "someone")
 
@@ -187,5 +201,20 @@ def test_a_panic_of_the_library_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
         raise Panic("parser stopped")
 
     monkeypatch.setitem(grammar_process.MAKERS, "regex", panic)
-    tokenizer = LLTokenizer(TOKENIZER.read_text())
+    tokenizer = read_grammar_tokenizer(MODEL)
     assert grammar_process.check(tokenizer, "regex", "a") == {"error": "parser stopped"}
+
+
+def test_a_grammar_names_added_tokens_and_special_tokens() -> None:
+    """An added token is text, so that one token and its letters match; a special token is that token alone."""
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "<": 1, "x": 2, ">": 3}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<s>", special=True)])
+    backend.add_tokens([AddedToken("<xa>", special=False)])
+    tokenizer = grammar_tokenizer(backend.to_str(), 8, [4])
+    answer = grammar_process.check(tokenizer, "grammar", 'start: <xa> "<xa>" /<xa>/ <s> // <xa>')
+    for texts in (["<xa>", "<xa>", "<xa>"], ["<xa>", "<", "x", "a", ">", "<xa>"]):
+        matcher = LLMatcher(tokenizer, answer["grammar"], log_level=0)
+        ids = [backend.token_to_id(text) for text in [*texts, "<s>"]]
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert "unknown special token" in grammar_process.check(tokenizer, "grammar", "start: <ax>")["error"]

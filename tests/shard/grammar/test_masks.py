@@ -10,8 +10,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.proto.grammars import GRAMMAR_LIMITS
-from lorikeet.shard.grammar.compiler import read_tokenizer
+from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
@@ -26,7 +25,7 @@ SEED = 22
 
 @cache
 def tokenizer() -> LLTokenizer:
-    return read_tokenizer(DEMO, VOCAB)
+    return read_grammar_tokenizer(DEMO, VOCAB)
 
 
 def allowed(matcher: LLMatcher) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.shard.grammar.compiler import read_tokenizer
+from lorikeet.proto.grammars import read_grammar_tokenizer
 from lorikeet.shard.grammar.matcher import MAX_MISSED, GrammarMatcher
 from lorikeet.shard.scheduler.constraint import Grammar
 from tests.shard.grammar import small_tokenizer
@@ -23,7 +23,7 @@ VALUE = dict.fromkeys(FIELDS, "x")
 
 @cache
 def tokenizer() -> LLTokenizer:
-    return read_tokenizer(DEMO, 4096)
+    return read_grammar_tokenizer(DEMO, 4096)
 
 
 def matcher(output_ids: Sequence[int] = ()) -> GrammarMatcher:

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.text.bad_words import bad_word_ids
 from tests.router.api.routes.test_openai import CHAT, COMPLETION
+from tests.router.scripted_shard import Script
 from tests.router.serving import EOS, Serving
 
 pytestmark = pytest.mark.anyio
@@ -182,6 +184,20 @@ async def test_a_mask_that_leaves_no_token_is_rejected(server: Serving) -> None:
     fields = {"allowed_token_ids": [only], "bad_words": ["x"]}
     response = await server.client.post("/v1/completions", json=body_of("/v1/completions", fields))
     assert response.status_code == 400 and "allowed_token_ids" in response.text
+
+
+async def test_only_tokens_that_may_not_end_the_output_yet_are_rejected(server: Serving) -> None:
+    fields = {"allowed_token_ids": [EOS, 40], "min_tokens": 2, "stop_token_ids": [40]}
+    response = await server.client.post("/v1/completions", json=body_of("/v1/completions", fields))
+    assert response.status_code == 400 and "`allowed_token_ids` leaves no token next to `min_tokens`" in response.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_masks_that_leave_no_token_later_are_named(server: Serving, path: str) -> None:
+    server.shard.answer = lambda submit: Script([40], error=ALL_EXCLUDED)
+    response = await server.client.post(path, json=body_of(path, {"allowed_token_ids": [40], "bad_words": ["xx"]}))
+    assert response.status_code == (422 if path == "/generate" else 400), response.text
+    assert "`allowed_token_ids` and `bad_words` exclude every token after 1 tokens" in response.text
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -1,5 +1,6 @@
 """Tools of /v1/chat/completions, with a scripted shard: prompts, messages, streams and errors."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -203,8 +204,35 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_an_error_with_the_keyw
     assert "uniqueItems" in answer.json()["error"]["message"]
 
 
-async def test_arguments_of_earlier_calls_must_be_objects(server: Serving) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "[1"}}
-    turns = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    error = (await server.client.post(ROUTE, json=body(messages=turns))).json()["error"]
+def turns_with(**function: Any) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", **function}}
+    return [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+async def test_arguments_of_earlier_calls_are_a_text(server: Serving) -> None:
+    error = (await server.client.post(ROUTE, json=body(messages=turns_with(arguments=[1])))).json()["error"]
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        *((empty, "{}") for empty in ("", " \n", "null", None, "{}")),
+        ('{"city": "Rome"', json.dumps('{"city": "Rome"')),
+        ("[1]", '"[1]"'),
+        ('{"a": NaN}', json.dumps('{"a": NaN}')),
+        ('{"a": "\\ud800"}', json.dumps('{"a": "\\ud800"}')),
+        ('{"id": 123456789012345678901234}', '{"id": 123456789012345678901234}'),
+    ],
+)
+async def test_arguments_as_a_model_may_have_written_them(server: Serving, arguments: Any, shown: str) -> None:
+    """No arguments are an empty object; what is no JSON object is the text that it was."""
+    server.says("Yes.", ends=True)
+    await choice(server, body(messages=turns_with(arguments=arguments)))
+    assert prompt(server).endswith(f'<tool_call>{{"name": "weather", "arguments": {shown}}}</tool_call>[assistant]')
+
+
+async def test_arguments_that_are_no_object_in_lorax_form(plain: Serving) -> None:
+    plain.says('{"function": {"_name": "no_tool", "content": "Yes."}}', ends=True)
+    await choice(plain, body(messages=[*turns_with(arguments="Rome"), *USER]))
+    assert '{"function": {"_name": "weather", "arguments": "Rome"}}' in prompt(plain)

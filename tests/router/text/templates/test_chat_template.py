@@ -95,3 +95,16 @@ def test_variables_that_a_template_does_not_read() -> None:
     template = ChatTemplate(source, {})
     assert template.unread(["effort", "documents", "extra", "role", "text", "self"]) == ("role", "text", "self")
     assert template.render(MESSAGES, TemplateOptions({"effort": "high", "self": 1, "documents": []})) == "high"
+
+
+def test_arguments_are_a_text_where_a_template_writes_them_as_one() -> None:
+    """As DeepSeek's do; everywhere else they are an object."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call, {"function": {"arguments": "x"}}]}]
+    source = (
+        "{% set calls = messages[0].tool_calls %}{% set given = calls[0]['function']['arguments'] %}"
+        "{{ '[' + given + ']' }}{{ given is mapping }}{{ given | tojson }}{{ given.a }}"
+        "{{ '+' + calls[1].function.arguments }}"
+    )
+    assert ChatTemplate(source, {}).render(messages) == '[{"a": "é"}]True{"a": "é"}é+x'
+    assert messages[0]["tool_calls"][0] == call
