@@ -23,7 +23,6 @@ KINDS: tuple[type[KernelsApart], ...] = (
     test_moe.TestExperts,
     test_masks.TestMasks,
     test_eight_bits.TestEightBits,
-    test_eight_bits.TestIntegers,
     test_sampling.TestSampling,
     test_lookup.TestLookup,
 )

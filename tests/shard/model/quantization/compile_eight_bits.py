@@ -1,7 +1,10 @@
-"""Compiles the kernel for weights in eight bits for Hopper and looks at the instructions. Run by test_eight_bits.py."""
+"""Compiles the kernels for weights in eight bits, and for integers of eight and four, for Hopper and looks at the
+instructions. Run by test_eight_bits.py.
+"""
 
 from lorikeet.shard.model.kernels import eight_bits_triton as kernel
 from tests.shard.model.lora.compile_triton import instructions
+from tests.shard.model.quantization import compile_integers
 
 COUNTS = dict.fromkeys(("num_rows", "num_in", "num_out", "x_stride"), "i32")
 FIXED = {
@@ -33,3 +36,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    compile_integers.main()

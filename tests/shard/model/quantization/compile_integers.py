@@ -1,4 +1,4 @@
-"""Compiles the kernels for integer weights for Hopper and looks at the instructions. Run by test_eight_bits.py."""
+"""Compiles the kernels for integer weights for Hopper and looks at the instructions. Run by compile_eight_bits.py."""
 
 import re
 
