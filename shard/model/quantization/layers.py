@@ -167,7 +167,9 @@ def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device
             if matrix.bias is not None:
                 matrix.project(many)
         alone = torch.cat([matrix(pair) for pair in rows.split(2)]).float()
-        batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64])).float()[:NUM_ROWS]
+        batched = matrix(torch.cat([rows, rows.flip(1) / 64, rows.flip(1) * 64]))[:NUM_ROWS].float()
+        if torch.equal(batched, alone):
+            continue  # the sizes of an output head's rows take memory
         sizes = comparison.channel_sizes(alone).clamp(min=1e-30)
         off = float((comparison.channel_sizes(batched - alone) / sizes).max())
         if not off <= tolerance:
