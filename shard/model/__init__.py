@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 import torch
 
+from lorikeet.proto.memory import return_freed_memory
 from lorikeet.proto.pooling import PooledModel
 from lorikeet.proto.quantization import activations_of, describe, multiplies_integers
 from lorikeet.proto.quantization import choose as choose_quantization
@@ -64,6 +65,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     )
     num_tokens = min(OVERFLOW_TOKENS, config.max_total_tokens)
     reject_overflow(model, _first_token(text_config), num_tokens, range(num_tokens))
+    return_freed_memory()  # the check needs some
     try:
         if method is not None:
             matrices = quantized_matrices(network)
@@ -73,6 +75,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
                 log.warning("quantization_saves_memory_not_time", method=method)
     except ValueError as reason:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
+    return_freed_memory()
     return model
 
 

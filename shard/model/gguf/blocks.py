@@ -227,7 +227,7 @@ def _iq1_m(blocks: torch.Tensor) -> Parts:
     bits and a quarter of the scale of scales.
     """
     upper, pairs = _in_turn(blocks[..., 32:48]).int(), _pairs(blocks[..., 48:])
-    bits = sum(pairs[..., index] >> 12 << 4 * index for index in range(4))
+    bits = torch.stack([pairs[..., index] >> 12 << 4 * index for index in range(4)]).sum(0)
     whole = bits.to(torch.int16).view(torch.float16).float()
     scales = torch.stack([pairs >> shift & 7 for shift in (0, 3, 6, 9)], 3).flatten(2) * 2 + 1
     eighths = _grid("IQ1_M")[blocks[..., :32].int() | (upper & 7) << 8] * 8
@@ -277,7 +277,7 @@ def _pairs(stored: torch.Tensor) -> torch.Tensor:
 
 def _words(stored: torch.Tensor) -> torch.Tensor:
     """stored: [..., 4 n] bytes. Returns [..., n] int64: numbers of four bytes."""
-    return sum(stored[..., index::4].long() << 8 * index for index in range(4))
+    return torch.stack([stored[..., index::4].long() << 8 * index for index in range(4)]).sum(0)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
