@@ -28,6 +28,8 @@ TENSOR_CORES = (8, 0)
 """Compute capability from which on Triton multiplies by matrix units."""
 SMALL_MEMORY = ((8, 6), (8, 9), (12, 0))
 """Those with 100 KB of shared memory on a multiprocessor: two programs of the larger tile do not fit."""
+LARGE_MEMORY = (9, 0)
+"""From which on three buffers of K and V fit for two programs."""
 LOG2E = 1.4426950408889634
 _NOTHING = tl.constexpr(float("-inf"))
 _HEADER, _RECORD = tl.constexpr(HEADER), tl.constexpr(RECORD)
@@ -304,8 +306,8 @@ def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[
         return Tile(rows=64, columns=32, num_warps=8)
     if capability in SMALL_MEMORY:
         return Tile(rows=64, columns=32, num_stages=3)
-    # Three buffers of K and V: with fewer stages the copies of the next tile begin at the end of an iteration.
-    return Tile(rows=64, columns=64, num_stages=5)
+    # with five there are three buffers of K and V: with fewer the copies of the next tile begin late in an iteration
+    return Tile(rows=64, columns=64, num_stages=5 if capability >= LARGE_MEMORY else 3)
 
 
 @operator("store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))

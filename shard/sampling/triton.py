@@ -42,14 +42,26 @@ from lorikeet.shard.sampling.scores_triton import (
     log_exponentials,
     scores_of,
 )  # fmt: skip
+from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
 WIDTH = 4096
 """Tokens of a program."""
 ROOM = 4096
 """Tokens of a row to which filters are applied without reading the row again."""
-SCAN_REGISTERS, RESOLVE_REGISTERS = 64, 192
-"""Registers of a thread, at most: four programs that read rows on a multiprocessor; none of `resolve` is spilt."""
+RESOLVE_REGISTERS = 192
+"""Registers of a thread of `resolve`, at most: none is spilt."""
+
+
+def reading(capability: tuple[int, int]) -> tuple[int, int]:
+    """Registers of a thread of the programs that read rows, at most: 64 let four of them run on a multiprocessor, but
+    for some devices too many are spilt then. And how many times WIDTH tokens `resolve_rest` reads at once.
+    """
+    if capability >= (12, 0):
+        return 128, 1
+    return (96, 2) if capability >= (10, 0) else (64, 2)
+
+
 STEPS = 64
 """Steps below the maximum in which tokens are counted for the buffer."""
 
@@ -348,13 +360,13 @@ def sample_rows(
     sizes, kept_ids = torch.empty(num_sizes + num_kept, dtype=torch.int32, device=logits.device).split(
         [num_sizes, num_kept]
     )
-    grid = (num_rows, num_pieces)
-    scan[grid](*step, stats, kept_logits, *shape, WIDTH=width, maxnreg=SCAN_REGISTERS, **fixed)
+    registers, times = reading(gpu.capability(logits.device))
+    grid, wide = (num_rows, num_pieces), {**fixed, "maxnreg": registers}
+    scan[grid](*step, stats, kept_logits, *shape, WIDTH=width, **wide)
     if any_filters:
-        measure[grid](*step, stats, sizes, *shape, WIDTH=width, STEPS=STEPS, maxnreg=SCAN_REGISTERS, **pieces, **fixed)
+        measure[grid](*step, stats, sizes, *shape, WIDTH=width, STEPS=STEPS, **pieces, **wide)
         collect[grid](
-            *step, stats, sizes, kept_scores, kept_ids, *shape, WIDTH=width, ROOM=room, STEPS=STEPS,
-            maxnreg=SCAN_REGISTERS, **pieces, **fixed,
+            *step, stats, sizes, kept_scores, kept_ids, *shape, WIDTH=width, ROOM=room, STEPS=STEPS, **pieces, **wide
         )  # fmt: skip
     resolve[(num_rows,)](
         *step, stats, sizes, kept_scores, kept_ids, token_ids, bad, overflowed, logprobs, last_tokens, *shape,
@@ -362,7 +374,7 @@ def sample_rows(
     )  # fmt: skip
     if any_filters:
         resolve_rest[(num_rows,)](
-            *step, stats, token_ids, overflowed, logprobs, last_tokens, *shape, num_pieces, WIDTH=2 * width,
+            *step, stats, token_ids, overflowed, logprobs, last_tokens, *shape, num_pieces, WIDTH=times * width,
             UPDATES=updates, **pieces, **{**fixed, "num_warps": 16},
         )  # fmt: skip
 

@@ -27,6 +27,7 @@ from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.fusion import layer, parts, verify
 from lorikeet.shard.model.graphs import Launch
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
 from lorikeet.shard.sampling import Sampler, plan
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.budget import Limits
@@ -92,6 +93,7 @@ def without_values() -> Iterator[None]:
         patch.setattr(verify, "norm_differences", lambda *_: torch.zeros(1))
         patch.setattr(verify, "close", lambda *_: True)
         patch.setattr(parts, "_is_tanh", lambda _: False)
+        patch.setattr(DeviceIntegers, "_is_exact", lambda _: False)
         patch.setattr(layer, "_agrees", lambda *_: True)
         patch.setattr(gpu, "num_processors", lambda _: PROCESSORS)
         patch.setattr(layers, "_shared_weights", lambda _: set())

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.cuda.check.rows import CURRENT, FILE, LOGS, Rows, read, table
 from benchmarks.cuda.check.stages import BOTH, STAGES, USUAL, run
+from benchmarks.evidence import arguments
 
 ROOT = Path(__file__).parents[3]
 SLOW = 3
@@ -135,7 +136,7 @@ def finish(out: Path, head: str, earlier: Path | None) -> int:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--budget", type=float, help="seconds for all stages; 480, with another tree 530")
     parser.add_argument(

@@ -8,7 +8,6 @@ same version of Triton alone; others are compiled on the machine. There, in a co
 `sh benchmarks/cuda/check/packed.sh` installs the wheels and runs the check.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from benchmarks.evidence import arguments
 
 ROOT = Path(__file__).parents[3]
 WHEELS, KERNELS = ROOT / ".whl", ROOT / ".gpu-check" / "triton.tar.xz"
@@ -91,7 +92,7 @@ def tree() -> list[Path]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("gpu-pack", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--python", default="3.12", help="version of Python on the machine")
     parser.add_argument("--architecture", type=int, default=90, help="10 times the card's compute capability")
     parser.add_argument("--no-kernels", action="store_true", help="leave their compilation to the machine")

@@ -1,6 +1,7 @@
 """Rows of the table: a check writes its row before the next begins, so that a crash loses one at most."""
 
 import json
+import lzma
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -84,9 +85,12 @@ def is_broken() -> bool:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows in a file, or in the file of a folder of results; none where there is none yet."""
+    """The rows in a file, compressed if its name ends in .xz, or in the file of a folder of results; else none."""
     path = path / FILE if path.is_dir() else path
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def ceilings(out: Path) -> Row:

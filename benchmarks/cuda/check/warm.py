@@ -6,7 +6,6 @@ It needs no card: what it writes serves one of that architecture with the same T
 """
 # mypy: allow-untyped-calls
 
-import argparse
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cuda.check.rows import Row, Rows
 from benchmarks.cuda.setup import LLAMA_1B, LLAMA_8B, Setup
+from benchmarks.evidence import arguments
 
 if TYPE_CHECKING:
     from tests.cuda.launches import Launch
@@ -112,7 +112,7 @@ def _compile(job: tuple[int, int]) -> tuple[str, float]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = arguments.parser(__doc__)
     parser.add_argument("--architecture", type=int, default=90, help="10 times the compute capability")
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2))
     parser.add_argument("--few", action="store_true", help="two variants alone, to test this")

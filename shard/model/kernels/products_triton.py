@@ -29,8 +29,8 @@ LEAST_DEPTH = 16
 @triton.jit
 def multiply_add(left, right, sums, WIDENS: tl.constexpr):
     """left: [m, k], right: [k, n], sums: [m, n] float32. Returns sums + left right."""
-    if WIDENS:  # one order of terms for every row, which numpy's products do not promise
-        return sums + tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, sums, input_precision="ieee")
 
 

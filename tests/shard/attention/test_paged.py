@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorikeet.shard.attention.spans import HEADER, RECORD, Kind, Rows, capacity, header_size, pack
+from lorikeet.shard.attention.spans import HEADER, RECORD, SPAN, Kind, Rows, capacity, header_size, pack, spans_at
 from lorikeet.shard.batch.padding import Bounds
 from tests.shard.apart import KernelsApart
 
@@ -67,7 +67,9 @@ def test_every_row_sees_every_span_once(
     for (start, count), first_row in zip(segments, firsts, strict=True):
         for row in range(count * group):
             position = start + row // group
-            needed = range(0 if window is None else max(0, position - window + 1) // 512, position // 512 + 1)
+            lowest = 0 if window is None else max(0, position - window + 1)
+            first, last = spans_at(np.array([lowest, position]), SPAN).tolist()
+            needed = range(first, last + 1)
             assert seen.pop((first_row, row)).issuperset(needed)
     assert not seen
     assert max(places, default=-1) < num_partial_rows and num_folds * 2 <= num_programs
@@ -99,7 +101,8 @@ def test_no_step_exceeds_the_capacity_of_its_bounds(group: int, num_kv_heads: in
 
 def test_programs_share_a_long_request_among_short_ones() -> None:
     tables = pack([Kind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
-    assert tables.num_items == [31 + 64] and tables.num_folds == [1]
+    num_spans = 1024 // 128 + (32768 - 1024) // 512
+    assert tables.num_items == [31 + num_spans] and tables.num_folds == [1]
     header = header_size(1)
-    spans = tables.numbers[header : header + 95 * RECORD].reshape(-1, RECORD)[:, 5:7]
+    spans = tables.numbers[header : header + (31 + num_spans) * RECORD].reshape(-1, RECORD)[:, 5:7]
     assert (spans[:, 1] - spans[:, 0] == 1).all()

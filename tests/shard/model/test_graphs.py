@@ -314,10 +314,17 @@ def test_where_one_rank_cannot_capture_none_replays() -> None:
     assert all(torch.equal(each, another) for each, another in zip(first, other, strict=True))
 
 
-def run_cases(*options: str) -> None:
+def run_cases(*options: str, interpreted: str = "1") -> None:
     """In a process of its own: kernels are interpreted, or not, from their import on."""
     cases = Path(__file__).with_name("graphs_triton_cases.py")
-    run("pytest", "-q", "-p", "no:cacheprovider", str(cases), *options, interpreted="1")
+    run("pytest", "-q", "-p", "no:cacheprovider", str(cases), *options, interpreted=interpreted)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_on_the_device() -> None:
+    run_cases(interpreted="0")
 
 
 @needs_triton
