@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import structlog
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.keys import sha256
@@ -40,13 +41,27 @@ BODY = {"inputs": "Hi", "prompt": "Hi", "messages": [{"role": "user", "content":
 NAMED = {501, 502, 503}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServing]:
+@contextmanager
+def started(folder: Path) -> Iterator[ThreadedServing]:
     fields: dict[str, Any] = {"adapters": True, "admin_key_sha256": sha256("admin"), "unknown_fields": "ignore"}
     fields |= {"trusted_proxies": ("127.0.0.1/32",), "cors_allow_origin": ("http://a",)}
-    with ThreadedServing(tmp_path_factory.mktemp("serving"), **fields) as started:
-        started.serving.says("a")
-        yield started
+    with ThreadedServing(folder, **fields) as server:
+        server.serving.says("a")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServing]:
+    """For drawn requests, some of which leave a resumable stream for up to a minute."""
+    with started(tmp_path_factory.mktemp("serving")) as server:
+        yield server
+
+
+@pytest.fixture
+def empty_server(tmp_path: Path) -> Iterator[ThreadedServing]:
+    """One without streams of other tests."""
+    with started(tmp_path) as server:
+        yield server
 
 
 REQUESTS = st.tuples(
@@ -73,6 +88,7 @@ def send(client: httpx.Client, case: Any, lines: list[Any]) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=REQUESTS)
+@example(case=(("POST", "/generate"), {"x-lorikeet-resumable": "60"}, {}))
 def test_hostile_headers(case: Any, server: ThreadedServing) -> None:
     with structlog.testing.capture_logs() as lines, httpx.Client(base_url=server.url, timeout=30) as client:
         send(client, case, lines)
@@ -91,22 +107,21 @@ def test_ten_thousand_hostile_headers(server: ThreadedServing) -> None:
 
 
 @pytest.mark.parametrize("given", ["0", "61", "0600", "001" + "0" * 300, "9" * 5002, "²", "+5", "5_0"])
-def test_the_time_of_a_resumable_stream_is_a_number_in_range(server: ThreadedServing, given: str) -> None:
+def test_the_time_of_a_resumable_stream_is_a_number_in_range(empty_server: ThreadedServing, given: str) -> None:
     headers = [(b"x-lorikeet-resumable", given.encode("latin-1"))]
-    answer = httpx.post(f"{server.url}/generate", json={"inputs": "Hi"}, headers=headers)
+    answer = httpx.post(f"{empty_server.url}/generate", json={"inputs": "Hi"}, headers=headers)
     assert answer.status_code == 422 and "from 1 to 60" in answer.json()["error"]
-    assert len(server.serving.service.streams) == 0
-    answer = httpx.get(f"{server.url}/v1/streams/x", params={"from": given})
+    assert len(empty_server.serving.service.streams) == 0
+    answer = httpx.get(f"{empty_server.url}/v1/streams/x", params={"from": given})
     assert answer.status_code == 404
 
 
-def test_the_limit_of_kept_bytes_holds_with_details(server: ThreadedServing, tmp_path: Path) -> None:
+def test_the_limit_of_kept_bytes_holds_with_details(empty_server: ThreadedServing) -> None:
     """A token weighs what its event weighs, whatever it says about alternatives."""
-    streams = server.serving.service.streams
+    streams = empty_server.serving.service.streams
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 8, "return_k_alternatives": 200, "details": True}}
     headers = {"x-lorikeet-resumable": "30", "x-request-id": f"kept-{random.random()}"}
-    server.serving.says("abcdefgh")
-    answer = httpx.post(f"{server.url}/generate_stream", json=body, headers=headers, timeout=60)
+    empty_server.serving.says("abcdefgh")
+    answer = httpx.post(f"{empty_server.url}/generate_stream", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200 and len(answer.content) > 8 * 1000
     assert len(answer.content) <= streams.num_bytes < 2 * len(answer.content)
-    server.serving.says("a")

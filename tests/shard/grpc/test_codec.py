@@ -7,7 +7,8 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import write_update
-from lorikeet.shard.grpc.outbox import Details, Output, Status, StreamUpdate
+from lorikeet.shard.grpc.outbox import AdapterEvents, Details, Output, Status, StreamUpdate
+from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason
 
 SECONDS = ("draft_seconds", "verify_seconds", "accept_seconds")
@@ -39,11 +40,18 @@ def make_output(request_id: int, num_tokens: int, num_scores: int, width: int) -
 def test_a_large_update_is_split_and_complete() -> None:
     outputs = [make_output(1, 5000, 100_000, 5), make_output(2, 10, 0, 0), make_output(3, 40_000, 0, 20)]
     whole = {output.key[1]: output for output in outputs}
-    update = StreamUpdate(outputs, Status(step=7, credit_requests=4), num_preempted=2, acknowledged=9, adapters={})
+    adapters = AdapterEvents({"left": None}, {"left": (Residency.LOADING, ""), "broken": (Residency.FAILED, "no file")})
+    status = Status(step=7, credit_requests=4)
+    update = StreamUpdate(outputs, status, num_preempted=2, acknowledged=9, adapters=adapters)
     messages = list(write_update(update, pb.Heartbeat()))
     assert len(messages) > 3
     assert not any(message.HasField("step_requests") for message in messages)
     assert sum(message.load.num_preempted for message in messages) == 2
+    assert [(state.digest, state.residency, state.reason) for message in messages for state in message.adapters] == [
+        ("left", pb.AdapterState.ABSENT, ""),
+        ("left", pb.AdapterState.LOADING, ""),
+        ("broken", pb.AdapterState.FAILED, "no file"),
+    ]
     seen: dict[int, list[pb.RequestOutput]] = {}
     for message in messages:
         assert message.ByteSize() < 4 << 20
@@ -76,7 +84,7 @@ def test_a_large_update_is_split_and_complete() -> None:
 @pytest.mark.parametrize("ids", [[], [4, 9]])
 def test_step_requests_are_in_the_first_message_even_if_empty(ids: list[int]) -> None:
     outputs = [make_output(1, 100_000, 0, 5)]
-    update = StreamUpdate(outputs, Status(), num_preempted=0, acknowledged=0, adapters={}, step_requests=ids)
+    update = StreamUpdate(outputs, Status(), num_preempted=0, acknowledged=0, step_requests=ids)
     first, *others = write_update(update, pb.Heartbeat())
     assert first.HasField("step_requests") and list(first.step_requests.ids) == ids
     assert others and not any(message.HasField("step_requests") for message in others)
