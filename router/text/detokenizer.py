@@ -50,14 +50,14 @@ class BytewiseDetokenizer:
             return tail + (self._texts[token_id] or "")
         piece = self._vocabulary.piece(token_id)
         data = self._pending + piece
-        if self._pending and piece:
-            self.num_earlier = self._is_broken_by(piece)
+        if self._pending and piece and self._is_broken_by(piece):
+            self.num_earlier = len(self._pending.decode(errors="replace"))
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[consumed:]
         return text
 
     def _is_broken_by(self, piece: bytes) -> bool:
-        """Whether the incomplete character does not continue in `piece`, and is shown as U+FFFD."""
+        """Whether the incomplete character does not continue in `piece`, and is shown as one U+FFFD or two."""
         text, consumed = codecs.utf_8_decode(self._pending + piece[:1], "replace", False)
         return len(text) > 1 or consumed == len(self._pending)
 

@@ -25,7 +25,7 @@ MUTANTS = [
         "router/schemas/dialects/translated.py",
         "given, error.param = error.param, own",
         "given = error.param",
-        f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields6-400-max_output_tokens]",
+        f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields7-400-max_output_tokens]",
     ),
     Mutant(
         "text before a tool result is moved behind it",

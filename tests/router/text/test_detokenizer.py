@@ -102,6 +102,15 @@ def test_a_special_token_ends_an_incomplete_character() -> None:
     assert pieces(words, [jump, turn, jump], []) == ["jump", "<|turn|>", " jump"]
 
 
+def test_bytes_of_half_a_surrogate_are_two_characters() -> None:
+    vocabulary = VOCABULARIES["sentencepiece_like"]
+    growing = detokenizer(vocabulary, [])
+    for byte in ("<0xED>", "<0xA0>"):
+        assert growing.push(vocabulary.backend.token_to_id(byte)) == ""
+    text = growing.push(vocabulary.backend.token_to_id("<0x41>"))
+    assert text == "\ufffd\ufffdA" and growing.num_earlier == 2
+
+
 def test_the_window_of_word_pieces_stays_short() -> None:
     vocabulary = Vocabulary(word_pieces())
     growing = WindowedDetokenizer(vocabulary, [4])
@@ -127,7 +136,7 @@ def test_python_decodes_incrementally_as_it_does_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece_like"])
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_characters_of_earlier_tokens_are_counted(name: str, data: st.DataObject) -> None:
     """They are what the text would have been without the token."""
     vocabulary = VOCABULARIES[name]
