@@ -60,7 +60,11 @@ def meant(plain: Path, path: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind == "Q8_0" else pytest.mark.long) for kind in (*FORMATS, "F16", "BF16", "F32")],
+    [
+        pytest.param(kind, marks=() if kind == "Q8_0" else pytest.mark.long)
+        for kind in (*FORMATS, "F16", "BF16", "F32")
+        if kind in gguf.GGMLQuantizationType.__members__  # the package writes the file
+    ],
 )
 def test_tokens_are_those_of_the_values_in_the_file(kind: str, tmp_path: Path) -> None:
     compare_tokens(kind, tmp_path)
