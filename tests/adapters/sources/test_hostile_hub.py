@@ -220,6 +220,7 @@ def tried(case: Any, server: HubServer, folder: Path) -> None:
     fields, of_file, headers, status = case
     server.more_headers.clear()
     server.status, server.change_answer = None, None
+    huggingface_hub.close_session()  # a wrong Content-Length of the case before has spoilt its connections
     here = source(server, folder)
     pin = asyncio.run(here.resolve(parse("a/public"), None)).pin
     server.status = status
