@@ -1,12 +1,12 @@
-"""Prints which figures are out of date and how long they take, then measures those and writes the pages that show them.
+"""Measures suites of published figures, each in a process of its own, and writes the pages that show them.
 
-A figure is out of date if it was never measured, or if the code it depends on or its settings have changed since.
+Without names it lists all suites: how long each takes, and when its figures were measured.
 
-    python -m benchmarks.proof [--suite NAME …] [--all] [--list]
+    python -m benchmarks.proof [--suite NAME … | --all] [--here]
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks import report
 from benchmarks.catalogue import SUITES
@@ -15,42 +15,35 @@ from benchmarks.evidence.figure import Suite
 from benchmarks.evidence.results import Result
 
 
-def plan(suites: Sequence[Suite], known: dict[str, Result], is_all: bool) -> list[Suite]:
-    """Print what is out of date, and return the suites to measure."""
-    chosen = []
-    total = 0.0
+def listed(suites: Sequence[Suite], known: Mapping[str, Result]) -> str:
+    """A line per suite and per figure."""
+    lines = []
     for suite in suites:
-        reason = results.out_of_date(suite, known) or ("asked for" if is_all else "")
-        if not reason:
-            continue
-        seconds = [known[figure.name]["seconds"] for figure in suite.figures if figure.name in known]
-        total += max(seconds, default=0.0)
-        duration = f"{max(seconds):.0f} s" if seconds else "unknown"
-        print(f"{suite.name} ({duration}): {reason}")
+        seconds = max((known[figure.name]["seconds"] for figure in suite.figures if figure.name in known), default=None)
+        lines.append(suite.name if seconds is None else f"{suite.name} ({seconds:.0f} s)")
         for figure in suite.figures:
-            print(f"    {figure.name}")
-        chosen.append(suite)
-    print(f"{len(chosen)} of {len(suites)} suites, about {total / 60:.0f} min")
-    return chosen
+            result = known.get(figure.name)
+            state = "never measured" if result is None else f"{result['status']}, {result['date'][:10]}"
+            lines.append(f"    {figure.name}: {state}")
+    return "\n".join(lines)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
     arguments.add_suites(parser, SUITES)
-    parser.add_argument("--all", action="store_true", help="measure also what is up to date")
-    parser.add_argument("--list", action="store_true", help="only print what is out of date")
-    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("--all", action="store_true", help="measure every suite")
+    parser.add_argument("--here", action="store_true", help="measure in this process, and write no pages")
     options = parser.parse_args(given)
     runner.exit_on_sigterm()
-    asked = [each for each in SUITES if each.is_among(options.suite)]
+    suites = [suite for suite in SUITES if suite.is_among(options.suite)]
+    if not (options.suite or options.all):
+        print(listed(suites, results.latest()))
+        return 0
     if options.here:
         shared = results.facts()
-        return runner.worst(runner.run(suite, shared) for suite in asked)
-    chosen = plan(asked, results.latest(), options.all)
-    if options.list or not chosen:
-        return 0
+        return runner.worst(runner.run(suite, shared) for suite in suites)
     command = [sys.executable, "-m", "benchmarks.proof", "--here", "--suite"]
-    code = runner.run_apart({suite.name: [*command, suite.name] for suite in chosen}, {}, None)
+    code = runner.run_apart({suite.name: [*command, suite.name] for suite in suites}, {}, None)
     for path in report.write():
         print(f"wrote {path}")
     return code

@@ -1,4 +1,4 @@
-"""The figures of adapters, and what they depend on."""
+"""The figures of adapters."""
 
 from functools import partial
 
@@ -14,16 +14,12 @@ from benchmarks.adapters import (
     tiers,
 )
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
-from benchmarks.evidence.sources import ADAPTERS, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
 
-HTTP = (*SERVER, *ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD)
-COST, STATISTICS = "benchmarks/adapters/cost.py", "benchmarks/evidence/statistics.py"
-
 most = partial(Figure, at_least=False)
-large = partial(Suite, sources=HTTP, model="random Llama, 200 M", dtype="bfloat16")
-tiny = partial(Suite, sources=HTTP, model="random Llama, tiny", dtype="float32")
+large = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
+tiny = partial(Suite, model="random Llama, tiny", dtype="float32")
 
 SUITES: tuple[Suite, ...] = (
     large("adapters-cost", cost.measure, cost.ROUNDS,
@@ -40,11 +36,10 @@ SUITES: tuple[Suite, ...] = (
           (most("time to first token of an activated LoRA over the base model, after 2048 tokens",
                 partial(activated.ratio, activated.ACTIVATED, activated.BASE), 1.15),
            Figure("time to first token of the same weights as LoRA over activated LoRA, after 2048 tokens",
-                  partial(activated.ratio, activated.PLAIN, activated.ACTIVATED), 20.0, unit="×")),
-          sources=(*HTTP, COST)),
+                  partial(activated.ratio, activated.PLAIN, activated.ACTIVATED), 20.0, unit="×"))),
     large("alora-mixed", activated.mixed, activated.MIXED_ROUNDS,
           (Figure("throughput of base, LoRA and activated LoRA in one batch over LoRA alone",
-                  partial(speedup, activated.MIXED, activated.LORA), 1.0),), sources=(*HTTP, COST)),
+                  partial(speedup, activated.MIXED, activated.LORA), 1.0),)),
     large("adapters-idle", cost.without, cost.IDLE_ROUNDS,
           (Figure("requests without an adapter, over a server without adapters", cost.idle_share, 0.99),)),
     large("adapters-peer", cost.against_vllm, cost.ROUNDS,
@@ -56,27 +51,24 @@ SUITES: tuple[Suite, ...] = (
                 loading.active_at_once),
            most("loading 64 adapters on an idle shard, over reading and checking them", loading.over_plain, 2.0),
            most("longest wait for an adapter while both cores are busy", loading.longest_wait, 5.0, unit="s",
-                over=Over.WORST)), sources=(*HTTP, "benchmarks/adapters/plain_reading.py", STATISTICS)),
+                over=Over.WORST))),
     large("adapters-tiers", tiers.measure, tiers.ROUNDS,
           (most("time to first token, adapter in host memory over resident", partial(tiers.over_resident, "host"), 1.3),
            most("time to first token, adapter on disk over resident", partial(tiers.over_resident, "disk"), 3.0),
            most("time to first token, adapter on disk over host memory", tiers.disk_over_host, 1.3))),
     large("adapters-flood", fairness.flood, fairness.FLOOD_ROUNDS,
           (most("p99 time to first token of other adapters during a flood, over without", fairness.others_wait, 1.5,
-                over=Over.POOLED),), sources=(*HTTP, STATISTICS)),
+                over=Over.POOLED),)),
     large("adapters-weights", fairness.weights, fairness.ROUNDS,
-          (most("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3),),
-          sources=(*HTTP, STATISTICS)),
+          (most("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3),)),
     large("adapters-catalogue", catalogue_check.measure, catalogue_check.ROUNDS,
-          (most("check of a catalogue of 200 adapters", partial(raw_value, "seconds"), 10.0, unit="s"),),
-          sources=(*ADAPTERS, *RANDOM_MODEL, *HTTP_LOAD, "tests/endurance/catalogue.py")),
+          (most("check of a catalogue of 200 adapters", partial(raw_value, "seconds"), 10.0, unit="s"),)),
     tiny("adapters-known", alias_memory.measure, 1,
          (most("router memory of 10 000 known aliases", alias_memory.added_mb, 50.0, unit="MB", over=Over.WORST),)),
     *(
         large(f"adapters-goodput-{count}", partial(goodput.measure, count), 1,
               (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
                       goodput.share_of_resident, 0.92, over=Over.WORST),),
-              sources=(*HTTP, COST, "benchmarks/adapters/tiers.py", "benchmarks/serving/open_loop.py", STATISTICS),
               void=goodput.void, options={"count": count})
         for count in (1000, 2000)
     ),

@@ -1,6 +1,6 @@
 """Measures the figures of the CUDA device at hand: groups of suites in a process each, ten minutes at most.
 
-    python -m benchmarks.cuda [--suite NAME …] [--again] [--out FOLDER] [--commit NAME] | --smoke | --list
+    python -m benchmarks.cuda [--suite NAME …] [--out FOLDER] [--commit NAME] | --smoke | --list
 
 Exit code 0: every target is reached. 3: some are missed. 1: something failed or took too long.
 """
@@ -20,7 +20,7 @@ SMOKE_RESULTS = results.RESULTS.parent / ".runs" / "cuda-smoke"
 
 
 def run_here(chosen: Sequence[Suite], setup: Setup, options: argparse.Namespace) -> int:
-    """All of these in this process, except those that are up to date."""
+    """All of these in this process."""
     from benchmarks.cuda import speeds  # torch
 
     folder = options.out or folder_of(setup)
@@ -28,9 +28,6 @@ def run_here(chosen: Sequence[Suite], setup: Setup, options: argparse.Namespace)
     shared = results.facts(options.commit, {"copy_gb_per_s": round(copy / 1e9, 1), **card(setup)})
     codes = [runner.HOLDS]
     for suite in chosen:
-        if not options.again and not results.out_of_date(suite, results.latest(folder)):
-            print(f"{suite.name}: up to date; --again measures it once more", flush=True)
-            continue
         code = runner.run(suite, shared, folder)
         codes.append(runner.HOLDS if code == runner.MISSED and setup.is_smoke else code)
     return runner.worst(codes)
@@ -66,7 +63,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
     arguments.add_suites(parser, suites(SMOKE))
     parser.add_argument("--smoke", action="store_true", help="every suite with tiny shapes on CPU: times mean nothing")
-    parser.add_argument("--again", action="store_true", help="measure also what is up to date")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--commit", default="", help="which this is an unchanged copy of, if there is no repository")
     parser.add_argument("--list", action="store_true", help="suites and figures")
@@ -83,7 +79,7 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.error("needs a CUDA device; --smoke runs every suite with tiny shapes on CPU")
     if options.here:
         return run_here(asked, setup, options)
-    passed = [f"--{name}" for name in ("smoke", "again") if getattr(options, name)]
+    passed = ["--smoke"] if options.smoke else []
     passed += ["--out", str(options.out.resolve())] if options.out else []
     passed += ["--commit", options.commit] if options.commit else []
     groups: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
 """The suites and figures of a CUDA device. Imports no torch, so that they can be listed anywhere."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -12,7 +12,6 @@ from benchmarks.evidence.figure import Cases, Figure, Over, Raw, Suite, raw_valu
 from benchmarks.load.rounds import speedup
 
 HEADS_BOUND, VERIFICATION_BOUND = 1.08, 1.10
-SOURCES = ("shard/**/*", "benchmarks/cuda/*.py", "benchmarks/models/*.py", "tests/shard/engine/harness.py")
 
 
 def suites(setup: Setup) -> tuple[Suite, ...]:
@@ -42,7 +41,7 @@ def _suite(name: str, setup: Setup, num_cases: int, measure: str, *more: Any, fi
         yield from _found(measure)(setup, *more)
 
     models = "random Llama 3.1 8B" if setup.is_cuda else "random Llama, tiny"
-    return Suite(name, cases, num_cases, tuple(figures), SOURCES, models, setup.dtype, options=asdict(setup))
+    return Suite(name, cases, num_cases, tuple(figures), models, setup.dtype, options=asdict(setup))
 
 
 def _bandwidth(setup: Setup) -> list[Suite]:
@@ -57,11 +56,10 @@ def _bandwidth(setup: Setup) -> list[Suite]:
 
 
 def _attention(setup: Setup) -> list[Suite]:
-    """Before the others, which run with the table that it writes. A change of the table alone does not repeat it."""
-    suite = _suite("attention", setup, len(sizes.limit_steps(setup)), "attention.measure_limits", figures=[
+    """Before the others, which run with the table that it writes."""
+    return [_suite("attention", setup, len(sizes.limit_steps(setup)), "attention.measure_limits", figures=[
         Figure("attention of prompts: triton's time over varlen's", _of("attention.triton_over_varlen"), unit="times"),
-    ])  # fmt: skip
-    return [replace(suite, sources=(*SOURCES, "!shard/attention/kernel_limits.json"))]
+    ])]  # fmt: skip
 
 
 def _decode(setup: Setup) -> list[Suite]:

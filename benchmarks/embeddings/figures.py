@@ -1,8 +1,7 @@
-"""The figures of embedding models, and what they depend on."""
+"""The figures of embedding models."""
 
 from benchmarks.embeddings import throughput
 from benchmarks.evidence.figure import Figure, Suite
-from benchmarks.evidence.sources import HTTP_LOAD, SERVER
 from benchmarks.load.peers import INFINITY_VERSION, SENTENCE_TRANSFORMERS_VERSION
 
 SUITES: tuple[Suite, ...] = (
@@ -10,7 +9,6 @@ SUITES: tuple[Suite, ...] = (
           (Figure("embeddings over sentence-transformers at its best batch size", throughput.over_sentence_transformers,
                   1.3, unit="×"),
            Figure("embeddings over infinity, 8 clients", throughput.over_infinity, 1.0, unit="×")),
-          (*SERVER, *HTTP_LOAD, "benchmarks/embeddings/throughput.py"),
           "random BERT, 13 M", "float32",
           f"sentence-transformers {SENTENCE_TRANSFORMERS_VERSION}, infinity {INFINITY_VERSION}"),
 )  # fmt: skip

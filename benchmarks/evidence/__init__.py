@@ -1,1 +1,1 @@
-"""Published figures: their definitions, how they follow from raw values, the code they depend on, and their results."""
+"""Published figures: their definitions, how they follow from raw values, and their results."""

@@ -1,7 +1,7 @@
 """Terms of the evidence: a case is one measured thing with its raw values, a suite measures cases together, and a
 figure is what follows from the cases of a suite, with the target it should reach.
 
-A suite declares the source files that its figures depend on. How anything is measured is the business of the suites.
+How anything is measured is the business of the suites.
 """
 
 import json
@@ -10,11 +10,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from benchmarks.evidence.sources import REPOSITORY
 from benchmarks.evidence.statistics import Estimate, bootstrap, median_of
 
 Raw = Mapping[str, Any]
@@ -88,10 +85,6 @@ class Suite:
     measure: Callable[[], Cases]
     num_cases: int
     figures: tuple[Figure, ...]
-    sources: tuple[str, ...]
-    """Globs of the files that the figures depend on besides the module that measures, relative to the repository; `!`
-    excludes.
-    """
     model: str = ""
     dtype: str = ""
     peer: str = ""
@@ -112,19 +105,10 @@ class Suite:
     @property
     def settings(self) -> dict[str, Any]:
         """The constants of the module that measures: lengths, rounds, seeds, flags."""
-        constants = vars(self._module).items()
+        measure = self.measure.func if isinstance(self.measure, partial) else self.measure
+        constants = vars(sys.modules[measure.__module__]).items()
         plain = {name.lower(): value for name, value in constants if name.isupper() and _is_plain(value)}
         return dict(json.loads(json.dumps({**plain, **self.options})))
-
-    @property
-    def all_sources(self) -> tuple[str, ...]:
-        """The globs, and the module that measures."""
-        return (*self.sources, str(Path(str(self._module.__file__)).relative_to(REPOSITORY)))
-
-    @property
-    def _module(self) -> ModuleType:
-        measure = self.measure.func if isinstance(self.measure, partial) else self.measure
-        return sys.modules[measure.__module__]
 
 
 def _is_plain(value: object) -> bool:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.figure import Case, Figure, Raw, Suite, status
-from benchmarks.evidence.sources import REPOSITORY, digest
 from benchmarks.evidence.statistics import percentile
 
-RESULTS = Path(__file__).parents[1] / "results"
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 CODE = ("--", ".", ":!benchmarks/results")
 """Arguments of git: all files but results."""
 VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy", "triton")
@@ -109,7 +109,6 @@ def result_of(figure: Figure, suite: Suite, cases: Sequence[Case], shared: Mappi
         "dtype": suite.dtype,
         "peer": suite.peer,
         "settings": suite.settings,
-        "hash": digest(suite.all_sources),
         **shared,
     }
 
@@ -168,16 +167,3 @@ def latest(folder: Path = RESULTS) -> dict[str, Result]:
     """The latest result of each figure, by name."""
     found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
     return {result["figure"]: result for result in found}
-
-
-def out_of_date(suite: Suite, known: Mapping[str, Result]) -> str:
-    """Why a suite's figures have to be measured again, or an empty text."""
-    results = [known.get(figure.name) for figure in suite.figures]
-    if None in results:
-        return "never measured"
-    stated = [result for result in results if result is not None]
-    if any(result["status"] == "failed" for result in stated):
-        return "failed"
-    if any(result["settings"] != suite.settings for result in stated):
-        return "settings changed"
-    return "" if {result["hash"] for result in stated} == {digest(suite.all_sources)} else "code changed"

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from benchmarks.evidence import results
 from benchmarks.evidence.figure import Case, Cases, Suite
-from benchmarks.evidence.results import Result
-from benchmarks.evidence.sources import REPOSITORY
+from benchmarks.evidence.results import REPOSITORY, Result
 
 HOLDS, FAILED, MISSED = 0, 1, 3
 """Exit codes: every target is reached, something failed, some targets are missed."""

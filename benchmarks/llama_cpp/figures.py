@@ -1,17 +1,14 @@
-"""The figures next to llama.cpp, and what they depend on."""
+"""The figures next to llama.cpp."""
 
 from functools import partial
 
 from benchmarks.evidence.figure import Figure, Suite
-from benchmarks.evidence.sources import ADAPTERS, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.llama_cpp import served
 from benchmarks.llama_cpp.build import VERSION
 from benchmarks.load.rounds import speedup
 
 LLAMA = "random Llama, 200 M"
 PEER = f"llama.cpp of llama-cpp-python {VERSION}"
-SOURCES = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD, "benchmarks/llama_cpp/*.py", "benchmarks/serving/closed_loop.py",
-           "benchmarks/serving/machine.py", "tests/shard/model/gguf/files.py")  # fmt: skip
 TARGETS: dict[int, dict[str, float | None]] = {
     1: {"int8": 1.6, "int4": 1.4},
     8: {"int8": 2.8, "int4": 1.7},
@@ -26,7 +23,7 @@ def _closed(clients: int) -> Suite:
                TARGETS[clients][ours], unit="×")
         for ours, theirs in served.PAIRS.items()
     )  # fmt: skip
-    return Suite(f"llama-cpp-{clients}", partial(served.measure, clients), served.ROUNDS, figures, SOURCES, LLAMA,
+    return Suite(f"llama-cpp-{clients}", partial(served.measure, clients), served.ROUNDS, figures, LLAMA,
                  "int8, int4", PEER)  # fmt: skip
 
 
@@ -35,5 +32,5 @@ SUITES: tuple[Suite, ...] = (
     Suite("llama-cpp-adapters", served.adapters, served.ROUNDS,
           (Figure("8 adapters in bfloat16 over llama.cpp", partial(speedup, "bfloat16", "BF16"), 4.0, unit="×"),
            Figure("8 adapters in int8 over llama.cpp's Q8_0", partial(speedup, "int8", "Q8_0"), 4.0, unit="×")),
-          (*SOURCES, *ADAPTERS), LLAMA, "bfloat16, int8", PEER),
+          LLAMA, "bfloat16, int8", PEER),
 )  # fmt: skip

@@ -1,15 +1,13 @@
-"""The figures of the router by itself, and what they depend on."""
+"""The figures of the router by itself."""
 
 from functools import partial
 
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
-from benchmarks.evidence.sources import ROUTER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.router import clients, four_shards, observed, throughput
 
-SOURCES = (*ROUTER, "benchmarks/router/throughput.py", "benchmarks/load/servers.py", "tests/router/simulated_shard.py")
 most = partial(Figure, at_least=False)
-simulated = partial(Suite, sources=SOURCES, model="simulated shard")
+simulated = partial(Suite, model="simulated shard")
 GENERATORS = {clients.GO: "a client in Go", clients.VLLM: f"vllm bench serve {VLLM_VERSION}"}
 VALUES = dict(
     zip(clients.VALUES, ("tokens/s", "median time to first token", "median inter-token latency"), strict=True)
@@ -28,12 +26,10 @@ SUITES: tuple[Suite, ...] = (
               (most("processor time of ten viewers of the live view", observed.cost_of_viewers, 0.01,
                     unit="of the router's"),
                most("processor time of traces that are not sampled", observed.cost_of_traces, 0.01,
-                    unit="of the router's")), sources=(*SOURCES, "benchmarks/router/accounted.py",
-                                             "benchmarks/router/four_shards.py")),
+                    unit="of the router's"))),
     simulated("router-clients", clients.measure, clients.ROUNDS,
               tuple(most(f"{label} that lorikeet-bench measures, over {name}, from 1",
                          partial(clients.distance, value, generator), 0.03, over=Over.POOLED)
                     for generator, name in GENERATORS.items() for value, label in VALUES.items()),
-              sources=(*SOURCES, "benchmarks/load/peers.py", "launcher/bench/*.py", "tests/benchmarks/sse_client.go"),
               peer="a client in Go, vllm bench serve"),
 )  # fmt: skip

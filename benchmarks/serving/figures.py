@@ -1,9 +1,8 @@
-"""The figures of whole servers, and what they depend on."""
+"""The figures of whole servers."""
 
 from functools import partial
 
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
-from benchmarks.evidence.sources import HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, first_token, speedup
 from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, overload, start, transformers_peer
@@ -12,10 +11,8 @@ TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
 FIRST_TOKEN_OVER_VLLM = {32: 1.0}
 """Targets by clients."""
-HTTP = (*SERVER, *RANDOM_MODEL, *HTTP_LOAD)
-CLOSED = (*HTTP, "benchmarks/serving/closed_loop.py", "benchmarks/serving/machine.py")
 
-served = partial(Suite, sources=HTTP, model="random Llama, 200 M", dtype="bfloat16")
+served = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
 next_to_vllm = partial(served, peer=f"vLLM {VLLM_VERSION} (CPU)")
 most = partial(Figure, at_least=False)
 
@@ -29,8 +26,7 @@ def _closed(clients: int) -> Suite:
              FIRST_TOKEN_OVER_VLLM.get(clients)),
     )  # fmt: skip
     return next_to_vllm(
-        f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS, figures,
-        sources=CLOSED, void=closed_loop.void,
+        f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS, figures, void=closed_loop.void,
     )  # fmt: skip
 
 
@@ -39,7 +35,7 @@ def _next_to_a_neighbour(clients: int) -> Suite:
     return next_to_vllm(
         f"neighbour-{clients}", partial(neighbour.measure, clients), neighbour.ROUNDS,
         (Figure(f"throughput over vLLM next to a process that takes half a core, {clients} {word}",
-                partial(speedup, OURS, VLLM), 1.0, unit="×"),), sources=CLOSED,
+                partial(speedup, OURS, VLLM), 1.0, unit="×"),),
     )  # fmt: skip
 
 
@@ -57,10 +53,9 @@ SUITES: tuple[Suite, ...] = (
                    unit="×"),), peer="transformers"),
     Suite("start", start.measure, start.ROUNDS,
           (most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),),
-          (*SERVER, "benchmarks/load/servers.py"), "embedded model", "bfloat16"),
+          "embedded model", "bfloat16"),
     Suite("clone", fresh_clone.measure, 1,
-          (most("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, unit="s", over=Over.WORST),),
-          ("tests/**/*.py", "pyproject.toml", "Makefile", "benchmarks/load/servers.py")),
+          (most("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, unit="s", over=Over.WORST),)),
     served("overload", overload.measure, overload.ROUNDS,
            (most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
             Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9))),

@@ -1,21 +1,15 @@
-"""The figures of speculative decoding, and what they depend on."""
+"""The figures of speculative decoding."""
 
 from functools import partial
 
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
-from benchmarks.evidence.sources import ADAPTERS, EMBEDDED_MODEL, ENGINE, HTTP_LOAD, RANDOM_MODEL, SERVER
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
 from benchmarks.speculation import counts, heads, history, learning, lookup, speed
 
-FAMILY = (*SERVER, *ADAPTERS, *EMBEDDED_MODEL, *HTTP_LOAD, "tests/oracles/*.py")
-LEARNING = (*FAMILY, "adapters/medusa/*.py", "demo/training/heads.py")
-TIMED = (*ENGINE, *RANDOM_MODEL, "benchmarks/speculation/timed_pair.py", "benchmarks/speculation/synthetic_draft.py",
-         "tests/oracles/replay.py", "tests/shard/engine/harness.py", *HTTP_LOAD)  # fmt: skip
-
 most = partial(Figure, at_least=False)
-embedded = partial(Suite, sources=FAMILY, model="embedded model", dtype="float32")
-timed = partial(Suite, sources=TIMED, model="random Llama, 200 M", dtype="bfloat16")
+embedded = partial(Suite, model="embedded model", dtype="float32")
+timed = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
 
 
 def _schedule(load: int) -> tuple[Suite, Suite]:
@@ -66,10 +60,10 @@ SUITES: tuple[Suite, ...] = (
               Figure("throughput with learning over without, half of capacity",
                      partial(speedup, learning.ON, learning.OFF), 0.97, over=Over.WORST),
               most("texts that learning changed", partial(raw_value, "differing_texts"), 0.0, over=Over.WORST),
-              Figure("processor that trainings got", learning.trainer_share, over=Over.WORST)), sources=LEARNING),
+              Figure("processor that trainings got", learning.trainer_share, over=Over.WORST))),
     embedded("learning-poison", learning.poison, learning.ROUNDS,
              (Figure("a tenant's throughput next to another one's flood, with learning over without",
-                     partial(speedup, learning.ON, learning.OFF), 0.97),), sources=LEARNING),
+                     partial(speedup, learning.ON, learning.OFF), 0.97),)),
     timed("speculation-speed", speed.measure, speed.ROUNDS,
           (most("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15),
            most("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30),
@@ -91,5 +85,5 @@ SUITES: tuple[Suite, ...] = (
     timed("speculation-heads-cost", heads.measure, heads.ROUNDS,
           (most("step with three Medusa heads over a plain one", partial(heads.over_plain, "one"), 1.10),
            most("step of four requests with four sets of heads over a plain one", partial(heads.over_plain, "four"),
-                1.15)), sources=(*ENGINE, *RANDOM_MODEL, *HTTP_LOAD)),
+                1.15))),
 )  # fmt: skip

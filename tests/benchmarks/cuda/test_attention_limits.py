@@ -2,9 +2,7 @@
 
 from benchmarks.cuda.attention import limits_of
 from benchmarks.cuda.setup import SMOKE, Setup, limit_steps
-from benchmarks.cuda.suites import SOURCES, suites
-from benchmarks.evidence.sources import REPOSITORY, files_of
-from lorikeet.shard.attention.kernel_limits import FILE, Limit
+from lorikeet.shard.attention.kernel_limits import Limit
 
 
 def times(triton: float, varlen: float) -> dict[str, float]:
@@ -27,10 +25,3 @@ def test_the_grid_has_every_query_length_up_to_every_context() -> None:
     pairs = [(step.tokens, step.context) for step in limit_steps(Setup())]
     assert len(pairs) == len(set(pairs)) == 2 + 5 + 5 and all(query <= context for query, context in pairs)
     assert all(step.requests == 1 for step in limit_steps(Setup())) and limit_steps(SMOKE)
-
-
-def test_a_new_table_does_not_make_its_own_measurement_out_of_date() -> None:
-    path = REPOSITORY / "shard" / "attention" / FILE.name
-    assert path in files_of(SOURCES)
-    [suite] = [suite for suite in suites(Setup()) if suite.name == "attention"]
-    assert path not in files_of(suite.sources)

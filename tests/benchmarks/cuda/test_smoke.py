@@ -33,16 +33,6 @@ def test_a_suite_is_measured_and_written(name: str, tmp_path: Path) -> None:
     assert all(each["commit"] == "c0ffee" and each["machine"]["copy_gb_per_s"] > 0 for each in found.values())
 
 
-def test_a_suite_that_is_up_to_date_is_skipped_unless_asked_for(tmp_path: Path) -> None:
-    options = ("--here", "--suite", "bandwidth")
-    run(tmp_path, *options)
-    count = len(list(results.archived(tmp_path)))
-    run(tmp_path, *options)
-    assert len(list(results.archived(tmp_path))) == count
-    run(tmp_path, *options, "--again")
-    assert len(list(results.archived(tmp_path))) == 2 * count
-
-
 @pytest.mark.device
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_suite_in_a_process_of_its_own(group: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def state(
 ) -> tuple[str, float | None]:
     figure = Figure("a figure", lambda raw: float(raw["x"]), target, at_least, over=over)
     nothing: Any = lambda: iter(())
-    suite = Suite("a suite", nothing, 8, (figure,), (), void=lambda raws: void)
+    suite = Suite("a suite", nothing, 8, (figure,), void=lambda raws: void)
     got, _, estimate = status(figure, suite, found)
     return got, None if estimate is None else estimate.median
 

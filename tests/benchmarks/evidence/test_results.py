@@ -12,7 +12,7 @@ import pytest
 from benchmarks import catalogue, proof, report
 from benchmarks.evidence import results, runner
 from benchmarks.evidence.figure import Case, Figure, Suite, raw_value
-from benchmarks.evidence.sources import REPOSITORY, digest, files_of
+from benchmarks.evidence.results import REPOSITORY
 
 SHARED = {"commit": "c0ffee", "changed": [], "date": "2026-01-02T03:04:05+00:00", "machine": {}, "versions": {}}
 MOST_BYTES = 300_000
@@ -27,8 +27,7 @@ class Measured:
         self.num_closed = 0
         self.folder = folder
         figure = Figure("made up", partial(raw_value, "x"), 1.0)
-        source = "tests/benchmarks/evidence/test_results.py"
-        self.suite = Suite("suite", self.measure, 4, (figure,), (source,), "a model", "float32")  # type: ignore[arg-type]
+        self.suite = Suite("suite", self.measure, 4, (figure,), "a model", "float32")  # type: ignore[arg-type]
 
     def measure(self) -> Iterator[Case]:
         try:
@@ -55,7 +54,7 @@ def test_a_run_is_written_small_and_archived_with_its_cases(measured: Measured) 
     assert measured.run() == runner.HOLDS
     found = measured.latest()
     assert (found["status"], found["rounds"], found["median"], found["commit"]) == ("holds", 4, 2.15, "c0ffee")
-    assert "cases" not in found and found["hash"] == digest(measured.suite.all_sources)
+    assert "cases" not in found
     row, cases = results.archived(measured.folder)
     assert row == found
     assert [case["raw"]["x"] for case in cases["cases"]] == [2.0, 2.1, 2.2, 2.3]
@@ -66,7 +65,6 @@ def test_a_broken_run_is_a_result_and_stays_in_the_archive(measured: Measured) -
     assert measured.run() == runner.FAILED
     assert (measured.latest()["status"], measured.num_closed) == ("failed", 1)
     assert "the server ended" in measured.latest()["reason"]
-    assert results.out_of_date(measured.suite, results.latest(measured.folder)) == "failed"
     measured.breaks_at = -1
     assert measured.run() == runner.HOLDS
     states = [row["status"] for row in results.archived(measured.folder) if "figure" in row]
@@ -80,15 +78,6 @@ def test_a_void_run_is_archived_alone(measured: Measured) -> None:
     assert measured.latest()["status"] == "holds"
     states = [row["status"] for row in results.archived(measured.folder) if "figure" in row]
     assert states == ["holds", "void"]
-
-
-def test_other_code_and_other_settings_are_out_of_date(measured: Measured) -> None:
-    assert results.out_of_date(measured.suite, {}) == "never measured"
-    measured.run()
-    known = results.latest(measured.folder)
-    assert results.out_of_date(measured.suite, known) == ""
-    assert results.out_of_date(replace(measured.suite, options={"length": 4}), known) == "settings changed"
-    assert results.out_of_date(measured.suite, {"made up": {**known["made up"], "hash": None}}) == "code changed"
 
 
 def test_settings_do_not_depend_on_the_folder_of_the_checkout() -> None:
@@ -131,10 +120,9 @@ def test_current_results_are_small_and_belong_to_figures() -> None:
     }
 
 
-def test_figures_have_different_files_and_suites_have_sources() -> None:
+def test_figures_have_different_files() -> None:
     names = [figure.name for suite in catalogue.SUITES for figure in suite.figures]
     assert len({results.slug(name) for name in names}) == len(names)
-    assert all(files_of(suite.all_sources) for suite in catalogue.SUITES)
 
 
 def test_the_archive_keeps_every_miss_and_void_run() -> None:
@@ -143,28 +131,31 @@ def test_the_archive_keeps_every_miss_and_void_run() -> None:
     assert (len(rows), states.count("missed"), states.count("void"), states.count("failed")) == (319, 16, 14, 6)
 
 
-def test_what_is_out_of_date_is_listed_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
-    known = results.latest()
-    chosen = proof.plan(catalogue.SUITES[:2], known, is_all=True)
-    assert chosen == list(catalogue.SUITES[:2])
-    assert re.search(r"2 of 2 suites, about \d+ min", capsys.readouterr().out)
+def test_suites_are_listed_with_their_durations_and_dates(measured: Measured) -> None:
+    assert proof.listed([measured.suite], {}) == "suite\n    made up: never measured"
+    measured.run()
+    known = results.latest(measured.folder)
+    assert proof.listed([measured.suite], known) == "suite (0 s)\n    made up: holds, 2026-01-02"
+
+
+def test_nothing_is_measured_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert proof.main([]) == 0
+    assert re.search(r"^closed-8 \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_pages_show_the_latest_results() -> None:
-    """Without the mark of figures whose code has changed: changes of code are no failure of a test."""
     known = report.latest()
-    pages = {report.PAGE: report.page(known, frozenset()), report.README: ""}
+    pages = {report.PAGE: report.page(known), report.README: ""}
     readme = report.README.read_text()
-    pages[report.README] = report.readme(readme, known, frozenset())
+    pages[report.README] = report.readme(readme, known)
     for path, wanted in pages.items():
-        shown = path.read_text().replace(report.OLD, "")
-        assert shown == wanted.replace(report.OLD, ""), f"{path.relative_to(REPOSITORY)}: python -m benchmarks.report"
+        assert path.read_text() == wanted, f"{path.relative_to(REPOSITORY)}: python -m benchmarks.report"
 
 
 def test_readme_shows_ten_figures_at_most_and_the_page_misses_first() -> None:
     assert len(report.SHOWN) <= 10
     assert set(report.SHOWN) <= results.latest().keys()
-    page = report.page(report.latest(), frozenset())
+    page = report.page(report.latest())
     assert page.index("## Missed") < page.index("## All others")
 
 
@@ -182,10 +173,8 @@ def test_a_figure_is_shown_with_where_and_when_it_was_measured(measured: Measure
     measured.run()
     result = {**measured.latest(), "machine": MACHINE}
     letters = report.machines([result])
-    text = " | ".join(report.cells(result, frozenset({"made up"}), letters))
-    assert (
-        text == f"made up | 2.15 | 2 – 2.3 | ≥ 1 | holds | a model, float32 | – | A | 2026-01-02{report.OLD} | `c0ffee`"
-    )
+    text = " | ".join(report.cells(result, letters))
+    assert text == "made up | 2.15 | 2 – 2.3 | ≥ 1 | holds | a model, float32 | – | A | 2026-01-02 | `c0ffee`"
     assert report.legend(letters) == "- Machine A: a processor, 2 cores, 2 GiB\n"
 
 
@@ -194,12 +183,12 @@ def test_a_figure_without_a_target_is_measured_or_failed(measured: Measured, bre
     measured.breaks_at = breaks_at
     measured.run()
     result = {**measured.latest(), "machine": MACHINE, "target": None}
-    assert report.cells(result, frozenset(), report.machines([result]))[4] == status
+    assert report.cells(result, report.machines([result]))[4] == status
 
 
 def test_readme_needs_its_markers() -> None:
     with pytest.raises(ValueError, match="README needs"):
-        report.readme("no markers", {}, frozenset())
+        report.readme("no markers", {})
 
 
 @pytest.mark.parametrize(
