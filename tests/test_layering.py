@@ -65,7 +65,6 @@ SHORT = {
     "proto/base_files.py": SHARED,
     "proto/config_file.py": SHARED,
     "proto/digest.py": SHARED,
-    "proto/memory.py": SHARED,
     "proto/numbers.py": SHARED,
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,

@@ -8,7 +8,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from lorikeet.proto.memory import return_freed_memory
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
 
 MAX_WAIT_S = 10.0

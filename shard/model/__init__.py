@@ -6,8 +6,8 @@ from typing import Any
 import structlog
 import torch
 
-from lorikeet.proto.memory import return_freed_memory
 from lorikeet.proto.pooling import PooledModel
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.proto.quantization import activations_of, describe, multiplies_integers
 from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from lorikeet.proto.memory import return_freed_memory
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
 from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight, row_ranges

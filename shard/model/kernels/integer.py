@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from lorikeet.proto.memory import return_freed_memory
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
 from lorikeet.shard.system import gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.proto.memory import return_freed_memory
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
 from lorikeet.router.schemas import body_memory
 from lorikeet.router.schemas.body_memory import MAX_WAITING_PER_CALLER, SETTLED_BYTES, SMALL_BYTES, BodyMemory
