@@ -125,6 +125,7 @@ docs: $(VENV)/.installed
 	$(PY) -m lorikeet.launcher.config.reference > docs/launcher.md
 	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
 	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
+	$(PY) -m lorikeet.proto.draft_sources > docs/reference/draft-sources.md
 	$(PY) deploy/monitoring/dashboards.py
 
 # The documentation as a site, in build/site.

@@ -9,6 +9,7 @@ from typing import Any
 
 from lorikeet.launcher.cli import provenance
 from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
+from lorikeet.proto.draft_sources import methods
 
 _REQUEST = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos_token"),
@@ -73,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     request.add_argument("--adapter-source", help="hub, local or s3")
     request.add_argument("--heads-id", help="Medusa heads in addition to the adapter")
     request.add_argument("-g", "--speculative-tokens", "--gamma", type=int, help="draft tokens per step")
-    request.add_argument("--speculative-method", help="auto, lookup, medusa, draft or off")
+    request.add_argument("--speculative-method", help=f"one of {', '.join(methods())}")
     request.add_argument("--speculative-schedule", help="constant, heuristic or auto")
     request.add_argument(
         "--speculative-verification", "--speculative-verify", help="shared-noise or rejection (google, deepmind)"

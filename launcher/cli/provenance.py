@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lorikeet.launcher.cli.client import Token
+from lorikeet.proto.draft_sources import BY_VALUE
 
 _RESET = "\x1b[0m"
 COLOURS = {
     "prefill": "\x1b[32m",
     "target": "\x1b[35m",
-    "lookup": "\x1b[33m",
-    "medusa": "\x1b[36m",
-    "draft": "\x1b[31m",
+    **{row.name: f"\x1b[{row.colours.terminal}m" for row in BY_VALUE.values()},
     "resample": "\x1b[34m",
     "bonus": "\x1b[95m",
 }

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import ALL_HEADS, SOURCE_NAMES, Chunk, FinishReason, Token
+from lorikeet.router.requests.types import ALL_HEADS, Chunk, FinishReason, Token
 
 Alternatives = list[tuple[int, str, float]]
 

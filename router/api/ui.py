@@ -3,12 +3,15 @@
 Links in it are relative, so that it works behind a path prefix; it loads nothing from other hosts.
 """
 
+import json
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+
+from lorikeet.proto.draft_sources import BY_VALUE, methods
 
 PATH, FOLDER_PATH = "/ui", "/ui/assets/"
 _FOLDER = Path(__file__).parent.parent / "ui"
@@ -57,6 +60,39 @@ async def page(request: Request) -> Response:
     return FileResponse(_FOLDER / "index.html", headers={**_HEADERS, "vary": "accept"})
 
 
+def _script() -> str:
+    sources = {"target": ["Model", "computed by the model itself"]}
+    sources |= {row.name: [row.name.capitalize(), row.meaning] for row in BY_VALUE.values()}
+    labels = {"auto": "Automatic", "off": "Off"} | {row.name: row.label for row in BY_VALUE.values()}
+    names = [[method, labels[method]] for method in methods()]
+    return f"export const SOURCES = {json.dumps(sources)};\nexport const METHODS = {json.dumps(names)};\n"
+
+
+def _style() -> str:
+    light = dark = rules = ""
+    for name, colours in ((row.name, row.colours) for row in BY_VALUE.values()):
+        light += f" --{name}: {colours.fill}; --{name}-line: {colours.line};"
+        dark += f" --{name}: {colours.dark_fill}; --{name}-line: {colours.dark_line};"
+        rules += (
+            f".token.{name} {{ background: var(--{name}); box-shadow: inset 0 -2px var(--{name}-line); }}\n"
+            f".swatch.{name} {{ background: var(--{name}); border-color: var(--{name}-line); }}\n"
+            f".parts .{name} {{ background: var(--{name}-line); }}\n"
+        )
+    return f':root {{{light} }}\n:root[data-theme="dark"] {{{dark} }}\n{rules}'
+
+
+async def sources_script(request: Request) -> Response:
+    """Names of the draft sources and methods, for the page's scripts."""
+    return Response(_script(), headers=_HEADERS, media_type="text/javascript")
+
+
+async def sources_style(request: Request) -> Response:
+    """Colours of the draft sources."""
+    return Response(_style(), headers=_HEADERS, media_type="text/css")
+
+
 def page_routes() -> list[BaseRoute]:
     """The page and its files."""
-    return [Mount(FOLDER_PATH.rstrip("/"), _Files(directory=_FOLDER)), Route(PATH, page)]
+    made = [Route("/sources.js", sources_script), Route("/sources.css", sources_style)]
+    files = [*made, Mount("/", _Files(directory=_FOLDER))]
+    return [Mount(FOLDER_PATH.rstrip("/"), routes=files), Route(PATH, page)]

@@ -1,6 +1,6 @@
 """Metrics of speculative decoding: draft tokens, steps and seconds by method and adapter.
 
-Bounded: there are five methods, and adapters have the labels of the adapter metrics.
+Bounded: a method is a draft source, and adapters have the labels of the adapter metrics.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,12 +9,10 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.metrics.histogram import counter_family
-from lorikeet.router.requests.speculation_stats import VERIFIED, num_emitted
-from lorikeet.router.requests.types import DRAFT_SOURCES, SOURCE_NAMES
+from lorikeet.router.requests.speculation_stats import is_verified, num_emitted
 
-METHODS: dict[int, str] = {source: SOURCE_NAMES[source] for source in DRAFT_SOURCES}
-"""In the order in which the wire counts drafts."""
 PHASES = ("draft", "verify", "accept")
 BASE = "__base_model__"
 """The label of requests without an adapter."""
@@ -44,13 +42,13 @@ class SpeculationMetrics:
         kept = output.sources[:num_kept]
         num_accepted, num_steps = num_emitted(output, num_kept), num_verified(output)
         seconds = (output.draft_seconds, output.verify_seconds, output.accept_seconds)
-        for (source, method), drafted in zip(METHODS.items(), output.num_drafted, strict=False):
+        for row, drafted in zip(BY_VALUE.values(), output.num_drafted, strict=False):
             if not drafted:
                 continue
-            key, is_only = (method, adapter), drafted == num_drafted
+            key, is_only = (row.name, adapter), drafted == num_drafted
             share = drafted / num_drafted
             self._add("drafted_tokens", key, drafted)
-            self._add("accepted_tokens", key, num_accepted if is_only else kept.count(source))
+            self._add("accepted_tokens", key, num_accepted if is_only else kept.count(row.value))
             self._add("steps", key, num_steps * share)
             for phase, spent in zip(PHASES, seconds, strict=True):
                 self._add(phase, key, spent * share)
@@ -86,8 +84,8 @@ def accepted_positions(sources: Iterable[int], ends: bytes) -> Iterator[tuple[st
     """Each accepted draft token of an output: its method, and its position in the step."""
     position = 0
     for source, is_last in zip(sources, ends, strict=False):
-        if source in METHODS:
-            yield METHODS[source], position
+        if (row := BY_VALUE.get(source)) is not None:
+            yield row.name, position
         position = 0 if is_last else position + 1
 
 
@@ -97,4 +95,4 @@ def num_verified(output: pb.RequestOutput) -> int:
     At least one for an output with draft tokens: a step may also end with the first output token.
     """
     steps = zip(output.sources, output.step_ends, strict=False)
-    return max(1, sum(bool(is_last) and source in VERIFIED for source, is_last in steps))
+    return max(1, sum(bool(is_last) and is_verified(source) for source, is_last in steps))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.adapter_content import ResolvedAdapters
@@ -21,7 +22,6 @@ from lorikeet.router.text.reasoning import AnswerFinder, Part
 from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
-_LAST_SOURCE = max(pb.Source.values())
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
 
 
@@ -188,8 +188,8 @@ class Generation:
         The reader is not woken: call `wake` once no more output is at hand. Raises for an output that is malformed.
         """
         ids, sources = list(output.token_ids), output.sources
-        if sources and max(sources) > _LAST_SOURCE:
-            raise ValueError(f"{max(sources)} is not a token source")
+        if unknown := set(sources) - SOURCE_NAMES.keys():
+            raise ValueError(f"{max(unknown)} is not a token source")
         if self._prefill is not None:
             if len(output.prefill_alternative_ids) != len(output.prefill_alternative_logprobs):
                 raise ValueError("alternatives and their log probabilities differ in number")

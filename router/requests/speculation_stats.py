@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.requests.types import DRAFT_SOURCES
+from lorikeet.proto.draft_sources import BY_VALUE
 
-VERIFIED = frozenset({pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS, *DRAFT_SOURCES})
-"""Sources of tokens of a step that verified draft tokens."""
+
+def is_verified(source: int) -> bool:
+    """Whether a token with this source is of a step that verified draft tokens."""
+    return source in (pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS) or source in BY_VALUE
 
 
 @dataclass(slots=True)
@@ -49,8 +51,8 @@ def _accepted_by_step(output: pb.RequestOutput, num_kept: int) -> Iterator[int]:
     for index, source in enumerate(output.sources[:num_kept]):
         num_tokens += 1
         if output.step_ends[index] or index + 1 == num_kept:
-            if source in VERIFIED:
-                yield num_tokens - (source not in DRAFT_SOURCES)
+            if is_verified(source):
+                yield num_tokens - (source not in BY_VALUE)
             num_tokens = 0
 
 
@@ -60,4 +62,4 @@ def num_emitted(output: pb.RequestOutput, num_kept: int) -> int:
     Derived from the shard's count, because an accepted draft token that is the first output token has the source
     `prefill`.
     """
-    return output.num_accepted - sum(source in DRAFT_SOURCES for source in output.sources[num_kept:])
+    return output.num_accepted - sum(source in BY_VALUE for source in output.sources[num_kept:])

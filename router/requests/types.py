@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.text.reasoning import Reasoning
 
@@ -78,11 +77,6 @@ class Speculation:
 NO_SPECULATION = Speculation()
 ALL_HEADS = 255
 """`num_heads` that uses every head."""
-
-SOURCE_NAMES = tuple(pb.Source.Name(value).removeprefix("SOURCE_").lower() for value in sorted(pb.Source.values()))
-"""Names of a token's source, indexed by the value of the wire's enumeration."""
-DRAFT_SOURCES = (pb.SOURCE_LOOKUP, pb.SOURCE_MEDUSA, pb.SOURCE_DRAFT, pb.SOURCE_GRAMMAR, pb.SOURCE_HISTORY)
-"""Sources of accepted draft tokens, in the order in which the wire counts drafts."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +190,7 @@ class Token:
     skipped: bool
     """Emitted by the same step as the token before it."""
     source: int
-    """An index into SOURCE_NAMES."""
+    """A key of `SOURCE_NAMES` in lorikeet/proto/draft_sources.py."""
     alternatives: list[tuple[int, str, float]] | None = None
     hidden: bool = False
     """Whether its text is left out of the generated text."""

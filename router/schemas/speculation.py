@@ -6,13 +6,14 @@ Speculation never changes the distribution of a text, so nothing here is about s
 from dataclasses import dataclass
 from typing import Any
 
+from lorikeet.proto.draft_sources import methods
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonType
 from lorikeet.router.requests.types import ALL_HEADS, NO_SPECULATION, Speculation
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
-METHODS = {"auto": "auto", "lookup": "lookup", "ngram": "lookup", "medusa": "medusa", "draft": "draft", "off": "off"}
+METHODS = {name: name for name in methods()} | {"ngram": "lookup"}
 SCHEDULES = ("constant", "heuristic", "auto")
 VERIFICATIONS = {"shared-noise": "shared-noise", **dict.fromkeys(("rejection", "google", "deepmind"), "rejection")}
 """Google's and DeepMind's papers have the same rule (Leviathan et al. 2023; Chen et al. 2023)."""

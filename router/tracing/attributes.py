@@ -7,9 +7,10 @@ The GenAI conventions are still in development and no longer part of the Python 
 from collections.abc import Iterator
 from typing import Any
 
+from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.timeline import StepEvent
-from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest
+from lorikeet.router.requests.types import GenerationRequest
 
 Attributes = dict[str, Any]
 

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.batch.device_tokens import DeviceTokens
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.drafts.device_drafts import NO_TOKEN, StepDrafts
 from lorikeet.shard.engine.timing import Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks
-from lorikeet.shard.grpc.outbox import DRAFTED, Details, Output
+from lorikeet.shard.grpc.outbox import Details, Output
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
@@ -74,7 +75,7 @@ class Part(NamedTuple):
             finish_reason=request.finish_reason,
         )
         if item.draft_ids:
-            output.num_drafted = tuple(len(item.draft_ids) if item.source is source else 0 for source in DRAFTED)
+            output.num_drafted = tuple(len(item.draft_ids) if item.source == source else 0 for source in BY_VALUE)
             output.num_accepted = num_accepted(item, token_ids)
             output.seconds = seconds
         if params.alternatives:

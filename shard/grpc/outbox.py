@@ -12,13 +12,10 @@ from operator import add
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason
-from lorikeet.shard.scheduler.speculation.types import Source
 
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""
 NO_SECONDS = (0.0, 0.0, 0.0)
-DRAFTED = (Source.LOOKUP, Source.MEDUSA, Source.DRAFT, Source.GRAMMAR, Source.HISTORY)
-"""Draft sources in the order of the wire's draft counts."""
 
 
 @dataclass(slots=True)
@@ -71,7 +68,7 @@ class Output:
     details: Details | None = None
     num_cached: int = 0
     num_drafted: tuple[int, ...] = ()
-    """Drafts verified, in the order of DRAFTED; empty for none."""
+    """Drafts verified, in the order of the rows of lorikeet/proto/draft_sources.py; empty for none."""
     num_accepted: int = 0
     seconds: tuple[float, float, float] = NO_SECONDS
     """Time spent proposing, verifying and accepting, in the steps that verified drafts."""

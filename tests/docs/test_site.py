@@ -12,7 +12,7 @@ import yaml
 
 from lorikeet.launcher.cli.completion import PARSERS
 from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.proto import shard_pb2, wire_document
+from lorikeet.proto import draft_sources, shard_pb2, wire_document
 from lorikeet.router import error_document
 from lorikeet.router.answers import ANSWERS
 from tests.e2e.launched import ROOT
@@ -70,7 +70,9 @@ def test_every_page_is_reached_from_the_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("errors", error_document.lines), ("wire", wire_document.lines)], ids=lambda each: str(each)[:6]
+    ("name", "lines"),
+    [("errors", error_document.lines), ("wire", wire_document.lines), ("draft-sources", draft_sources.lines)],
+    ids=lambda each: str(each)[:6],
 )
 def test_generated_pages_are_up_to_date(name: str, lines: Callable[[], Iterator[str]]) -> None:
     assert (DOCS / "reference" / f"{name}.md").read_text() == "\n".join(lines()) + "\n", "run make docs"

@@ -2,6 +2,7 @@
 
 from lorikeet.launcher.config.flag import BYTES, INTEGER, ROUTER, SHARD, SWITCH, Flag
 from lorikeet.launcher.config.flags.model import DTYPES
+from lorikeet.proto.draft_sources import methods
 from lorikeet.proto.quantization import METHODS
 
 TOKENS_WITH_A_DRAFT = 4
@@ -23,7 +24,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "speculative-method", "source of draft tokens, unless the request says otherwise; `ngram` is `lookup`",
-            default="auto", to=ROUTER, choices=("auto", "lookup", "medusa", "draft", "off"),
+            default="auto", to=ROUTER, choices=methods(),
             synonyms={"ngram": "lookup"}, new=True,
         ),
         Flag(

@@ -6,8 +6,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.api.service import Service
-from lorikeet.router.requests.types import DRAFT_SOURCES, MAX_ALTERNATIVES, SOURCE_NAMES
+from lorikeet.router.requests.types import MAX_ALTERNATIVES
 from lorikeet.router.streams.streams import MAX_TTL_S
 
 
@@ -43,7 +44,7 @@ class CapabilityRoutes:
                 "heads": heads is not None and service.selection.access.may_use(heads.entry, key),
                 "history": offer.has_history and bool(caller.tenant(None)),
                 "default_history": offer.history,
-                "sources": [SOURCE_NAMES[source] for source in DRAFT_SOURCES],
+                "sources": [row.name for row in BY_VALUE.values()],
             },
             "resumable_ttl": MAX_TTL_S,
             "key": None if key is None else key.name,

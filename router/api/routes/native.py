@@ -13,6 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -22,7 +23,7 @@ from lorikeet.router.error_bodies import lorax_body
 from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError
 from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import SOURCE_NAMES, GenerationRequest, Token
+from lorikeet.router.requests.types import GenerationRequest, Token
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
@@ -32,7 +33,6 @@ _TOKEN_EVENT = (
     b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
     b'"generated_text":null,"details":null}\n\n'
 )
-_SOURCES = tuple(name.encode() for name in SOURCE_NAMES)
 
 _PREDICT_DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
 _PREDICT_TOKENS = 4
@@ -358,5 +358,5 @@ def token_event(token: Token) -> bytes:
         orjson.dumps(round(token.logprob, 7)),
         b"true" if token.special else b"false",
         b"true" if token.skipped else b"false",
-        _SOURCES[token.source],
+        SOURCE_NAMES[token.source].encode(),
     )

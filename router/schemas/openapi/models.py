@@ -3,15 +3,17 @@
 Requests are not parsed with these: the readers in this folder word errors as LoRAX and OpenAI do. A test compares both.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
+from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.schemas.fields import MAX_SALT
 from lorikeet.router.schemas.openapi.chat import ChatDelta, ChatMessage, Tool
 from lorikeet.router.schemas.openapi.constraints import Constrained, Structured
 from lorikeet.router.schemas.openapi.receipts import FinishReason, Receipt
 from lorikeet.router.schemas.openapi.report import ReportedAnswer, ReportedRequest
+from lorikeet.router.schemas.speculation import METHODS
 
 AdapterSource = Literal["hub", "local", "s3"]
 
@@ -36,7 +38,7 @@ class _Speculative(Structured):
     """Speculation fields of every generating route."""
 
     speculative_tokens: int | None = Field(None, ge=0, description="Maximum draft tokens per step; 0 for none")
-    speculative_method: Literal["auto", "lookup", "ngram", "medusa", "draft", "off"] | None = Field(
+    speculative_method: Annotated[str, Field(json_schema_extra={"enum": [*METHODS]})] | None = Field(
         None, description="What proposes draft tokens; the text does not depend on it"
     )
     speculative_schedule: Literal["constant", "heuristic", "auto"] | None = Field(
@@ -126,19 +128,17 @@ class Token(PrefillToken):
     special: bool
     alternative_tokens: list[AlternativeToken] | None = None
     skipped: bool = Field(description="Emitted by the same step as the token before it")
-    source: Literal["prefill", "target", "lookup", "medusa", "draft", "grammar", "history", "resample", "bonus"] = (
-        Field(
-            description="prefill: the first; target: of a step without draft tokens; lookup, medusa, draft, grammar, "
-            "history: an accepted draft token; resample: the target's token where one was rejected; bonus: its token "
-            "after all were accepted"
-        )
+    source: str = Field(
+        description="prefill: the first; target: of a step without draft tokens; resample: the target's token where a "
+        "draft token was rejected; bonus: its token after all were accepted; others: a draft token, accepted",
+        json_schema_extra=lambda schema: schema.update(enum=list(SOURCE_NAMES.values())),
     )
 
 
 class SpeculationReport(BaseModel):
     """Counts of speculative decoding: `drafted` tokens were verified, `accepted` of them emitted."""
 
-    method: Literal["auto", "lookup", "medusa", "draft"]
+    method: str = Field(json_schema_extra={"enum": [name for name in METHODS.values() if name != "off"]})
     verification: Literal["shared-noise", "rejection"]
     verify: Literal["shared-noise", "rejection"] = Field(deprecated=True, description="The same as `verification`")
     steps: int

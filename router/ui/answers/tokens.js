@@ -1,15 +1,8 @@
 // Tokens of an answer as text, coloured by what proposed them. Arrow keys move a cursor over them.
 
 import { el, number } from "../dom.js";
+import { SOURCES } from "../sources.js";
 
-export const SOURCES = {
-  target: ["Model", "computed by the model itself"],
-  lookup: ["Lookup", "proposed by prompt lookup, and accepted"],
-  history: ["History", "proposed from earlier outputs, and accepted"],
-  medusa: ["Medusa", "proposed by Medusa heads, and accepted"],
-  draft: ["Draft", "proposed by the draft model, and accepted"],
-  grammar: ["Grammar", "the only token that the grammar allowed"],
-};
 const OWN = { prefill: "target", target: "target", resample: "target", bonus: "target" };
 
 export function sourceOf(token) {

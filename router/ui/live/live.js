@@ -3,7 +3,7 @@
 import { ApiError, events, send } from "../api.js";
 import { Line, parts } from "./charts.js";
 import { el, number } from "../dom.js";
-import { SOURCES } from "../answers/tokens.js";
+import { SOURCES } from "../sources.js";
 
 const RETRY_MS = 2000;
 const MAX_ROWS = 24;

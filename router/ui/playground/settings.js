@@ -2,11 +2,9 @@
 
 import { takesHistory } from "../answers/answer.js";
 import { el, field } from "../dom.js";
+import { METHODS } from "../sources.js";
 import { exampleTools, toolNames, toolsFault } from "../answers/tools.js";
 
-const METHODS = [
-  ["auto", "Automatic"], ["lookup", "Prompt lookup"], ["medusa", "Medusa heads"], ["draft", "Draft model"], ["off", "Off"],
-];
 const FORMATS = [["", "Free text"], ["json", "JSON schema"], ["regex", "Regular expression"], ["choice", "One of these lines"], ["grammar", "Grammar"]];
 const EXAMPLES = {
   json: '{\n "type": "object",\n "properties": {"name": {"type": "string"}, "score": {"type": "integer"}},\n "required": ["name", "score"]\n}',

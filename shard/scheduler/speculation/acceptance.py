@@ -7,10 +7,9 @@ Casella 1985).
 
 from dataclasses import dataclass, field
 
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.scheduler.speculation.types import DraftKind, Source
 
-PRIOR = {Source.LOOKUP: 0.6, Source.MEDUSA: 0.6, Source.DRAFT: 0.75, Source.HISTORY: 0.6}
-"""Rates before any draft was verified."""
 PRIOR_WEIGHT = 6.0
 REQUEST_DECAY, GROUP_DECAY, VARIANCE_DECAY = 0.96, 0.995, 0.999
 """The weight of older drafts, per draft."""
@@ -101,7 +100,8 @@ class Group:
     """The acceptance of all requests with one adapter and one source of drafts."""
 
     def __init__(self, source: Source) -> None:
-        self.first, self.further = GroupRate(PRIOR[source]), GroupRate(PRIOR[source])
+        prior = BY_VALUE[source].prior or 1.0
+        self.first, self.further = GroupRate(prior), GroupRate(prior)
 
     def observe(self, own: Acceptance, num_accepted: int, was_rejected: bool) -> None:
         """A step of one request: `num_accepted` drafts, then a rejected one, or none was left."""

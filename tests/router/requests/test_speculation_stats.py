@@ -8,23 +8,25 @@ from unittest.mock import Mock
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.speculation_stats import num_emitted
-from lorikeet.router.requests.types import DRAFT_SOURCES, GenerationRequest, Speculation
+from lorikeet.router.requests.types import GenerationRequest, Speculation
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DRAFTS = tuple(BY_VALUE)
 
 
 def step(draw: random.Random, backend_ids: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Tokens and sources of one step, and its drafts by method."""
     drafted = draw.randrange(6)
     accepted = draw.randint(0, drafted)
-    source = draw.choice(DRAFT_SOURCES)
+    source = draw.choice(DRAFTS)
     own = pb.SOURCE_TARGET if not drafted else pb.SOURCE_BONUS if accepted == drafted else pb.SOURCE_RESAMPLE
     tokens = [draw.choice(backend_ids) for _ in range(accepted + 1)]
-    return tokens, [source] * accepted + [own], [drafted * (source == each) for each in DRAFT_SOURCES]
+    return tokens, [source] * accepted + [own], [drafted * (source == each) for each in DRAFTS]
 
 
 def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOutput:
@@ -35,7 +37,7 @@ def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOu
         output.sources += bytes(sources)
         output.step_ends += bytes(len(tokens) - 1) + b"\1"
         if any(drafted):
-            counts = [a + b for a, b in zip(output.num_drafted or [0] * len(DRAFT_SOURCES), drafted, strict=True)]
+            counts = [a + b for a, b in zip(output.num_drafted or [0] * len(DRAFTS), drafted, strict=True)]
             del output.num_drafted[:]
             output.num_drafted.extend(counts)
             output.num_accepted += len(tokens) - 1
@@ -52,7 +54,7 @@ def test_accounts_hold(seed: int) -> None:
     speculation = Speculation("auto", 5)
     request = GenerationRequest([40], 500, 1, stop_strings=(stop,) if stop else (), speculation=speculation)
     generation = Generation(1, request, tokenizer, Mock())
-    prefill = ([ids[0]], [pb.SOURCE_PREFILL], [0] * len(DRAFT_SOURCES))
+    prefill = ([ids[0]], [pb.SOURCE_PREFILL], [0] * len(DRAFTS))
     steps = [prefill, *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
     cuts = sorted({0, len(steps), *(draw.randint(0, len(steps)) for _ in range(draw.randint(0, 12)))})
     sent: list[tuple[list[int], list[int], list[int]]] = []
@@ -73,7 +75,7 @@ def test_accounts_hold(seed: int) -> None:
     assert num == len(flat) or (stop and generation.is_over)
     assert dict(speculation_stats.sources) == {source: flat[:num].count(source) for source in set(flat[:num])}
     assert sum(speculation_stats.sources.values()) == num
-    assert speculation_stats.num_accepted == emitted == sum(source in DRAFT_SOURCES for source in flat[:num])
+    assert speculation_stats.num_accepted == emitted == sum(source in DRAFTS for source in flat[:num])
     assert (
         speculation_stats.num_drafted == sum(sum(drafted) for _, _, drafted in sent) >= speculation_stats.num_accepted
     )
@@ -83,7 +85,7 @@ def test_accounts_hold(seed: int) -> None:
     for tokens, sources, drafted in sent:
         kept = sources[: max(left, 0)]
         if any(drafted) and kept:
-            expected[sum(source in DRAFT_SOURCES for source in kept)] += 1
+            expected[sum(source in DRAFTS for source in kept)] += 1
         left -= len(tokens)
     assert speculation_stats.steps == expected
     # Forwards that gave tokens: emitted less skipped.
