@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from lorikeet.launcher.bench import apis, compare, draws, planning, printed, report, result, speculation, workload
+from lorikeet.launcher.bench import apis, compare, printed, report, result, workload
 from lorikeet.launcher.bench.connection import Connections
 from lorikeet.launcher.bench.load import Load, Loaded
 from lorikeet.launcher.cli.client import URL_HELP
@@ -75,7 +75,7 @@ def _add_server(group: Any) -> None:
 def _add_load(group: Any) -> None:
     group.add_argument(
         "--num-prompts", type=int, metavar="N",
-        help=f"requests (default: {planning.NUM_PROMPTS}, or all of a shorter --dataset)",
+        help=f"requests (default: {workload.NUM_PROMPTS}, or all of a shorter --dataset)",
     )  # fmt: skip
     group.add_argument("--max-concurrency", type=int, metavar="N", help="requests at a time (default: no limit)")
     group.add_argument(
@@ -110,7 +110,7 @@ def _add_texts(group: Any) -> None:
 def _add_adapters(group: Any) -> None:
     group.add_argument("--adapters", default="", metavar="A,B", help="names, or @FILE with one per line")
     group.add_argument(
-        "--adapter-distribution", choices=draws.ADAPTER_DISTRIBUTIONS,
+        "--adapter-distribution", choices=workload.ADAPTER_DISTRIBUTIONS,
         help="zipf (default), uniform, distinct: one after another, trace: as the dataset says (default where it does)",
     )  # fmt: skip
     group.add_argument("--zipf-exponent", type=float, metavar="S", help="default: 1")
@@ -134,9 +134,9 @@ def _add_results(group: Any) -> None:
     group.add_argument("--no-progress", action="store_true")
 
 
-def _length(text: str) -> draws.Length:
+def _length(text: str) -> workload.Length:
     try:
-        return draws.Length.read(text)
+        return workload.Length.read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -160,10 +160,10 @@ def _run(given: argparse.Namespace) -> int:
     percentiles, shown = _percentiles(given.metric_percentiles), given.percentile_metrics.split(",")
     objectives = result.goals(given.goodput)
     given.url = server_url.normalized(given.url or server_url.default())
-    plan = planning.plan(given)
-    planning.check_latencies(shown, plan, given.max_concurrency)
+    plan = workload.plan(given)
+    workload.check_latencies(shown, plan, given.max_concurrency)
     headers = _headers(given)
-    print(f"lorikeet-bench: sends {planning.summary(plan)}", file=sys.stderr)
+    print(f"lorikeet-bench: sends {workload.summary(plan)}", file=sys.stderr)
     loaded, about = uvloop.run(_measure(given, plan, headers))
     measured = about | result.measured(loaded, percentiles, objectives, shown)
     block = printed.block(measured, shown, percentiles)
@@ -208,11 +208,11 @@ async def _measure(
         api = apis.APIS[given.api](model, given.extra_body, not given.stop_at_eos)
         load = Load(connections, api, given.max_concurrency, shows_progress=not given.no_progress)
         await load.warm_up([plan[index % len(plan)] for index in range(given.num_warmups)])
-        before = await speculation.counts(connections)
+        before = await result.counts(connections)
         gc.collect()
         gc.freeze()  # the collector would pause the client for every thousand events
         loaded = await load.run(plan)
-        rates = speculation.rates(before, await speculation.counts(connections))
+        rates = result.rates(before, await result.counts(connections))
     finally:
         await connections.close()
     return loaded, {

@@ -1,7 +1,12 @@
-"""What is sent: prompts, output lengths, adapters and arrival times, drawn from a seed or read from a file."""
+"""What is sent: prompts, output lengths, adapters and arrival times, from a command line, a seed or a file.
 
+A setting that would have no effect is rejected before anything is sent.
+"""
+
+import argparse
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,98 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from lorikeet.launcher.bench import draws
+from lorikeet.launcher.bench.result import LATENCIES
+
+ADAPTER_DISTRIBUTIONS = ("zipf", "uniform", "distinct", "trace")
+_FORMS = "128, uniform:64-256, normal:128,32, lognormal:128,2 (median, factor) or exponential:128"
+
+
+@dataclass(frozen=True)
+class Length:
+    """A distribution of lengths; draws are at least 1."""
+
+    text: str
+    """As it was written."""
+    _draw: Callable[[Generator, int], np.ndarray]
+
+    def draw(self, generator: Generator, count: int) -> list[int]:
+        # [count]
+        drawn = self._draw(generator, count)
+        return [max(1, round(float(value))) for value in drawn]
+
+    @classmethod
+    def read(cls, text: str) -> "Length":
+        """Raises ValueError with a sentence."""
+        name, colon, rest = text.partition(":")
+        try:
+            if not colon:
+                fixed = int(text)
+                return cls(text, lambda generator, count: np.full(count, fixed))
+            first, *others = (float(part) for part in rest.replace("-", ",").split(","))
+            made = _DRAWS[name](first, *others)
+        except (KeyError, ValueError, TypeError):
+            raise ValueError(f"{text!r} is not a length: write {_FORMS}") from None
+        return cls(text, made)
+
+
+def _uniform(low: float, high: float) -> Callable[[Generator, int], np.ndarray]:
+    if low > high:
+        raise ValueError
+    return lambda generator, count: generator.integers(int(low), int(high) + 1, count)
+
+
+def _normal(mean: float, deviation: float) -> Callable[[Generator, int], np.ndarray]:
+    return lambda generator, count: generator.normal(mean, deviation, count)
+
+
+def _lognormal(median: float, factor: float) -> Callable[[Generator, int], np.ndarray]:
+    return lambda generator, count: generator.lognormal(math.log(median), math.log(factor), count)
+
+
+def _exponential(mean: float) -> Callable[[Generator, int], np.ndarray]:
+    return lambda generator, count: generator.exponential(mean, count)
+
+
+_DRAWS: dict[str, Callable[..., Callable[[Generator, int], np.ndarray]]] = {
+    "uniform": _uniform,
+    "normal": _normal,
+    "lognormal": _lognormal,
+    "exponential": _exponential,
+}
+
+
+def adapters(
+    distribution: str, names: Sequence[str], count: int, generator: Generator, exponent: float
+) -> list[str | None]:
+    """The adapter of each of `count` requests, None for the base model where there are no names.
+
+    `zipf`: the k-th name has weight 1 / k ** exponent. `distinct`: one after another, each used as often as the others.
+    """
+    if not names:
+        return [None] * count
+    if distribution == "distinct":
+        return [names[index % len(names)] for index in range(count)]
+    # [len(names)]
+    weights = np.arange(1, len(names) + 1, dtype=float) ** -(exponent if distribution == "zipf" else 0.0)
+    chosen = generator.choice(len(names), size=count, p=weights / weights.sum())
+    return [names[index] for index in chosen]
+
+
+def arrivals(rate: float, burstiness: float, count: int, generator: Generator) -> list[float]:
+    """Seconds from the start at which each request arrives; all at once for an infinite rate.
+
+    Gaps have a gamma distribution of shape `burstiness` and mean 1 / rate; shape 1 is a Poisson process, an infinite
+    one sends at constant distances.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    # [count]
+    if math.isinf(burstiness):
+        gaps = np.full(count, 1 / rate)
+    else:
+        gaps = generator.gamma(burstiness, 1 / (rate * burstiness), count)
+    return [float(value) for value in np.cumsum(gaps)]
+
 
 Count = Callable[[str], int]
 """Tokens of a text."""
@@ -48,9 +144,9 @@ class Shape:
     """How requests are drawn."""
 
     num_requests: int
-    input_length: draws.Length
+    input_length: Length
     """In tokens of the tokenizer, or in words where there is none."""
-    output_length: draws.Length
+    output_length: Length
     prefix_length: int = 0
     """Length of the prefix that requests share, in the same unit."""
     num_prefixes: int = 1
@@ -67,10 +163,8 @@ def drawn(shape: Shape, count: Count | None) -> list[Planned]:
     generator = np.random.default_rng(shape.seed)
     inputs = shape.input_length.draw(generator, shape.num_requests)
     outputs = shape.output_length.draw(generator, shape.num_requests)
-    names = draws.adapters(
-        shape.adapter_distribution, shape.adapters, shape.num_requests, generator, shape.zipf_exponent
-    )
-    at = draws.arrivals(shape.request_rate, shape.burstiness, shape.num_requests, generator)
+    names = adapters(shape.adapter_distribution, shape.adapters, shape.num_requests, generator, shape.zipf_exponent)
+    at = arrivals(shape.request_rate, shape.burstiness, shape.num_requests, generator)
     prefixes = [_text(generator, shape.prefix_length, count, "") for _ in range(shape.num_prefixes)]
     chosen = generator.integers(0, shape.num_prefixes, shape.num_requests)
     whole = [length + shape.prefix_length for length in inputs]
@@ -123,8 +217,8 @@ def read(given: Rows, shape: Shape) -> list[Planned]:
     outputs = shape.output_length.draw(generator, len(given))
     names: Sequence[str | None] = [row.get("adapter") for row in given]
     if all(name is None for name in names):
-        names = draws.adapters(shape.adapter_distribution, shape.adapters, len(given), generator, shape.zipf_exponent)
-    at = draws.arrivals(shape.request_rate, shape.burstiness, len(given), generator)
+        names = adapters(shape.adapter_distribution, shape.adapters, len(given), generator, shape.zipf_exponent)
+    at = arrivals(shape.request_rate, shape.burstiness, len(given), generator)
     return [
         Planned(row["prompt"], int(row.get("output_tokens", output)), name, float(row.get("at", moment)))
         for row, output, name, moment in zip(given, outputs, names, at, strict=True)
@@ -141,3 +235,129 @@ def _row(path: Path, number: int, row: Any) -> dict[str, Any]:
         if name in row and not isinstance(row[name], kind):
             raise ValueError(f"{path}: `{name}` of request {number} is {row[name]!r}")
     return row
+
+
+NUM_PROMPTS = 100
+"""Requests where neither the command line nor the dataset says fewer."""
+_LEAST = {"num_prompts": 1, "num_prefixes": 1, "prefix_len": 0, "num_warmups": 0, "max_concurrency": 1}
+_OF_PROMPTS = ("input_len", "prefix_len", "num_prefixes", "tokenizer")
+"""How prompts are made."""
+
+
+def plan(given: argparse.Namespace) -> list[Planned]:
+    """The requests of a command line. Raises ValueError with a sentence, or OSError."""
+    for name, least in _LEAST.items():
+        if (value := getattr(given, name)) is not None and value < least:
+            raise ValueError(f"{_flag(name)} must be at least {least}")
+    if not given.request_rate > 0 or (given.burstiness is not None and not given.burstiness > 0):
+        raise ValueError("--request-rate and --burstiness must be above 0")
+    names = _names(given.adapters)
+    if given.adapters and not names:
+        raise ValueError(f"--adapters {given.adapters} names no adapter")
+    if sentence := next(_without_effect(given), None):
+        raise ValueError(sentence)
+    shape = Shape(
+        NUM_PROMPTS if given.num_prompts is None else given.num_prompts,
+        given.input_len or Length.read("128"),
+        given.output_len or Length.read("64"),
+        given.prefix_len or 0,
+        given.num_prefixes or 1,
+        names,
+        given.adapter_distribution or "zipf",
+        1.0 if given.zipf_exponent is None else given.zipf_exponent,
+        given.request_rate,
+        1.0 if given.burstiness is None else given.burstiness,
+        given.seed,
+    )
+    if given.dataset is None:
+        return drawn(shape, None if given.tokenizer is None else _counter(given.tokenizer))
+    dataset = rows(given.dataset, shape.num_requests)
+    if sentence := next(_without_effect_on(dataset, given), None):
+        raise ValueError(sentence)
+    return read(dataset, shape)
+
+
+def check_latencies(shown: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
+    """Whether a load measures the kinds of --percentile-metrics. Raises ValueError with a sentence."""
+    if unknown := set(shown) - set(LATENCIES):
+        raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(LATENCIES)}")
+    for name in ("client_queue_time", "e2el_including_client_queue"):
+        if name in shown and max_concurrency is None:
+            raise ValueError(f"--percentile-metrics {name} needs --max-concurrency: without it no request waits here")
+    if "e2el_including_client_queue" in shown and all(each.at == 0 for each in planned):
+        raise ValueError(
+            "--percentile-metrics e2el_including_client_queue needs --request-rate, or a dataset with `at`: the "
+            "clients of a closed loop send when they can"
+        )
+
+
+def summary(planned: Sequence[Planned]) -> str:
+    """How many requests there are, and for how many adapters."""
+    names = {each.adapter for each in planned} - {None}
+    return f"{len(planned)} requests" + (f" with {len(names)} adapters" if names else "")
+
+
+def _without_effect(given: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each setting that the others make useless."""
+    if given.dataset is not None:
+        for name in _OF_PROMPTS:
+            if getattr(given, name) is not None:
+                yield f"{_flag(name)} has no effect with --dataset, which has the prompts: leave it out"
+    if given.num_prefixes is not None and not given.prefix_len:
+        yield "--num-prefixes has no effect without --prefix-len: give that, or leave it out"
+    if given.burstiness is not None and math.isinf(given.request_rate):
+        yield "--burstiness has no effect without --request-rate: give that, or leave it out"
+    yield from _adapters_without_effect(given)
+    if given.save_texts and given.result is None:
+        yield "--save-texts has no effect without --result: give that, or leave it out"
+    if given.label and given.result is None and given.html is None:
+        yield "--label has no effect without --result or --html: give one, or leave it out"
+
+
+def _adapters_without_effect(given: argparse.Namespace) -> Iterator[str]:
+    distribution = given.adapter_distribution
+    if distribution == "trace":
+        if given.dataset is None:
+            yield "--adapter-distribution trace needs --dataset, whose lines name adapters"
+        if given.adapters:
+            yield "--adapters has no effect with --adapter-distribution trace: leave one of them out"
+    elif distribution is not None and not given.adapters:
+        yield f"--adapter-distribution {distribution} has no effect without --adapters: give that, or leave it out"
+    if given.zipf_exponent is not None and (not given.adapters or distribution not in (None, "zipf")):
+        yield "--zipf-exponent has no effect without --adapters by zipf: leave it out"
+
+
+def _without_effect_on(rows: Rows, given: argparse.Namespace) -> Iterator[str]:
+    """The same for settings that the dataset makes useless, and for what it does not have."""
+    path, has = given.dataset, {name: [name in row for row in rows] for name in ("output_tokens", "at")}
+    if given.num_prompts is not None and len(rows) < given.num_prompts:
+        yield f"{path} has {len(rows)} requests: give --num-prompts {len(rows)} or fewer, or leave it out to send all"
+    if given.output_len is not None and all(has["output_tokens"]):
+        yield f"--output-len has no effect, because each request of {path} has `output_tokens`: leave it out"
+    if not math.isinf(given.request_rate) and all(has["at"]):
+        yield f"--request-rate has no effect, because each request of {path} has `at`: leave it out"
+    is_named = any(row.get("adapter") is not None for row in rows)
+    if is_named and given.adapters:
+        yield f"{path} names adapters, and --adapters does as well: leave that out, or remove `adapter` from the file"
+    if not is_named and given.adapter_distribution == "trace":
+        yield f"--adapter-distribution trace has no effect, because {path} names no adapter: leave it out"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    if text.startswith("@"):
+        text = ",".join(Path(text[1:]).read_text().split())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counter(folder: str) -> Count:
+    import tokenizers
+
+    path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
+    if not path.is_file():
+        raise ValueError(f"--tokenizer {folder} is not a folder with tokenizer.json")
+    loaded = tokenizers.Tokenizer.from_file(str(path))
+    return lambda text: len(loaded.encode(text).ids)

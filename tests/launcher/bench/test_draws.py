@@ -8,8 +8,8 @@ from statistics import fmean, median, pstdev
 import numpy as np
 import pytest
 
-from lorikeet.launcher.bench import draws, workload
-from lorikeet.launcher.bench.draws import Length
+from lorikeet.launcher.bench import workload
+from lorikeet.launcher.bench.workload import Length
 
 NAMES = tuple(f"a{index}" for index in range(64))
 
@@ -41,27 +41,27 @@ def test_other_lengths_are_rejected(text: str) -> None:
 
 
 def test_zipf_s_frequencies() -> None:
-    count = Counter(draws.adapters("zipf", NAMES, 50_000, generator(), 1.0))
+    count = Counter(workload.adapters("zipf", NAMES, 50_000, generator(), 1.0))
     whole = sum(1 / rank for rank in range(1, 65))
     for rank, name in enumerate(NAMES[:8], 1):
         assert count[name] == pytest.approx(50_000 / rank / whole, rel=0.1)
 
 
 def test_uniform_distinct_and_no_adapters() -> None:
-    count = Counter(draws.adapters("uniform", NAMES, 64_000, generator(), 1.0))
+    count = Counter(workload.adapters("uniform", NAMES, 64_000, generator(), 1.0))
     assert all(count[name] == pytest.approx(1000, rel=0.2) for name in NAMES)
-    assert draws.adapters("distinct", NAMES[:3], 7, generator(), 1.0) == ["a0", "a1", "a2", "a0", "a1", "a2", "a0"]
-    assert draws.adapters("zipf", (), 2, generator(), 1.0) == [None, None]
+    assert workload.adapters("distinct", NAMES[:3], 7, generator(), 1.0) == ["a0", "a1", "a2", "a0", "a1", "a2", "a0"]
+    assert workload.adapters("zipf", (), 2, generator(), 1.0) == [None, None]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    at = draws.arrivals(8.0, burstiness, 40_000, generator())
+    at = workload.arrivals(8.0, burstiness, 40_000, generator())
     gaps = np.diff([0.0, *at])
     assert fmean(gaps) == pytest.approx(1 / 8, rel=0.05)
     assert pstdev(gaps) / fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
-    assert draws.arrivals(8.0, float("inf"), 3, generator()) == pytest.approx([0.125, 0.25, 0.375])
-    assert draws.arrivals(float("inf"), burstiness, 3, generator()) == [0.0, 0.0, 0.0]
+    assert workload.arrivals(8.0, float("inf"), 3, generator()) == pytest.approx([0.125, 0.25, 0.375])
+    assert workload.arrivals(float("inf"), burstiness, 3, generator()) == [0.0, 0.0, 0.0]
 
 
 def shape(**fields: object) -> workload.Shape:

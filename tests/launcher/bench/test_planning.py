@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.bench import planning
+from lorikeet.launcher.bench import workload
 from lorikeet.launcher.bench.main import main, parser
 from lorikeet.launcher.bench.workload import Planned
 
@@ -22,7 +22,7 @@ def dataset(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def plan(*words: str) -> list[Planned]:
-    return planning.plan(parser().parse_args(["run", *words]))
+    return workload.plan(parser().parse_args(["run", *words]))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_settings_that_a_dataset_replaces_are_rejected(
 def test_a_dataset_is_sent_whole_with_its_adapters(tmp_path: Path) -> None:
     named = plan("--dataset", str(dataset(tmp_path, NAMED)))
     assert [each.adapter for each in named] == ["a", None]
-    assert planning.summary(named) == "2 requests with 1 adapters"
+    assert workload.summary(named) == "2 requests with 1 adapters"
     assert plan("--dataset", str(dataset(tmp_path, NAMED)), "--adapter-distribution", "trace") == named
     bare = plan("--dataset", str(dataset(tmp_path, BARE)), "--adapters", "x", "--num-prompts", "1")
     assert [each.adapter for each in bare] == ["x"]
     assert [each.at for each in plan("--dataset", str(dataset(tmp_path, TIMED)))] == [0, 1.5]
-    assert len(plan("--dataset", str(dataset(tmp_path, BARE * 99)))) == planning.NUM_PROMPTS
-    assert planning.summary(plan()) == "100 requests"
+    assert len(plan("--dataset", str(dataset(tmp_path, BARE * 99)))) == workload.NUM_PROMPTS
+    assert workload.summary(plan()) == "100 requests"
 
 
 def test_settings_with_an_effect_are_accepted() -> None:
@@ -100,4 +100,4 @@ def test_settings_with_an_effect_are_accepted() -> None:
 def test_latencies_that_are_not_measured_are_rejected(name: str, words: str, sentence: str) -> None:
     given = parser().parse_args(["run", *words.split()])
     with pytest.raises(ValueError, match=sentence):
-        planning.check_latencies(name.split(","), planning.plan(given), given.max_concurrency)
+        workload.check_latencies(name.split(","), workload.plan(given), given.max_concurrency)

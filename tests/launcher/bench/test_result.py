@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.launcher.bench import printed, report, result, speculation
+from lorikeet.launcher.bench import printed, report, result
 from lorikeet.launcher.bench.apis import APIS, Seen
 from lorikeet.launcher.bench.compare import compared
 from lorikeet.launcher.bench.connection import events
@@ -118,8 +118,8 @@ def test_results_without_values_per_request_have_no_interval() -> None:
     assert "difference" not in compared(first, made())
 
 
-def page(text: str) -> speculation.Counts:
-    return speculation.Counts.read(Page.read(text, 0.0))
+def page(text: str) -> result.Counts:
+    return result.Counts.read(Page.read(text, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def test_acceptance_by_position(names: tuple[str, ...]) -> None:
         f'{position}{{method="a",position="0"}} 20\n{position}{{method="b",position="0"}} 3\n'
         f'{position}{{position="1"}} 12\n{position}{{position="2"}} 5\n'
     )
-    found = speculation.rates(page(before), page(after))
+    found = result.rates(page(before), page(after))
     assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.4, 0.25]
     lines = printed.block(made() | found, [], [99]).splitlines()
     at = lines.index("Per-position acceptance (%):")
     assert lines[at + 1] == "  Position 0:                            75.00     "
     assert lines[at - 1] == "Accepted tokens:                         28        "
-    assert speculation.rates(page(before), page(before)) == {}
+    assert result.rates(page(before), page(before)) == {}
 
 
 def test_objectives() -> None:
