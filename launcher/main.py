@@ -11,7 +11,7 @@ from pathlib import Path
 from lorikeet.launcher.config import rules, settings
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import adapters, devices, model, servable, usage
+from lorikeet.launcher.models import adapters, devices, model, usage
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.run_folder import run_folder
@@ -91,7 +91,7 @@ def _device(read: Settings) -> tuple[str, int]:
 def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> configs.Plan | None:
     """Everything that must be known before a process starts; None if a signal arrived first."""
     destinations = usage.plan(read, os.environ)
-    use = servable.Use.of(read, where[1])
+    use = model.Use.of(read, where[1])
     found = models.collect(read, folder, signals, use)
     if found is None:
         return None
@@ -100,8 +100,8 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
         path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
         base = model.ModelFolder(base.id, path, base.sha)
     config = model.configuration(base.path)
-    servable.check_files(base.id, os.listdir(base.path), use)
-    servable.check_config(base.id, config, use)
+    model.check_files(base.id, os.listdir(base.path), use)
+    model.check_config(base.id, config, use)
     draft = None if found.draft is None else model.configuration(found.draft.path)
     rules.check_models(read, config, draft)
     read = models.with_tokens(read, found.draft)

@@ -161,7 +161,7 @@ def _run(given: argparse.Namespace) -> int:
     objectives = result.goals(given.goodput)
     given.url = server_url.normalized(given.url or server_url.default())
     plan = workload.plan(given)
-    workload.check_latencies(shown, plan, given.max_concurrency)
+    result.check_latencies(shown, plan, given.max_concurrency)
     headers = _headers(given)
     print(f"lorikeet-bench: sends {workload.summary(plan)}", file=sys.stderr)
     loaded, about = uvloop.run(_measure(given, plan, headers))

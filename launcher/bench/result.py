@@ -10,6 +10,7 @@ import numpy as np
 
 from lorikeet.launcher.bench.connection import Connections
 from lorikeet.launcher.bench.load import Loaded, Sample
+from lorikeet.launcher.bench.workload import Planned
 from lorikeet.launcher.cli.metrics_page import Page
 
 LATENCIES = {
@@ -281,3 +282,17 @@ def rates(before: Counts | None, after: Counts | None) -> dict[str, Any]:
         "spec_decode_accepted_tokens": round(grown["accepted_tokens"]),
         "spec_decode_per_position_acceptance_rates": [number / grown["num_drafts"] for number in accepted],
     }
+
+
+def check_latencies(shown: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
+    """Whether a load measures the kinds of --percentile-metrics. Raises ValueError with a sentence."""
+    if unknown := set(shown) - set(LATENCIES):
+        raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(LATENCIES)}")
+    for name in ("client_queue_time", "e2el_including_client_queue"):
+        if name in shown and max_concurrency is None:
+            raise ValueError(f"--percentile-metrics {name} needs --max-concurrency: without it no request waits here")
+    if "e2el_including_client_queue" in shown and all(each.at == 0 for each in planned):
+        raise ValueError(
+            "--percentile-metrics e2el_including_client_queue needs --request-rate, or a dataset with `at`: the "
+            "clients of a closed loop send when they can"
+        )

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from lorikeet.launcher.bench.result import LATENCIES
-
 ADAPTER_DISTRIBUTIONS = ("zipf", "uniform", "distinct", "trace")
 _FORMS = "128, uniform:64-256, normal:128,32, lognormal:128,2 (median, factor) or exponential:128"
 
@@ -275,20 +273,6 @@ def plan(given: argparse.Namespace) -> list[Planned]:
     if sentence := next(_without_effect_on(dataset, given), None):
         raise ValueError(sentence)
     return read(dataset, shape)
-
-
-def check_latencies(shown: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
-    """Whether a load measures the kinds of --percentile-metrics. Raises ValueError with a sentence."""
-    if unknown := set(shown) - set(LATENCIES):
-        raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(LATENCIES)}")
-    for name in ("client_queue_time", "e2el_including_client_queue"):
-        if name in shown and max_concurrency is None:
-            raise ValueError(f"--percentile-metrics {name} needs --max-concurrency: without it no request waits here")
-    if "e2el_including_client_queue" in shown and all(each.at == 0 for each in planned):
-        raise ValueError(
-            "--percentile-metrics e2el_including_client_queue needs --request-rate, or a dataset with `at`: the "
-            "clients of a closed loop send when they can"
-        )
 
 
 def summary(planned: Sequence[Planned]) -> str:

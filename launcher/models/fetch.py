@@ -12,8 +12,7 @@ from typing import Any
 
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models.model import ModelFolder
-from lorikeet.launcher.models.servable import Use
+from lorikeet.launcher.models.model import ModelFolder, Use
 from lorikeet.proto import logs
 from lorikeet.proto.config_file import ConfigFile
 

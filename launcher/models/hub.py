@@ -7,8 +7,9 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from huggingface_hub import constants, errors
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.sources import hub_answers
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import progress, servable
-from lorikeet.launcher.models.model import ModelFolder, configuration, is_weights
-from lorikeet.launcher.models.servable import Use
+from lorikeet.launcher.models import model
+from lorikeet.launcher.models.model import ModelFolder, Use, configuration, is_weights
 from lorikeet.proto.logs import readable_size
 
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken")
@@ -52,11 +52,11 @@ class Hub:
             return self._cached(ref, weights, error)
         wanted = choose(sizes, code, weights)
         if use is not None:
-            servable.check_files(str(ref), sizes, use)
+            model.check_files(str(ref), sizes, use)
         if weights and not any(is_weights(name) for name in wanted):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has neither safetensors nor .bin weights")
         if weights and use is not None:
-            servable.check_config(str(ref), self._configuration(ref), use)
+            model.check_config(str(ref), self._configuration(ref), use)
         total = sum(sizes[name] for name in wanted)
         size = readable_size(total)
         self._log.info("download_started: fetching %d files (%s) of %s from the hub", len(wanted), size, ref)
@@ -85,7 +85,7 @@ class Hub:
         if sys.stderr.isatty():
             return nullcontext()
         cache = Path(self._cache or constants.HF_HUB_CACHE).expanduser()
-        return progress.logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
+        return logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
 
     def _snapshot(self, ref: Ref, wanted: Iterable[str] | None, offline: bool) -> str:
         path = hub_answers.library().snapshot_download(
@@ -169,3 +169,37 @@ def _why(ref: Ref, error: Exception, token: str | None) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+INTERVAL_S = 10.0
+
+
+@contextmanager
+def logged(folder: Path, total: int, log: logging.Logger, interval_s: float = INTERVAL_S) -> Iterator[None]:
+    """Log the size of `folder`, out of `total` bytes, at intervals until the block ends."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(interval_s):
+            log.info("download_progress: fetched %s of %s", readable_size(_bytes_in(folder)), readable_size(total))
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Disk usage of a folder's files; of a sparse file only what was written."""
+    total = 0
+    if folder.is_dir():
+        for path in folder.iterdir():
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # renamed since it was listed
+                continue
+            total += min(status.st_size, status.st_blocks * 512)
+    return total

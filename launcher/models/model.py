@@ -1,20 +1,131 @@
-"""Model folders: the built-in demo model, a local one or one of the hub, and what their config.json decides.
+"""Model folders: the built-in demo model, a local one or one of the hub, and what their config.json decides:
+whether they can be served, and whether a draft model has the base model's vocabulary.
 
-Opens no weights.
+Opens no weights, so that a model is rejected within a second, before its weights are downloaded.
 """
 
+import importlib.util
 import json
 import os
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters import refs
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import servable
 from lorikeet.proto import pooling
 from lorikeet.proto.pooling import PooledModel
+
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_OTHER_INPUTS = {"vision_config": "images", "audio_config": "audio"}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_STRETCHED = ("linear", "yarn")
+"""Types of rotary scaling whose positions are a multiple of those in the configuration."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a model is wanted for."""
+
+    num_ranks: int = 1
+    max_total_tokens: int | None = None
+    """None: any number of positions will do."""
+    needs_tokenizer: bool = True
+
+    @classmethod
+    def of(cls, settings: Settings, num_ranks: int) -> "Use":
+        """Use as the base model."""
+        is_any = settings["allow-long-max-total-tokens"] or settings["shard-address"]
+        total = None if is_any else settings["max-total-tokens"]
+        return cls(num_ranks, total, needs_tokenizer=settings["shard-listen"] is None)
+
+
+def check_files(id: str, names: Collection[str], use: Use) -> None:
+    """Raise LauncherError if files with these names are no model that can be served."""
+    if "config.json" not in names:
+        if "adapter_config.json" in names:
+            refuse(f"{id} is an adapter, not a model: give its base as --model-id, and it as adapter_id in requests")
+        refuse(f"{id} has no config.json: it is not a model")
+    if use.needs_tokenizer and "tokenizer.json" not in names:
+        refuse(f"{id} has no tokenizer.json: convert its tokenizer to a fast one (AutoTokenizer, save_pretrained)")
+
+
+def check_config(id: str, config: dict[str, Any], use: Use) -> None:
+    """Raise LauncherError if a model of this config.json cannot be served."""
+    kind, text = config.get("model_type"), _text(config)
+    if reason := unsupported(config):
+        refuse(f"{id} ({kind}) cannot be served: {reason}")
+    for name in _HEADS if use.num_ranks > 1 else ():
+        count = text.get(name)
+        if isinstance(count, int) and count % use.num_ranks:
+            refuse(f"{id} ({kind}) cannot be split by --num-shard {use.num_ranks}: its {name} are {count}")
+    longest = num_positions(config)
+    if longest is not None and use.max_total_tokens is not None and use.max_total_tokens > longest:
+        refuse(
+            f"--max-total-tokens {use.max_total_tokens} is above the {longest} positions of {id}: lower it, or give"
+            " --allow-long-max-total-tokens (its output may be nonsense there)"
+        )
+
+
+def unsupported(config: dict[str, Any]) -> str:
+    """Why no model of this configuration is served; empty if none is known."""
+    if config.get("is_encoder_decoder") is True:
+        return "it is an encoder-decoder, and only decoders are served"
+    for name, other in _OTHER_INPUTS.items():
+        if config.get(name) is not None:
+            return f"it takes {other}, and only text models are served"
+    if pooling.is_known(config):
+        return ""
+    kind, code = config.get("model_type"), config.get("auto_map")
+    if isinstance(code, dict) and "AutoModelForCausalLM" in code:
+        return ""
+    if isinstance(kind, str) and (known := _architectures()) and kind not in known:
+        return f"transformers has no causal language model of model_type {kind!r}"
+    return ""
+
+
+def num_positions(config: dict[str, Any]) -> int | None:
+    """Positions that the model was made for, with its rotary scaling; None if the configuration does not say."""
+    for values in (config, _text(config)):
+        for field in _LENGTH_FIELDS:
+            length = values.get(field)
+            if isinstance(length, int) and length > 1:
+                return max(length, _stretched(values, length)) - pooling.num_reserved_positions(values)
+    return None
+
+
+def _stretched(values: dict[str, Any], length: int) -> int:
+    """Positions with rotary scaling by a factor."""
+    scaling = values.get("rope_scaling") or values.get("rope_parameters")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in _STRETCHED:
+        return length
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings") or length
+    return int(original * factor) if isinstance(factor, int | float) and isinstance(original, int) else length
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part about the language model."""
+    values = config.get("text_config")
+    return values if isinstance(values, dict) else config
+
+
+@cache
+def _architectures() -> frozenset[str]:
+    """The `model_type`s of transformers' causal language models, read from its source: importing it takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    try:
+        source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text()
+    except OSError:
+        return frozenset()
+    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", source, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'^\s*\("([^"]+)",', table.group(), re.MULTILINE)) if table else frozenset()
+
 
 EMBEDDED_ID = "lorikeet/base"
 _LONGEST_DEFAULT = 4096
@@ -118,14 +229,14 @@ def with_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel
     """The settings with LoRAX's defaults for lengths that were not given; without output a prompt may have them all."""
     if pooled is not None:
         return _with_prompt_lengths(settings, config, pooled)
-    total = settings["max-total-tokens"] or min(servable.num_positions(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    total = settings["max-total-tokens"] or min(num_positions(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
     longest = settings["max-input-length"] or total - 1
     step = settings["max-batch-prefill-tokens"] or longest + 50
     return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
 
 
 def _with_prompt_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel) -> Settings:
-    positions = servable.num_positions(config) or _LONGEST_DEFAULT
+    positions = num_positions(config) or _LONGEST_DEFAULT
     default = positions if pooled.is_encoder else min(positions, _LONGEST_DEFAULT)
     total = settings["max-total-tokens"] or min(default, pooled.max_length or default)
     longest = settings["max-input-length"] or total
@@ -148,3 +259,74 @@ def with_weights_of(override: Path, model: Path, into: Path) -> Path:
 def is_weights(name: str) -> bool:
     """Whether a file of this name holds weights or lists the files that do."""
     return name.removesuffix(".index.json").endswith((".safetensors", ".bin"))
+
+
+_FILE = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Vocabularies of tokenizers without tokenizer.json; files of the same name are compared byte by byte."""
+
+
+def check(base: ModelFolder, draft: ModelFolder, tokenizer: ModelFolder | None = None) -> None:
+    """Raise LauncherError that names both models if `draft` cannot propose tokens for `base`.
+
+    `tokenizer` is the model that --draft-tokenizer-id names; the draft model's own files are compared too.
+    """
+    cannot = f"{draft.id} cannot be a draft model for {base.id}"
+    if tokenizer is None or any((draft.path / name).exists() for name in (_FILE, *_OTHER_FILES)):
+        _compare(base.path, draft.path, f"{cannot}: its tokenizer")
+    if tokenizer is not None:
+        _compare(base.path, tokenizer.path, f"{cannot}: its tokenizer {tokenizer.id}")
+    ours, theirs = (_size(configuration(model.path)) for model in (base, draft))
+    if ours is not None and theirs is not None and ours != theirs:
+        _check_padding(base.path, (tokenizer or draft).path, f"{cannot}: it has {theirs} token ids, the base {ours}")
+
+
+def _compare(base: Path, other: Path, whose: str) -> None:
+    """Ids that only one of them has are accepted: the other never produces them."""
+    if _same(base, other, _FILE):
+        return
+    ours, theirs = _tokens(base / _FILE), _tokens(other / _FILE)
+    if ours is None or theirs is None:
+        if not any(_same(base, other, name) for name in _OTHER_FILES):
+            refuse(f"{whose} differs, or cannot be compared")
+        return
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            refuse(f"{whose} differs: token {number} is {theirs[number]!r}, in the base model {ours[number]!r}")
+
+
+def _check_padding(base: Path, other: Path, sentence: str) -> None:
+    """Output heads of different sizes are accepted if the tokenizers have the same ids: the rest is padding."""
+    ours, theirs = _tokens(base / _FILE), _tokens(other / _FILE)
+    if None not in (ours, theirs) and ours != theirs:
+        refuse(sentence)
+
+
+def _size(config: dict[str, Any]) -> int | None:
+    for values in (config, config.get("text_config") or {}):
+        if isinstance(values, dict) and isinstance(values.get("vocab_size"), int):
+            return int(values["vocab_size"])
+    return None
+
+
+def _same(ours: Path, theirs: Path, name: str) -> bool:
+    try:
+        return (ours / name).read_bytes() == (theirs / name).read_bytes()
+    except OSError:
+        return False
+
+
+def _tokens(path: Path) -> dict[int, str] | None:
+    """The texts of all ids in a tokenizer.json; None if there is none."""
+    try:
+        whole = json.loads(path.read_bytes())
+        vocabulary = whole["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            found = {int(number): str(text) for text, number in vocabulary.items()}
+        else:  # unigrams with their scores
+            found = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+        return found | {int(added["id"]): str(added["content"]) for added in whole.get("added_tokens") or []}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        refuse(f"{path} cannot be read: {error}")

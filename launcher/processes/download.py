@@ -12,9 +12,8 @@ from lorikeet.adapters.refs import Ref
 from lorikeet.launcher.config.flags.speculation import TOKENS_WITH_A_DRAFT
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import fetch, model, vocabulary
-from lorikeet.launcher.models.model import GgufFile, ModelFolder
-from lorikeet.launcher.models.servable import Use
+from lorikeet.launcher.models import fetch, model
+from lorikeet.launcher.models.model import GgufFile, ModelFolder, Use
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto.quantization import reason_against
@@ -51,7 +50,7 @@ def collect(settings: Settings, folder: Path, signals: Signals, use: Use) -> Mod
             tokenizer = downloads.get("tokenizer", named, False, Use(needs_tokenizer=False))
     except _Interrupted:
         return None
-    vocabulary.check(base, draft, tokenizer)
+    model.check(base, draft, tokenizer)
     return Models(base, draft)
 
 

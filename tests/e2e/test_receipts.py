@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher import Client
-from lorikeet.launcher.cli.receipt import found_in
+from lorikeet.launcher.cli.replay import found_in
 from tests.e2e.conftest import Replicas
 from tests.e2e.launched import ROOT, Launched
 

@@ -13,8 +13,7 @@ from typing import Any
 from benchmarks.evidence.figure import Case
 from benchmarks.load import servers
 from lorikeet.launcher.cli.client import Client
-from lorikeet.launcher.cli.receipt import Receipt
-from lorikeet.launcher.cli.replay import replay, sentences
+from lorikeet.launcher.cli.replay import Receipt, replay, sentences
 from tests.endurance.faults import Load, kinds
 
 CASES = 10

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.bench import workload
+from lorikeet.launcher.bench import result, workload
 from lorikeet.launcher.bench.main import main, parser
 from lorikeet.launcher.bench.workload import Planned
 
@@ -100,4 +100,4 @@ def test_settings_with_an_effect_are_accepted() -> None:
 def test_latencies_that_are_not_measured_are_rejected(name: str, words: str, sentence: str) -> None:
     given = parser().parse_args(["run", *words.split()])
     with pytest.raises(ValueError, match=sentence):
-        workload.check_latencies(name.split(","), workload.plan(given), given.max_concurrency)
+        result.check_latencies(name.split(","), workload.plan(given), given.max_concurrency)

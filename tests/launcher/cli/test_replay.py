@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.cli.receipt import Receipt, ReceiptError, different_parts, first_difference, found_in
-from lorikeet.launcher.cli.replay import main
+from lorikeet.launcher.cli.replay import Receipt, ReceiptError, different_parts, first_difference, found_in, main
 from lorikeet.proto import digest
 from tests.launcher.cli.test_client import Scripted, serving
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.launcher.models import progress
+from lorikeet.launcher.models import hub
 from lorikeet.proto.logs import readable_size
 
 
@@ -21,7 +21,7 @@ def test_sizes(count: int, text: str) -> None:
 def test_progress_is_logged_until_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "a").write_bytes(b"x" * 6000)
-    with progress.logged(tmp_path, 12_000, logging.getLogger("tests.progress"), interval_s=0.01):
+    with hub.logged(tmp_path, 12_000, logging.getLogger("tests.progress"), interval_s=0.01):
         end = time.monotonic() + 30
         while not caplog.messages and time.monotonic() < end:
             time.sleep(0.01)

@@ -7,8 +7,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lorikeet.launcher.config.settings import read
 from lorikeet.launcher.exits import LauncherError
-from lorikeet.launcher.models import servable
-from lorikeet.launcher.models.servable import Use
+from lorikeet.launcher.models import model
+from lorikeet.launcher.models.model import Use
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ from lorikeet.launcher.models.servable import Use
     ],
 )
 def test_rotary_scaling_adds_positions(config: dict[str, Any], positions: int | None) -> None:
-    assert servable.num_positions(config) == positions
+    assert model.num_positions(config) == positions
 
 
 def test_the_architectures_are_those_of_transformers() -> None:
-    assert servable._architectures() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert model._architectures() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_architectures_are_those_of_transformers() -> None:
     ],
 )
 def test_unsupported_models(config: dict[str, Any], reason: str) -> None:
-    said = servable.unsupported(config)
+    said = model.unsupported(config)
     assert said.startswith(reason) and bool(said) == bool(reason)
 
 
@@ -62,7 +62,7 @@ def test_more_positions_than_the_model_has_need_a_flag() -> None:
     config = {"model_type": "llama", "max_position_embeddings": 2048}
     words = ["--max-total-tokens", "4096"]
     with pytest.raises(LauncherError, match=r"above the 2048 positions of it: .*--allow-long-max-total-tokens"):
-        servable.check_config("it", config, Use.of(read(words, {}, "box"), 1))
+        model.check_config("it", config, Use.of(read(words, {}, "box"), 1))
     forced = read([*words, "--allow-long-max-total-tokens"], {}, "box")
-    servable.check_config("it", config, Use.of(forced, 1))
-    servable.check_config("it", config, Use.of(read([], {}, "box"), 1))
+    model.check_config("it", config, Use.of(forced, 1))
+    model.check_config("it", config, Use.of(read([], {}, "box"), 1))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import vocabulary
+from lorikeet.launcher.models import model
 from lorikeet.launcher.models.model import ModelFolder
 
 WORDS = {"a": 0, "b": 1, "c": 2}
@@ -30,7 +30,7 @@ def folder(path: Path, tokenizer: Any = None, size: int | None = 4, **files: byt
 
 def refusal(*models: ModelFolder) -> str:
     with pytest.raises(LauncherError) as caught:
-        vocabulary.check(*models)
+        model.check(*models)
     assert caught.value.exit is Exit.ARGUMENT_VALIDATION
     said = str(caught.value)
     assert all(model.id in said for model in models) and "\n" not in said
@@ -39,10 +39,10 @@ def refusal(*models: ModelFolder) -> str:
 
 def test_equal_ids_are_the_same_tokenizer(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", bpe(WORDS, {"<end>": 3}))
-    vocabulary.check(base, folder(tmp_path / "same", bpe(WORDS, {"<end>": 3})))
-    vocabulary.check(base, folder(tmp_path / "shorter", {**bpe(WORDS), "normalizer": None}))
+    model.check(base, folder(tmp_path / "same", bpe(WORDS, {"<end>": 3})))
+    model.check(base, folder(tmp_path / "shorter", {**bpe(WORDS), "normalizer": None}))
     unigrams = {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0], ["c", -2.5]]}}
-    vocabulary.check(base, folder(tmp_path / "unigrams", unigrams, size=None))
+    model.check(base, folder(tmp_path / "unigrams", unigrams, size=None))
 
 
 def test_a_different_token_of_an_id_is_an_error(tmp_path: Path) -> None:
@@ -61,13 +61,13 @@ def test_a_different_number_of_ids_is_an_error(tmp_path: Path) -> None:
 def test_padding_rows_are_not_ids(tmp_path: Path) -> None:
     """As in families whose larger members have wider output heads."""
     base = folder(tmp_path / "base", bpe(WORDS), size=128)
-    vocabulary.check(base, folder(tmp_path / "draft", {**bpe(WORDS), "normalizer": None}, size=64))
-    vocabulary.check(base, folder(tmp_path / "bare", size=64), folder(tmp_path / "named", bpe(WORDS)))
+    model.check(base, folder(tmp_path / "draft", {**bpe(WORDS), "normalizer": None}, size=64))
+    model.check(base, folder(tmp_path / "bare", size=64), folder(tmp_path / "named", bpe(WORDS)))
 
 
 def test_older_vocabulary_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
     base = folder(tmp_path / "base", bpe(WORDS), tokenizer_model=b"pieces")
-    vocabulary.check(base, folder(tmp_path / "same", tokenizer_model=b"pieces"))
+    model.check(base, folder(tmp_path / "same", tokenizer_model=b"pieces"))
     refusal(base, folder(tmp_path / "other", tokenizer_model=b"others"))
     refusal(base, folder(tmp_path / "none"))
 
@@ -75,11 +75,11 @@ def test_older_vocabulary_files_are_compared_byte_by_byte(tmp_path: Path) -> Non
 def test_the_tokenizer_of_draft_tokenizer_id_is_compared_too(tmp_path: Path) -> None:
     base, bare = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "bare")
     same, other = folder(tmp_path / "same", bpe(WORDS)), folder(tmp_path / "other", bpe({"b": 0}))
-    vocabulary.check(base, bare, same)
+    model.check(base, bare, same)
     assert "its tokenizer owner/other differs" in refusal(base, bare, other)
     assert "its tokenizer owner/other differs" in refusal(base, same, other)
     with pytest.raises(LauncherError, match="owner/other cannot be a draft model for owner/base"):
-        vocabulary.check(base, other, same)  # the draft model's own files are unchanged
+        model.check(base, other, same)  # the draft model's own files are unchanged
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
@@ -87,4 +87,4 @@ def test_a_broken_file_is_an_error(tmp_path: Path, text: str) -> None:
     base, draft = folder(tmp_path / "base", bpe(WORDS)), folder(tmp_path / "draft")
     (draft.path / "tokenizer.json").write_text(text)
     with pytest.raises(LauncherError, match=r"tokenizer\.json cannot be read"):
-        vocabulary.check(base, draft)
+        model.check(base, draft)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.cli.receipt import Receipt
+from lorikeet.launcher.cli.replay import Receipt
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.server import RouterServer

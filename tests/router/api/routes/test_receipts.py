@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterNotFound
-from lorikeet.launcher.cli.receipt import Receipt, found_in
+from lorikeet.launcher.cli.replay import Receipt, found_in
 from lorikeet.proto import shard_pb2 as pb
 from tests.router.api.routes.test_catalogue import made, write
 from tests.router.api.routes.test_native import generate
