@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lorikeet.launcher.config import rules, settings
@@ -98,7 +99,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     base = found.base
     if read["weights-cache-override"] is not None:
         path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
-        base = model.ModelFolder(base.id, path, base.sha)
+        base = replace(base, path=path)
     config = model.configuration(base.path)
     model.check_files(base.id, os.listdir(base.path), use)
     model.check_config(base.id, config, use)
@@ -107,7 +108,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     read = models.with_tokens(read, found.draft)
     pooled = model.read_pooling(read, base, config)
     rules.check_pooled(read, pooled, config, where[1])
-    complete = adapters.with_family(model.with_lengths(read, config, pooled), os.environ)
+    complete = adapters.with_family(model.with_lengths(read, config, pooled, draft), os.environ)
     rules.check_lengths(complete, pooled)
     sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where

@@ -1,6 +1,6 @@
 """The configuration of a router process: names and defaults of the fields of the JSON file that the launcher writes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lorikeet.adapters.sources.registry import SourceSettings
@@ -26,6 +26,8 @@ class RouterConfig(ConfigFile):
     """The client certificate for shards."""
     shard_tls_key_path: str | None = None
     """The private key of that certificate."""
+    model_given: str = ""
+    """What the operator gave as the model, a path among others: clients may write it too."""
     served_model_names: tuple[str, ...] = ()
     """Further names of the model; the first one is in answers."""
     model_sha: str | None = None
@@ -71,6 +73,9 @@ class RouterConfig(ConfigFile):
     max_stop_sequences: int = 4
     max_input_length: int = 4095
     max_total_tokens: int = 4096
+    """Shards may take less: see `within`."""
+    default_total_tokens: int | None = None
+    """Prompt and output together of a request to LoRAX's routes without `max_new_tokens`; None is what fits."""
     speculative_tokens: int | None = None
     """None is 4 with a draft model, else 0."""
     speculative_tokens_max: int = 16
@@ -174,7 +179,15 @@ class RouterConfig(ConfigFile):
     @property
     def model_names(self) -> tuple[str, ...]:
         """All names of the model in requests."""
-        return (*self.served_model_names, self.model_id)
+        return (*self.served_model_names, *dict.fromkeys(filter(None, (self.model_id, self.model_given))))
+
+    def within(self, max_total_tokens: int) -> "RouterConfig":
+        """This configuration for shards that take so many tokens of prompt and output together."""
+        if max_total_tokens >= self.max_total_tokens:
+            return self
+        room = self.max_total_tokens - self.max_input_length
+        longest = min(self.max_input_length, max_total_tokens - min(room, 1))
+        return replace(self, max_total_tokens=max_total_tokens, max_input_length=longest)
 
     @property
     def has_keys(self) -> bool:

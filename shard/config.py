@@ -48,6 +48,8 @@ class ShardConfig(ConfigFile):
     """Dimensions of the vectors; None is what its files say."""
     max_total_tokens: int = 4096
     """Prompt and output of one request, in tokens."""
+    fits_kv_memory: bool = False
+    """Whether `max_total_tokens` is lowered to what the KV memory holds; else the shard does not start with less."""
     step_tokens: int = 4096
     """Maximum number of prompt tokens per step (`--max-batch-prefill-tokens`)."""
     max_batch_total_tokens: int | None = None

@@ -88,14 +88,27 @@ def unsupported(config: dict[str, Any]) -> str:
     return ""
 
 
-def num_positions(config: dict[str, Any]) -> int | None:
-    """Positions that the model was made for, with its rotary scaling; None if the configuration does not say."""
+def num_positions(config: dict[str, Any], *, is_default: bool = False) -> int | None:
+    """Positions that the model was made for, with its rotary scaling; None if the configuration does not say.
+    `is_default`: those without longrope's long factors, which change the output of short requests too.
+    """
     for values in (config, _text(config)):
         for field in _LENGTH_FIELDS:
             length = values.get(field)
             if isinstance(length, int) and length > 1:
+                if is_default and (short := _before_longrope(values)):
+                    return min(length, short)
                 return max(length, _stretched(values, length)) - pooling.num_reserved_positions(values)
     return None
+
+
+def _before_longrope(values: dict[str, Any]) -> int | None:
+    """Positions up to which longrope uses its short factors; None with other rotary embeddings."""
+    scaling = values.get("rope_scaling") or values.get("rope_parameters")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "longrope":
+        return None
+    original = scaling.get("original_max_position_embeddings", values.get("original_max_position_embeddings"))
+    return original if isinstance(original, int) and original > 1 else None
 
 
 def _stretched(values: dict[str, Any], length: int) -> int:
@@ -128,9 +141,18 @@ def _architectures() -> frozenset[str]:
 
 
 EMBEDDED_ID = "lorikeet/base"
-_LONGEST_DEFAULT = 4096
+LONGEST_DEFAULT = 4096
+"""LoRAX's default for the length of requests, at most."""
+_LONGEST_CONTEXT = 1 << 18
+"""Tokens of a request by default, at most: tables of positions take memory for each."""
+_STEP_OF_CHUNKS = 4145
+"""Prompt tokens of a step by default, at most, where a prompt may take several steps."""
+_MOST_SHOWN = 4
+"""Files that an error names."""
 _STEP_OF_PROMPTS = 2048
 """Tokens of a step of a model that generates no text: short prompts are computed together."""
+_CACHED = "models--"
+"""How huggingface-hub's cache begins the name of a model's folder."""
 _FILES = (".gguf", ".safetensors")
 """Endings of a file's name, which no repository has."""
 
@@ -144,6 +166,22 @@ class ModelFolder:
     path: Path
     sha: str | None = None
     """Its commit, for a model of the hub."""
+    is_local: bool = False
+    """Whether `id` is a path."""
+
+    @property
+    def name(self) -> str:
+        """Its name in requests and answers: that of the folder or file, where the operator gave a path."""
+        return name_of(self.id) if self.is_local else self.id
+
+
+def name_of(path: str) -> str:
+    """The name of a model at a path; in huggingface-hub's cache that of the repository."""
+    absolute = Path(os.path.abspath(path))
+    repository = absolute.parent.parent.name
+    if absolute.parent.name == "snapshots" and repository.startswith(_CACHED):
+        return repository.removeprefix(_CACHED).replace("--", "/")
+    return absolute.name
 
 
 def embedded() -> ModelFolder:
@@ -202,8 +240,27 @@ def folder(text: str) -> ModelFolder:
             f"{text} is an adapter, not a model: give its base as --model-id, and it as adapter_id in requests",
         )
     if not (path / "config.json").is_file():
-        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} has no config.json: it is not a model's folder")
-    return ModelFolder(text, path)
+        raise LauncherError(Exit.DOWNLOAD_ERROR, f"{text} has no config.json: it is not a model's folder{_files(path)}")
+    return ModelFolder(text, path, is_local=True)
+
+
+def _files(path: Path) -> str:
+    """The models among the files of a folder, for an error; empty without any."""
+    names = sorted(each.name for each in path.glob("*.gguf"))
+    if not names:
+        return ""
+    more = f" (and {len(names) - _MOST_SHOWN} more)" if len(names) > _MOST_SHOWN else ""
+    return f". Give one of its .gguf files: {', '.join(str(path / name) for name in names[:_MOST_SHOWN])}{more}"
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the model in a folder is made for conversations."""
+    if (path / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((path / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def configuration(path: Path) -> dict[str, Any]:
@@ -225,19 +282,33 @@ def read_pooling(settings: Settings, folder: ModelFolder, config: dict[str, Any]
         refuse(f"{folder.id} cannot be served: {reason}")
 
 
-def with_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel | None = None) -> Settings:
-    """The settings with LoRAX's defaults for lengths that were not given; without output a prompt may have them all."""
+def with_lengths(
+    settings: Settings, config: dict[str, Any], pooled: PooledModel | None = None, draft: dict[str, Any] | None = None
+) -> Settings:
+    """The settings with defaults for lengths that were not given; without output a prompt may have them all. `draft`:
+    the config.json of the draft model.
+    """
     if pooled is not None:
         return _with_prompt_lengths(settings, config, pooled)
-    total = settings["max-total-tokens"] or min(num_positions(config) or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    total = settings["max-total-tokens"] or _context(settings, config, draft)
     longest = settings["max-input-length"] or total - 1
-    step = settings["max-batch-prefill-tokens"] or longest + 50
+    step = longest + 50
+    if settings["max-total-tokens"] is None and settings["chunked-prefill"]:
+        step = min(step, _STEP_OF_CHUNKS)
+    step = settings["max-batch-prefill-tokens"] or step
     return settings.with_values(max_total_tokens=total, max_input_length=longest, max_batch_prefill_tokens=step)
 
 
+def _context(settings: Settings, config: dict[str, Any], draft: dict[str, Any] | None) -> int:
+    """Tokens of a request, prompt and output, that the models are made for; the shard may have memory for fewer."""
+    models = [config] if draft is None else [config, draft]
+    lengths = [num_positions(each, is_default=True) or LONGEST_DEFAULT for each in models]
+    return min(*lengths, settings["max-batch-total-tokens"] or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+
+
 def _with_prompt_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel) -> Settings:
-    positions = num_positions(config) or _LONGEST_DEFAULT
-    default = positions if pooled.is_encoder else min(positions, _LONGEST_DEFAULT)
+    positions = num_positions(config) or LONGEST_DEFAULT
+    default = positions if pooled.is_encoder else min(positions, LONGEST_DEFAULT)
     total = settings["max-total-tokens"] or min(default, pooled.max_length or default)
     longest = settings["max-input-length"] or total
     step = settings["max-batch-prefill-tokens"] or max(longest, _STEP_OF_PROMPTS)

@@ -13,7 +13,7 @@ from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.rules import kv_cache_dtype
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.models.adapters import AdapterPlan
-from lorikeet.launcher.models.model import ModelFolder
+from lorikeet.launcher.models.model import LONGEST_DEFAULT, ModelFolder
 from lorikeet.launcher.models.usage import UsagePlan
 from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.proto.quantization import of_weights
@@ -162,7 +162,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
     settings = plan.settings
     num_sharing = max(1, plan.num_replicas) * plan.num_ranks if plan.device == "cpu" else 1
     return settings.fields(SHARD) | {
-        "model_id": plan.model.id,
+        "model_id": plan.model.name,
         "model_path": str(plan.model.path),
         "listen": plan.shard_address(index),
         "secret_path": plan.secret_path,
@@ -172,6 +172,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "device": plan.shard_device(index),
         "num_ranks": plan.num_ranks,
         "master_port": plan.master_port(index),
+        "fits_kv_memory": not plan.task and "max-total-tokens" not in settings.given,
         "quantize": of_weights(settings["quantize"]),
         "kv_cache_dtype": kv_cache_dtype(settings),
         "fusions": "none" if settings["disable-custom-kernels"] else "auto",
@@ -181,7 +182,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "draft_model": None if plan.draft is None else str(plan.draft.path),
-        "draft_model_id": "" if plan.draft is None else plan.draft.id,
+        "draft_model_id": "" if plan.draft is None else plan.draft.name,
         "parent_pid": os.getpid(),
     }
 
@@ -241,9 +242,11 @@ def _shards(plan: Plan) -> list[str]:
 def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
     """The router's configuration; `listen_fd` is the socket that it inherits."""
     return plan.settings.fields(ROUTER) | {
-        "model_id": plan.model.id,
+        "model_id": plan.model.name,
+        "model_given": plan.model.id,
         "model_path": str(plan.model.path),
         "model_sha": plan.model.sha,
+        "default_total_tokens": None if "max-total-tokens" in plan.settings.given else LONGEST_DEFAULT,
         "shard_addresses": _shards(plan),
         "shard_secret_path": plan.secret_path,
         "stuck_files": [] if plan.is_on_ray else [str(plan.stuck_file(index)) for index in range(plan.num_replicas)],
@@ -258,7 +261,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "listen_fd": listen_fd,
         "ready_file": str(plan.router_ready_file),
         "replacement_file": str(plan.replacement_file),
-        "draft_model_id": None if plan.draft is None else plan.draft.id,
+        "draft_model_id": None if plan.draft is None else plan.draft.name,
         "usage_log": plan.usage.log,
         "failure_file": str(plan.failure_file("router")),
         "parent_pid": os.getpid(),

@@ -118,7 +118,7 @@ class _Downloads:
         found = json.loads(answer.read_text())
         if "error" in found:
             refuse(found["error"])
-        return ModelFolder(found["id"], Path(found["path"]))
+        return ModelFolder(found["id"], Path(found["path"]), is_local=True)
 
     def _run(self, name: str, module: str, request: Path) -> str:
         """Run a module with a request until it ends. Returns how it ended. Raises _Interrupted."""

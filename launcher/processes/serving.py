@@ -16,7 +16,7 @@ from typing import Any
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import adapters, fetch, usage
+from lorikeet.launcher.models import adapters, fetch, model, usage
 from lorikeet.launcher.processes import configs
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStart, Signals, Supervisor
@@ -171,6 +171,9 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
         path, wanted = _POOLED_TRIALS[plan.task]
         if adapters.is_family(plan.settings):
             wanted = {"model": "search", "input": "Return the length of the list"}
+    elif not adapters.is_family(plan.settings) and _is_chat(plan):
+        message = {"role": "user", "content": "What is the capital of France?"}
+        path, wanted = "v1/chat/completions", {"model": _name(plan), "messages": [message], "max_tokens": 100}
     body = json.dumps(wanted)
     closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"
@@ -181,6 +184,16 @@ def _try_it(plan: configs.Plan, address: Address) -> str:
         f"\n  Listening on {address.own_url}: {who} {where} may use it.\n  Try it:\n\n"
         f"    curl {address.url}/{path} -H 'content-type: application/json'{key} -d '{body}'\n{page}"
     )
+
+
+def _name(plan: configs.Plan) -> str:
+    """The model's name in answers."""
+    names = plan.settings["served-model-name"]
+    return names[0] if names else plan.model.name
+
+
+def _is_chat(plan: configs.Plan) -> bool:
+    return plan.settings["chat-template"] is not None or model.has_chat_template(plan.model.path)
 
 
 def _check_writable(receipts: str | None) -> None:

@@ -68,7 +68,6 @@ class Service:
 
     dispatcher: Dispatcher
     tokenizer: Tokenizer
-    config: RouterConfig
     metrics: Metrics
     selection: Selection
     templates: Templates
@@ -90,6 +89,11 @@ class Service:
     """Answers that clients may resume on another connection."""
     not_learning: set[str] = field(default_factory=set)
     """Aliases that ask for learned heads, of which the log says that the shards learn none."""
+
+    @property
+    def config(self) -> RouterConfig:
+        """With the lengths that the shards take, once they are known."""
+        return self.dispatcher.config
 
     @property
     def admission(self) -> Admission:
@@ -343,7 +347,6 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
     return Service(
         dispatcher,
         tokenizer,
-        config,
         metrics,
         selection,
         templates,

@@ -59,7 +59,8 @@ class Dispatcher:
         """Whether another router accepts new connections: requests on existing ones are still served."""
         self.on_complete: Callable[[Generation], None] = lambda generation: None
         """Called with each generation whose text is complete."""
-        self._config = config
+        self.config = self._config = config
+        """With the lengths that all shards take."""
         self._tokenizer = tokenizer
         self._members = Members(config, self)
         self.links = self._members.links
@@ -356,6 +357,9 @@ class Dispatcher:
 
     def on_connect(self, link: ShardLink) -> None:
         assert link.info is not None
+        self.config = self._config.within(
+            min(each.info.max_total_tokens for each in self.links if each.info is not None)
+        )
         if self.admission is not None:
             self.admission.on_connect(link)
         self._is_known.set()

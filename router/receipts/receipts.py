@@ -86,7 +86,7 @@ class Receipts:
         info = self._link(generation.routing.shard_address).info
         assert info is not None
         config = self._config
-        return make_receipt(generation, Served(config.model_id, self._tokenizer_digest, config.max_total_tokens, info))
+        return make_receipt(generation, Served(config.model_id, self._tokenizer_digest, info.max_total_tokens, info))
 
     def _link(self, address: str) -> ShardLink:
         """The shard, or any other if that one is gone: all have the same files. Raises GenerationFailed."""

@@ -236,7 +236,16 @@ def check_text(inputs: str, length: TokenLength, config: RouterConfig) -> None:
 
 def check_lengths(num_inputs: int, max_new_tokens: int | None, config: RouterConfig) -> int:
     """The maximum number of tokens to generate. Raises ValidationError when prompt and output don't fit."""
-    allowed = max(config.max_total_tokens - num_inputs, 0) if max_new_tokens is None else max_new_tokens
+    allowed = max_new_tokens
+    if allowed is None:
+        total = min(config.default_total_tokens or config.max_total_tokens, config.max_total_tokens)
+        if total <= num_inputs < config.max_total_tokens:
+            raise ValidationError(
+                f"`inputs` has {num_inputs} tokens: give `max_new_tokens`. Without it, `inputs` and output have at "
+                f"most {total} tokens",
+                "max_new_tokens",
+            )
+        allowed = max(total - num_inputs, 0)
     if num_inputs + allowed > config.max_total_tokens:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {config.max_total_tokens}. "

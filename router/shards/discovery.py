@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 POLL_SECONDS = 2.0
 DNS, FILE = "dns:", "file:"
-EQUAL_FIELDS = ("model_id", "dtype", "quantization", "kv_cache_dtype", "num_ranks", "vocab_size", "max_total_tokens")
+EQUAL_FIELDS = ("model_id", "dtype", "quantization", "kv_cache_dtype", "num_ranks", "vocab_size", "rotary_factors")
 """Fields of ShardInfo that must be equal for all shards, because any shard may continue a request of another."""
 
 

@@ -1,5 +1,6 @@
 """One base model: transformers' modules with our layers, our attention and paged KV."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         activations = activations_of(is_integers, config.quantize_activations, config.device)
         if method is not None and group is not None:
             raise ValueError(f"a network quantised by {method} cannot be split over several devices: use --num-shard 1")
-        fix_rotary(text_config, config.max_total_tokens)
+        rotary_factors = fix_rotary(text_config, config.max_total_tokens)
     except ValueError as reason:
         raise ValueError(f"cannot serve {checkpoint.model_type}: {reason}") from None
     if pooled is not None:
@@ -63,6 +64,7 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     model = assemble(
         network, text_config, backend, dtype, inputs, config.max_total_tokens, group, stated, config.fusions
     )
+    model.info = replace(model.info, rotary_factors=rotary_factors)
     num_tokens = min(OVERFLOW_TOKENS, config.max_total_tokens)
     reject_overflow(model, _first_token(text_config), num_tokens, range(num_tokens))
     return_freed_memory()  # the check needs some

@@ -24,6 +24,8 @@ that is available to all devices together.
 CPU_SHARE = 0.25
 """Part of the available memory that KV takes on CPU by default: other processes need some too."""
 
+MIN_TOTAL_TOKENS = 512
+"""A request has room for this many tokens, where the KV memory decides how many."""
 STEPS_WITHOUT_KV = 3
 """Steps of the longest prompts that requests may fill in advance, for a model whose K and V are not kept."""
 
@@ -32,7 +34,7 @@ def choose_num_pages(
     config: ShardConfig, model: Model, draft_model: Model | None = None, graph_bytes: int = 0, num_spare: int = 0
 ) -> int:
     """The number of KV pages, each of both models, besides `num_spare` pages and `graph_bytes` for graphs. Raises
-    ValueError when they cannot hold one request of `max_total_tokens`.
+    ValueError when they cannot hold one request of `max_total_tokens`, unless that may be lowered.
     """
     page_bytes = model.page_bytes + (0 if draft_model is None else draft_model.page_bytes)
     num_pages = config.num_pages
@@ -46,10 +48,11 @@ def choose_num_pages(
     if config.max_batch_total_tokens is not None:
         num_pages = min(num_pages, -(-config.max_batch_total_tokens // model.page_size))
     num_tokens = num_pages * model.page_size
-    if num_tokens < config.max_total_tokens:
+    least = min(config.max_total_tokens, MIN_TOTAL_TOKENS) if config.fits_kv_memory else config.max_total_tokens
+    if num_tokens < least:
         raise ValueError(
             f"KV memory holds {num_tokens} tokens ({page_bytes // model.page_size} bytes each), fewer than the "
-            f"{config.max_total_tokens} of one request: lower --max-total-tokens or give more memory"
+            f"{least} of one request: lower --max-total-tokens or give more memory"
         )
     slot_bytes = adapter_bytes(config, model)
     log.info(
@@ -61,6 +64,9 @@ def choose_num_pages(
         adapter_bytes=slot_bytes,
         adapter_tokens=slot_bytes * model.page_size // page_bytes,
     )
+    if config.fits_kv_memory:
+        longest = min(num_tokens, config.max_total_tokens)
+        log.info("max_total_tokens", tokens=longest, model=config.max_total_tokens, kv_memory=num_tokens)
     return num_pages
 
 

@@ -45,6 +45,8 @@ class ModelInfo:
     """The method that the weights are quantised by, "" for none."""
     pooled: PooledModel | None = None
     """How prompts become vectors or scores, of a model that generates no text."""
+    rotary_factors: str = ""
+    """`long` or `short`: the factors of longrope in use; "" for other models."""
 
 
 class PeerRanks(Protocol):

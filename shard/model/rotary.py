@@ -49,8 +49,11 @@ def _takes_positions_alone(rotary: nn.Module) -> bool:
     return list(inspect.signature(rotary.forward).parameters) == ["x", "position_ids"]
 
 
-def fix_rotary(text_config: Any, max_total_tokens: int) -> None:
-    """Select one factor set of longrope by the longest request allowed. Raises ValueError for dynamic tables."""
+def fix_rotary(text_config: Any, max_total_tokens: int) -> str:
+    """Select one factor set of longrope by the longest request allowed: `long` or `short`; "" for other models. Raises
+    ValueError for dynamic tables.
+    """
+    selected = ""
     for parameters in _parameter_sets(getattr(text_config, "rope_parameters", None)):
         kind = parameters.get("rope_type", "default")
         if "dynamic" in kind:
@@ -59,8 +62,9 @@ def fix_rotary(text_config: Any, max_total_tokens: int) -> None:
             original = parameters.get("original_max_position_embeddings") or getattr(
                 text_config, "original_max_position_embeddings", text_config.max_position_embeddings
             )
-            chosen = parameters["long_factor" if max_total_tokens > original else "short_factor"]
-            parameters["short_factor"] = parameters["long_factor"] = list(chosen)
+            selected = "long" if max_total_tokens > original else "short"
+            parameters["short_factor"] = parameters["long_factor"] = list(parameters[f"{selected}_factor"])
+    return selected
 
 
 def _parameter_sets(rope_parameters: Any) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_a
 
 
 CONFIG_FIELDS = (
-    "model_id", "max_total_tokens", "step_tokens", "max_running", "watermark_gamma", "watermark_delta",
+    "model_id", "step_tokens", "max_running", "watermark_gamma", "watermark_delta",
 )  # fmt: skip
 """Fields of `ShardInfo` that are the configuration's."""
 
@@ -222,8 +222,12 @@ CONFIG_FIELDS = (
 def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFiles) -> Facts:
     """The description that routers get."""
     cache, info, pooled = engine.scheduler.cache, model.info, model.info.pooled
+    num_kv_tokens = cache.num_pages * cache.page_size
+    max_total_tokens = min(config.max_total_tokens, num_kv_tokens)
     shard_info = pb.ShardInfo(
         **{name: getattr(config, name) for name in CONFIG_FIELDS},
+        max_total_tokens=max_total_tokens,
+        rotary_factors=info.rotary_factors,
         version=version(),
         dtype=str(info.dtype),
         quantization=info.quantization,
@@ -254,10 +258,9 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
             )
         )
     has_adapters, has_draft_model = engine.scheduler.adapters.limits.num_slots > 0, config.draft_model is not None
-    num_kv_tokens = cache.num_pages * cache.page_size
     bounds = Bounds(
         info.vocab_size,
-        config.max_total_tokens,
+        max_total_tokens,
         num_kv_tokens,
         has_adapters,
         has_draft_model,

@@ -32,7 +32,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "max-batch-prefill-tokens", "maximum number of prompt tokens per step", INTEGER, to=SHARD,
-            field_name="step_tokens", default_text="max-input-length + 50", minimum=1,
+            field_name="step_tokens", minimum=1,
+            default_text="max-input-length + 50, without --max-total-tokens at most 4145",
             differs="a budget per step; measured times of steps make it smaller, so that streams do not pause",
         ),
         Flag(

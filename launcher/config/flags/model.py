@@ -9,14 +9,14 @@ DTYPES = ("float16", "bfloat16", "float32")
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
         Flag(
-            "model-id", "base model: hub id, `id@revision` or local folder", default_text="the built-in demo model",
-            differs="without it the built-in demo model is served",
+            "model-id", "base model: hub id, `id@revision`, local folder or .gguf file",
+            default_text="the built-in demo model", differs="without it the built-in demo model is served",
         ),
         Flag(
             "served-model-name",
             "names of the base model in requests and answers, the first one in answers; --model-id stays valid too",
             default=(), to=ROUTER, field_name="served_model_names", repeated=True, new=True,
-            default_text="model-id",
+            default_text="model-id; of a path the name of the folder or file",
         ),
         Flag("revision", "branch, tag or commit of the base model at the hub"),
         Flag(
@@ -74,8 +74,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "max-total-tokens", "maximum length of prompt and output together, in tokens", INTEGER, to=ROUTER | SHARD,
-            default_text="min(max_position_embeddings, 4096)", minimum=2,
-            differs="more than the model's positions are rejected, unless `--allow-long-max-total-tokens` is given",
+            default_text="the model's context, at most what KV memory holds", minimum=2,
+            differs="LoRAX's default is at most 4096, and without this flag its routes still end a request without "
+            "`max_new_tokens` there. The long factors of longrope, and more than 262144 tokens, need the flag. More "
+            "than the model's positions are rejected, unless `--allow-long-max-total-tokens` is given",
         ),
         Flag(
             "allow-long-max-total-tokens",

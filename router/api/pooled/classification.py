@@ -130,7 +130,7 @@ class ClassificationRoutes:
     def _listed(
         self, prefix: str, wanted: EmbeddingsRequest, computed: Computed, data: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        name = wanted.common.adapter.name or self._service.config.model_id
+        name = wanted.common.adapter.name or self._service.config.model_name
         return {**envelope(prefix, name), "object": "list", "data": data, "usage": computed.usage}
 
 

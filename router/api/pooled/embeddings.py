@@ -40,7 +40,7 @@ class EmbeddingRoutes:
         answer = {
             "object": "list",
             "data": data,
-            "model": wanted.common.adapter.name or service.config.model_id,
+            "model": wanted.common.adapter.name or service.config.model_name,
             "usage": computed.usage,
             "embeddings": data,
         }

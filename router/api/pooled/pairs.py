@@ -31,7 +31,7 @@ class PairRoutes:
         wanted = read_score(body, service.config)
         scores, computed = await self._scores(request, wanted, timing, wanted_names=("text_1", "text_2"))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.tolist())]
-        name = wanted.common.adapter.name or service.config.model_id
+        name = wanted.common.adapter.name or service.config.model_name
         answer = {**envelope("score", name), "object": "list", "data": data, "usage": computed.usage}
         return Response(orjson.dumps(answer), headers=computed.headers, media_type="application/json")
 
@@ -46,7 +46,7 @@ class PairRoutes:
             {"index": int(index), "document": {"text": wanted.second[index]}, "relevance_score": float(scores[index])}
             for index in order
         ]
-        name = wanted.common.adapter.name or service.config.model_id
+        name = wanted.common.adapter.name or service.config.model_name
         answer = {**envelope("rerank", name), "usage": computed.usage, "results": results}
         return Response(orjson.dumps(answer), headers=computed.headers, media_type="application/json")
 

@@ -78,7 +78,9 @@ class _Parameters(_Speculative, Constrained):
     typical_p: float | None = Field(None, gt=0, lt=1)
     do_sample: bool | None = False
     seed: int | None = Field(None, ge=0, description="The same seed gives the same text, alone or in any batch")
-    max_new_tokens: int | None = Field(None, gt=0, description="Default: what the prompt leaves of max_total_tokens")
+    max_new_tokens: int | None = Field(
+        None, gt=0, description="Default: what the prompt leaves of max_total_tokens, or of 4096 where that is not set"
+    )
     stop: list[str] | None = Field(None, description="Ends the text, which includes it")
     stop_sequences: list[str] | None = Field(None, description="More of `stop`")
     add_special_tokens: bool | None = Field(True, description="Whether the tokenizer's special tokens are added")

@@ -18,8 +18,8 @@ from lorikeet.shard.config import ShardConfig
 LORAX: list[dict[str, Any]] = json.loads((Path(__file__).parent / "lorax_flags.json").read_text())
 COMPUTED = {
     "--max-input-length": "max-total-tokens − 1",
-    "--max-total-tokens": "min(max_position_embeddings, 4096)",
-    "--max-batch-prefill-tokens": "max-input-length + 50",
+    "--max-total-tokens": "the model's context, at most what KV memory holds",
+    "--max-batch-prefill-tokens": "max-input-length + 50, without --max-total-tokens at most 4145",
 }
 DIFFERENT = {
     "--model-id": None,

@@ -264,9 +264,9 @@ def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "part"),
     [
         (["--max-input-length", "100", "--max-total-tokens", "100"], "must be less than --max-total-tokens 100"),
-        (["--max-input-length", "4096"], "must be less than"),
+        (["--max-input-length", "8192"], "must be less than"),
         (["--max-batch-prefill-tokens", "64", "--chunked-prefill", "false"], "while --chunked-prefill is false"),
-        (["--max-batch-total-tokens", "1000"], "at most --max-batch-total-tokens 1000"),
+        (["--max-batch-total-tokens", "1000", "--max-total-tokens", "1001"], "at most --max-batch-total-tokens 1000"),
     ],
 )
 def test_impossible_lengths(arguments: list[str], part: str) -> None:

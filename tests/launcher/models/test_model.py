@@ -11,6 +11,8 @@ from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import model
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
+
 
 def settings(*arguments: str) -> Settings:
     return read(arguments, {}, "box")
@@ -19,7 +21,11 @@ def settings(*arguments: str) -> Settings:
 @pytest.mark.parametrize(
     ("config", "arguments", "lengths"),
     [
-        ({"max_position_embeddings": 32768}, [], (4096, 4095, 4145)),
+        ({"max_position_embeddings": 32768}, [], (32768, 32767, 4145)),
+        ({"max_position_embeddings": 32768}, ["--chunked-prefill", "false"], (32768, 32767, 32817)),
+        ({"max_position_embeddings": 32768}, ["--max-batch-total-tokens", "9000"], (9000, 8999, 4145)),
+        ({"max_position_embeddings": 1 << 20}, [], (1 << 18, (1 << 18) - 1, 4145)),
+        ({"max_position_embeddings": 131072, "rope_scaling": LONGROPE}, [], (2048, 2047, 2097)),
         ({"max_position_embeddings": 2048}, [], (2048, 2047, 2097)),
         ({"n_positions": 1024}, [], (1024, 1023, 1073)),
         ({"text_config": {"max_position_embeddings": 512}}, [], (512, 511, 561)),
@@ -35,12 +41,56 @@ def test_lengths(config: dict[str, Any], arguments: list[str], lengths: tuple[in
     assert tuple(complete[name] for name in names) == lengths
 
 
+def test_a_draft_model_with_fewer_positions_bounds_the_default() -> None:
+    base, draft = {"max_position_embeddings": 32768}, {"n_positions": 1024}
+    assert model.with_lengths(settings(), base, draft=draft)["max-total-tokens"] == 1024
+    complete = model.with_lengths(settings("--max-total-tokens", "9000"), base, draft=draft)
+    assert complete["max-total-tokens"] == 9000
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/srv/models/llama", "llama"),
+        ("/srv/models/llama/", "llama"),
+        ("/srv/models/llama.Q4_0.gguf", "llama.Q4_0.gguf"),
+        ("models/llama/.", "llama"),
+        ("/root/hub/models--owner--some-name/snapshots/0a1b2c", "owner/some-name"),
+    ],
+)
+def test_a_path_has_the_name_of_its_folder_or_file(path: str, name: str) -> None:
+    assert model.ModelFolder(path, Path(path), is_local=True).name == name
+    assert model.ModelFolder("owner/name", Path(path), "0a1b2c").name == "owner/name"
+
+
+def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"model-{number}.gguf").touch()
+    with pytest.raises(LauncherError, match=r"Give one of its \.gguf files: .*model-0\.gguf.*\(and 2 more\)"):
+        model.folder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_chat"),
+    [
+        ("chat_template.jinja", "x", True),
+        ("tokenizer_config.json", '{"chat_template": "x"}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+        ("tokenizer_config.json", "[]", False),
+        ("tokenizer_config.json", "{", False),
+    ],
+)
+def test_models_with_a_chat_template_are_chat_models(tmp_path: Path, file: str, text: str, is_chat: bool) -> None:
+    (tmp_path / file).write_text(text)
+    assert model.has_chat_template(tmp_path) == is_chat
+
+
 def test_an_existing_folder_takes_precedence_over_a_hub_id(tmp_path: Path) -> None:
     path = tmp_path / "owner@main"
     path.mkdir()
     (path / "config.json").write_text("{}")
     found = model.named(settings("--model-id", str(path)))
-    assert found == model.ModelFolder(str(path), path.resolve())
+    assert found == model.ModelFolder(str(path), path.resolve(), is_local=True)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

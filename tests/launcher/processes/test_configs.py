@@ -195,6 +195,7 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
     """A process started by hand and one started by the launcher behave alike."""
     own = {"model_id", "model_path", "model_sha", "listen", "shard_addresses", "parent_pid"}
     own |= {"effective_configuration", "public_configuration", "secrets_on_stdin"}
+    own |= {"model_given", "default_total_tokens", "fits_kv_memory"}  # of a length that the launcher chooses
     own |= {
         "step_tokens",
         "served_file",
@@ -310,6 +311,24 @@ def test_the_launcher_says_who_may_use_the_server(tmp_path: Path, host: str, key
     assert all(part in shown for part in parts), shown
     assert f"{Address(host, 3000).url}/generate " in shown
     assert f"open {Address(host, 3000).url}/ in a browser" in shown
+
+
+def test_a_chat_model_is_tried_with_a_chat(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "chat_template.jinja").write_text("x")
+    given = dataclasses.replace(
+        plan(tmp_path, "--model-id", str(folder)), model=ModelFolder("x/llama", folder, is_local=True)
+    )
+    shown = serving._try_it(given, Address("127.0.0.1", 3000))
+    assert "/v1/chat/completions " in shown and '"model": "llama"' in shown
+
+
+def test_a_shard_lowers_the_length_of_requests_unless_it_was_set(tmp_path: Path) -> None:
+    for arguments, fits, default in (([], True, 4096), (["--max-total-tokens", "9000"], False, None)):
+        given = plan(tmp_path, *arguments)
+        assert configs.shard_fields(given)["fits_kv_memory"] == fits
+        assert configs.router_fields(given)["default_total_tokens"] == default
 
 
 @pytest.mark.parametrize(

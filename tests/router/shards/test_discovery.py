@@ -102,6 +102,7 @@ def info(**values: object) -> pb.ShardInfo:
         "dtype": "float32",
         "vocab_size": 9,
         "max_total_tokens": 5,
+        "rotary_factors": "short",
     } | values
     return pb.ShardInfo(**fields)  # type: ignore[arg-type]
 
@@ -122,13 +123,13 @@ async def test_adjacent_versions_are_compatible(monkeypatch: pytest.MonkeyPatch)
         {"model_id": "n"},
         {"dtype": "bfloat16"},
         {"vocab_size": 8},
-        {"max_total_tokens": 4},
+        {"rotary_factors": "long"},
         {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8"},
         {"num_ranks": 2},
     ],
 )
 async def test_a_shard_that_differs_from_the_others_is_incompatible(change: dict[str, object]) -> None:
-    assert incompatibility(info(), info()) == ""
+    assert incompatibility(info(max_total_tokens=4), info()) == ""
     (name,) = change
     assert incompatibility(info(**change), info()).startswith(f"its {name} is {change[name]}")

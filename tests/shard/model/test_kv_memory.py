@@ -1,11 +1,21 @@
 """How many pages there are: as asked for, as memory gives, and never too few for one request."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
-from lorikeet.shard.model.kv_memory import available_bytes, choose_num_pages, default_slot_bytes, largest_step, room
+from lorikeet.shard.model.kv_memory import (
+    MIN_TOTAL_TOKENS,
+    available_bytes,
+    choose_num_pages,
+    default_slot_bytes,
+    largest_step,
+    room,
+)
 from lorikeet.shard.model.model import Model
 from tests import tiny
 
@@ -40,6 +50,21 @@ def test_no_more_is_taken_than_requests_could_fill(model: Model) -> None:
 def test_too_little_for_one_request_is_an_error(model: Model) -> None:
     with pytest.raises(ValueError, match="--max-total-tokens"):
         choose(model, cpu_memory=model.page_bytes)
+
+
+def test_the_default_length_of_requests_is_what_memory_holds(model: Model) -> None:
+    def choose(num_pages: int, total: int) -> int:
+        config = ShardConfig("tiny", "unused", "unix:unused", max_total_tokens=total, fits_kv_memory=True)
+        return choose_num_pages(replace(config, num_pages=num_pages), model)
+
+    pages = -(-MIN_TOTAL_TOKENS // model.page_size)
+    with capture_logs() as lines:
+        assert choose(pages, 1 << 20) == pages
+        assert choose(100, 100) == 100
+    shown = [line for line in lines if line["event"] == "max_total_tokens"]
+    assert [line["tokens"] for line in shown] == [pages * model.page_size, 100]
+    with pytest.raises(ValueError, match="of one request"):
+        choose(pages - 1, 1 << 20)
 
 
 @pytest.mark.parametrize(("step_tokens", "longest"), [(4096, 300), (100, 300), (600, 300), (7, 7)])

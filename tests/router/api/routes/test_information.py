@@ -47,6 +47,25 @@ async def test_info_has_loraxs_keys_first(server: Serving) -> None:
     assert info["shards"][0]["architecture"] == "llama"
 
 
+async def test_requests_have_the_lengths_that_the_shard_takes(tmp_path: Any, anyio_backend: str) -> None:
+    async with serving(tmp_path, max_total_tokens=9000, max_input_length=8999) as server:
+        info = (await server.client.get("/info")).json()
+        assert (info["max_input_length"], info["max_total_tokens"]) == (2047, 2048)
+        assert (await server.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 2048
+        response = await server.client.post("/v1/completions", json={"model": "", "prompt": "a", "max_tokens": 2048})
+        assert response.status_code == 400 and "2048 tokens" in response.text
+
+
+async def test_a_path_is_accepted_as_the_name_and_not_shown(tmp_path: Any, anyio_backend: str) -> None:
+    async with serving(tmp_path, model_given="/srv/models/parrot") as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in listed] == [MODEL_ID]
+        answer = await server.client.post(
+            "/v1/completions", json={"model": "/srv/models/parrot", "prompt": "a", "max_tokens": 1}
+        )
+        assert answer.status_code == 200, answer.text
+
+
 async def test_info_shows_the_effective_configuration(tmp_path: Any, anyio_backend: str) -> None:
     flags = {"waiting-served-ratio": 1.2, "max-waiting-tokens": 20, "eager-prefill": True, "port": 80}
     effective = {"version": "0", "flags": {**flags, "adapters": "/etc/adapters.yaml"}}

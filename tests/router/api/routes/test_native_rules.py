@@ -124,3 +124,18 @@ async def test_a_tool_choice_of_none_and_a_text_format_are_accepted(server: Serv
     server.says("x")
     parameters = {"tool_choice": "none", "response_format": {"type": "text"}}
     assert (await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})).status_code == 200
+
+
+async def test_a_request_without_a_limit_ends_at_loraxs_default_length(tmp_path: Any, anyio_backend: str) -> None:
+    async with serving(tmp_path, default_total_tokens=64) as server:
+        answer = await server.client.post("/generate", json={"inputs": "a " * 10, "parameters": {"details": True}})
+        details = answer.json()["details"]
+        assert details["generated_tokens"] + details["prompt_tokens"] == 64
+        body = {"inputs": "a " * 100, "parameters": {"max_new_tokens": 100}}
+        assert (await server.client.post("/generate", json=body)).status_code == 200
+        answer = await server.client.post("/generate", json={"inputs": "a " * 100})
+        assert answer.status_code == 422
+        assert "give `max_new_tokens`. Without it, `inputs` and output have at most 64 tokens" in answer.json()["error"]
+        chat = {"model": "", "messages": [{"role": "user", "content": "a " * 100}]}
+        answer = await server.client.post("/v1/chat/completions", json=chat)
+        assert answer.json()["usage"]["total_tokens"] == 2048
