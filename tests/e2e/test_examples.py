@@ -131,7 +131,7 @@ def test_the_command_line_client_colours_tokens_by_source(server: Client, capsys
 @pytest.mark.long
 def test_autogluon_rag_s_first_fragment(server: Client) -> None:
     info = server.info()
-    assert (info["model_id"], info["draft_model_id"], info["speculate"]) == ("demo/base", "demo/draft", 4)
+    assert (info["model_id"], info["draft_model_id"], info["speculate"]) == ("base", "draft", 4)
     # Clients of OpenAI's routes get speculation without asking.
     usage = server.chat("Write a function: Return the sum.", max_tokens=24, temperature=0)["usage"]
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
