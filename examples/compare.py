@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from lorikeet.launcher import Client, launch
-from lorikeet.launcher.cli import provenance
+from lorikeet.launcher.cli import generate
 
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9}
 RUNS = 10
@@ -43,10 +43,10 @@ def show(title: str, client: Client, given: argparse.Namespace, **parameters: An
     began = time.monotonic()
     answer = client.generate(given.input, **parameters)
     seconds = time.monotonic() - began
-    paint = provenance.painter(given.verbose)
+    paint = generate.painter(given.verbose)
     print(f"\x1b[31m{title}\x1b[0m\n{given.input}" + "".join(map(paint, answer.tokens)))
     if given.verbose or given.profiling:
-        print(provenance.summary(answer.details, seconds))
+        print(generate.summary(answer.details, seconds))
     if given.benchmark:
         began = time.monotonic()
         texts = [client.generate(given.input, **parameters) for _ in range(RUNS)]
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         show("DeepMind's speculative sampling", large, given, speculative_verification="deepmind", **speculation)
         show("Google's speculative decoding", large, given, speculative_verification="google", **speculation)
         if given.verbose:
-            print(provenance.legend(colours=True))
+            print(generate.legend(colours=True))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Never
 
 
 class Exit(IntEnum):
-    """The exit codes. Names follow LoRAX's reasons where it has one."""
+    """The exit codes. Names follow LoRAX's reasons if it has one."""
 
     OK = 0
     ARGUMENT_VALIDATION = 2

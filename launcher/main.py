@@ -12,7 +12,7 @@ from pathlib import Path
 from lorikeet.launcher.config import rules, settings
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import adapters, devices, model, usage
+from lorikeet.launcher.models import adapters, devices, model
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes.run_folder import run_folder
@@ -21,7 +21,7 @@ from lorikeet.proto import logs
 from lorikeet.proto.process import raise_file_limit
 from lorikeet.proto.version import version
 
-_LONGEST_SOCKET_PATH = 103
+_MAX_SOCKET_PATH_BYTES = 103
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,21 +91,21 @@ def _device(read: Settings) -> tuple[str, int]:
 
 def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> configs.Plan | None:
     """Everything that must be known before a process starts; None if a signal arrived first."""
-    destinations = usage.plan(read, os.environ)
+    destinations = rules.usage_destinations(read, os.environ)
     use = model.Use.of(read, where[1])
-    found = models.collect(read, folder, signals, use)
-    if found is None:
+    folders = models.collect(read, folder, signals, use)
+    if folders is None:
         return None
-    base = found.base
+    base = folders.base
     if read["weights-cache-override"] is not None:
         path = model.with_weights_of(Path(read["weights-cache-override"]), base.path, folder / "model")
         base = replace(base, path=path)
     config = model.configuration(base.path)
     model.check_files(base.id, os.listdir(base.path), use)
     model.check_config(base.id, config, use)
-    draft = None if found.draft is None else model.configuration(found.draft.path)
+    draft = None if folders.draft is None else model.configuration(folders.draft.path)
     rules.check_models(read, config, draft)
-    read = models.with_tokens(read, found.draft)
+    read = models.with_tokens(read, folders.draft)
     pooled = model.read_pooling(read, base, config)
     rules.check_pooled(read, pooled, config, where[1])
     complete = adapters.with_family(model.with_lengths(read, config, pooled, draft), os.environ)
@@ -114,38 +114,40 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     device, num_ranks = where
     task = "" if pooled is None else pooled.task
     common = (complete, base, device, folder, version(), sources)
-    return configs.Plan(*common, found.draft, destinations, num_ranks, task)
+    return configs.Plan(*common, folders.draft, destinations, num_ranks, task)
 
 
 @contextmanager
 def _private_folder(read: Settings) -> Iterator[Path]:
     """A folder for sockets and files of this run that is private to this user."""
-    wanted = read["shard-uds-path"]
-    where, prefix = (None, "lorikeet-") if wanted is None else (str(Path(wanted).parent), f"{Path(wanted).name}-")
+    socket_path = read["shard-uds-path"]
+    where, prefix = (
+        (None, "lorikeet-") if socket_path is None else (str(Path(socket_path).parent), f"{Path(socket_path).name}-")
+    )
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(run_folder(where, prefix))
         except OSError as error:
-            refuse(f"no private folder can be created at --shard-uds-path {wanted}: {error.strerror}")
-        if len(os.fsencode(folder / "shard-63.sock")) > _LONGEST_SOCKET_PATH:
+            refuse(f"no private folder can be created at --shard-uds-path {socket_path}: {error.strerror}")
+        if len(os.fsencode(folder / "shard-63.sock")) > _MAX_SOCKET_PATH_BYTES:
             refuse(f"{folder} is too long for the path of a Unix socket: give --shard-uds-path")
         yield folder
 
 
 @contextmanager
-def _pid_file(given: str | None) -> Iterator[None]:
+def _pid_file(name: str | None) -> Iterator[None]:
     """The file holds this process's id within the block. Raises LauncherError if it cannot be written."""
-    if given is None:
+    if name is None:
         yield
         return
-    path, own = Path(given), f"{os.getpid()}\n"
+    path, content = Path(name), f"{os.getpid()}\n"
     try:
-        path.write_text(own)
+        path.write_text(content)
     except OSError as error:
-        refuse(f"--pid-file {given} cannot be written: {error.strerror}")
+        refuse(f"--pid-file {name} cannot be written: {error.strerror}")
     try:
         yield
     finally:
         with suppress(OSError):
-            if path.read_text() == own:  # else it is that of a later server
+            if path.read_text() == content:  # else it is that of a later server
                 path.unlink()

@@ -72,7 +72,6 @@ SHORT = {
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/operators.py": "used by the Triton modules of every folder",
     "launcher/processes/tether.py": "runs as a script, without imports of the package",
-    "launcher/config/chat_template.py": "used by the rules of flags and by the configurations of processes",
     "router/api/docs.py": "one route",
     "router/api/routes/live.py": "one route",
     "router/api/routes/unsupported.py": "one table of routes",

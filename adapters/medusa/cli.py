@@ -30,7 +30,7 @@ URL_HELP = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _HeadsParser(argparse.ArgumentParser):
     """Reports an error in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = _Parser(
+    made = _HeadsParser(
         prog="lorikeet-heads",
         description="Train and evaluate Medusa heads for speculative decoding.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = made.add_subparsers(required=True, metavar="COMMAND", parser_class=_HeadsParser)
     train = commands.add_parser("train", help="generate texts with the target and train heads on them")
     train.set_defaults(run=_train)
     _add_target(train)

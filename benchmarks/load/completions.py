@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from lorikeet.launcher.bench.apis import Completions, Seen
-from lorikeet.launcher.bench.connection import Connections, Pieces, events
-from lorikeet.launcher.bench.load import Load, Sample
+from lorikeet.launcher.bench.connection import ConnectionPool, Pieces, events
+from lorikeet.launcher.bench.load import LoadGenerator, Sample
 from lorikeet.launcher.bench.workload import Planned
 
 TIMEOUT_S = 3600.0
@@ -31,9 +31,9 @@ class Target:
         """Its requests are greedy."""
         return Completions(self.model, {"temperature": 0, **self.extra}, ignores_eos=False)
 
-    def connections(self) -> Connections:
+    def connections(self) -> ConnectionPool:
         """To be closed."""
-        return Connections(f"http://127.0.0.1:{self.port}", {}, TIMEOUT_S)
+        return ConnectionPool(f"http://127.0.0.1:{self.port}", {}, TIMEOUT_S)
 
 
 @dataclass
@@ -117,7 +117,7 @@ async def poisson(target: Target, prompts: Sequence[str], rate: float, length: L
 async def _load(target: Target, plan: Sequence[Planned], clients: int | None, length: Length) -> list[Answer]:
     connections = target.connections()
     try:
-        loaded = await Load(connections, target.api(), clients).run(plan)
+        loaded = await LoadGenerator(connections, target.api(), clients).run(plan)
     finally:
         await connections.close()
     return [_answer(sample, length) for sample in loaded.samples]

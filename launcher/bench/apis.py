@@ -22,9 +22,9 @@ class Seen:
     num_tokens: int = 0
     """Tokens of LoRAX's events, which have one token each."""
     num_steps: int = 0
-    """Tokens that were not drafted and accepted; 0 where the server does not say."""
+    """Tokens that were not drafted and accepted; 0 if the server does not say."""
     sources: Counter[str] = field(default_factory=Counter)
-    """Tokens by what proposed them, where the server says so."""
+    """Tokens by what proposed them, if the server says so."""
     texts: list[str] = field(default_factory=list)
     error: str = ""
     is_complete: bool = False
@@ -45,8 +45,8 @@ class Api(ABC):
     def body(self, planned: Planned) -> dict[str, Any]:
         """Body of a request that streams."""
 
-    def read(self, event: bytes, at: float, seen: Seen) -> None:
-        """Add the data of an event that arrived `at`."""
+    def read(self, event: bytes, time_s: float, seen: Seen) -> None:
+        """Add the data of an event that arrived at `time_s`."""
         if event == b"[DONE]":
             seen.is_complete = True
             return
@@ -57,10 +57,10 @@ class Api(ABC):
             error = data["error"]
             seen.error = str(error.get("message", error) if isinstance(error, dict) else error)[:500]
         else:
-            self._read(data, at, seen)
+            self._read(data, time_s, seen)
 
     @abstractmethod
-    def _read(self, data: dict[str, Any], at: float, seen: Seen) -> None: ...
+    def _read(self, data: dict[str, Any], time_s: float, seen: Seen) -> None: ...
 
 
 class Completions(Api):
@@ -83,11 +83,11 @@ class Completions(Api):
     def _prompt(self, planned: Planned) -> dict[str, Any]:
         return {"prompt": planned.prompt}
 
-    def _read(self, data: dict[str, Any], at: float, seen: Seen) -> None:
+    def _read(self, data: dict[str, Any], time_s: float, seen: Seen) -> None:
         for choice in data.get("choices") or ():
             text = self._text(choice)
             if text or (choice.get("finish_reason") is None and self._counts_empty):
-                seen.token_times.append(at)
+                seen.token_times.append(time_s)
                 seen.texts.append(text)
         if usage := data.get("usage"):
             seen.num_prompt, seen.num_output = usage["prompt_tokens"], usage.get("completion_tokens", 0)
@@ -126,11 +126,11 @@ class Lorax(Api):
             parameters["ignore_eos_token"] = True
         return {"inputs": planned.prompt, "parameters": parameters}
 
-    def _read(self, data: dict[str, Any], at: float, seen: Seen) -> None:
+    def _read(self, data: dict[str, Any], time_s: float, seen: Seen) -> None:
         if (token := data.get("token")) is not None:
             seen.num_tokens += 1
             if not token.get("skipped"):
-                seen.token_times.append(at)
+                seen.token_times.append(time_s)
             if (source := token.get("source")) is not None:
                 seen.sources[source] += 1
                 seen.num_steps += not token["skipped"]

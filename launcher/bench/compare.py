@@ -1,4 +1,4 @@
-"""`lorikeet-bench compare A.json B.json`: two results side by side, with intervals where both have each request."""
+"""`lorikeet-bench compare A.json B.json`: two results side by side, with intervals if both list their requests."""
 
 import json
 import math
@@ -36,25 +36,25 @@ _MEDIANS: dict[str, tuple[tuple[str, ...], Callable[..., Sequence[float]]]] = {
 """By key: which values of a request its own ones are computed from, and how."""
 _NEEDED = ("completed", "request_throughput")
 """Every result of this program and of `vllm bench serve` has them."""
-_DRAWS, _MOST_VALUES = 2000, 50_000_000
-"""Draws of a bootstrap; fewer where together they had more values than this, but at least a tenth."""
+_DRAWS, _MAX_VALUES = 2000, 50_000_000
+"""Draws of a bootstrap; fewer if together they had more values than this, but at least a tenth."""
 
 
 def read(path: Path) -> Result:
     """A result of --result, or of `vllm bench serve --save-result`. Raises ValueError with a sentence, or OSError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not all(_is_number(found.get(key)) for key in _NEEDED):
+    if not isinstance(result, dict) or not all(_is_number(result.get(key)) for key in _NEEDED):
         raise ValueError(f"{path} is not a result of `lorikeet-bench run --result`: it has no {' or '.join(_NEEDED)}")
     for key in _ROWS:
-        if found.get(key) is not None and not _is_number(found[key]):
-            raise ValueError(f"{path} is not a result: {key} is {str(found[key])[:40]!r}")
-    lists = [found[key] for key in _ARRAYS if key in found]
-    if not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        if result.get(key) is not None and not _is_number(result[key]):
+            raise ValueError(f"{path} is not a result: {key} is {str(result[key])[:40]!r}")
+    lists = [result[key] for key in _ARRAYS if key in result]
+    if not all(isinstance(values, list) and len(values) == len(lists[0]) for values in lists):
         raise ValueError(f"{path} is not a result: {', '.join(_ARRAYS)} are not lists of one length")
-    return found
+    return result
 
 
 _ARRAYS = ("errors", *sorted({name for names, _ in _MEDIANS.values() for name in names}))
@@ -105,7 +105,7 @@ def _interval(first: Result, second: Result, key: str) -> tuple[float, float] | 
             return None
         medians.append(_medians(values, generator))
     # [at most _DRAWS] each
-    a, b = (each[: min(map(len, medians))] for each in medians)
+    a, b = (draws[: min(map(len, medians))] for draws in medians)
     low, high = np.nanpercentile(b / np.where(a == 0, np.nan, a), [2.5, 97.5])
     return (float(low), float(high)) if math.isfinite(low) else None
 
@@ -114,15 +114,15 @@ def _medians(values: Sequence[Sequence[float]], generator: Generator) -> np.ndar
     """Medians of all values of requests that are drawn with replacement. The gaps of one request depend on each other,
     so they are drawn together.
     """
-    values = [each for each in values if each]
+    values = [sample for sample in values if sample]
     # [number of values] each: ascending, and the request of each value
-    flat, owners = np.concatenate(values), np.repeat(np.arange(len(values)), [len(each) for each in values])
+    flat, owners = np.concatenate(values), np.repeat(np.arange(len(values)), [len(sample) for sample in values])
     order = np.argsort(flat, kind="stable")
     flat, owners = flat[order], owners[order]
-    found = []
-    for _ in range(max(_DRAWS // 10, min(_DRAWS, _MOST_VALUES // len(flat)))):
+    results = []
+    for _ in range(max(_DRAWS // 10, min(_DRAWS, _MAX_VALUES // len(flat)))):
         times = np.bincount(generator.integers(0, len(values), len(values)), minlength=len(values))
         upto = np.cumsum(times[owners])
         middle = [(upto[-1] - 1) // 2, upto[-1] // 2]
-        found.append(flat[np.searchsorted(upto, middle, side="right")].mean())
-    return np.asarray(found)
+        results.append(flat[np.searchsorted(upto, middle, side="right")].mean())
+    return np.asarray(results)

@@ -90,7 +90,7 @@ class _Protocol(asyncio.Protocol):
             self._done.set_exception(error)
 
 
-class Connections:
+class ConnectionPool:
     """To one server."""
 
     def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
@@ -125,7 +125,7 @@ class Connections:
         return response
 
     async def _try_idle(self, request: bytes, pieces: Pieces | None) -> tuple[_Protocol | None, Response | None]:
-        """Ask over the connection that was idle for the shortest time. None where there is no such connection, or where
+        """Ask over the connection that was idle for the shortest time. None if there is no such connection, or if
         the server closed it before it answered: the caller sends the request again (RFC 9112, 9.3.1), which is safe
         because completions change nothing in the server.
         """
@@ -156,19 +156,19 @@ class Connections:
 
     async def close(self) -> None:
         """Close what is idle."""
-        for each in self._idle:
-            each.transport.abort()
+        for connection in self._idle:
+            connection.transport.abort()
         await asyncio.sleep(0)  # the loop closes the sockets
 
 
 def events(pieces: Pieces) -> list[tuple[float, bytes]]:
     """The data of each server-sent event of a body, with the time at which its end arrived."""
-    found: list[tuple[float, bytes]] = []
+    read_events: list[tuple[float, bytes]] = []
     pending = b""
-    for at, piece in pieces:
+    for time_s, piece in pieces:
         *complete, pending = (pending + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for block in complete:
             data = [line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:")]
             if data:
-                found.append((at, b"\n".join(data)))
-    return found
+                read_events.append((time_s, b"\n".join(data)))
+    return read_events

@@ -13,7 +13,7 @@ from itertools import pairwise
 import orjson
 
 from lorikeet.launcher.bench.apis import Api, Seen
-from lorikeet.launcher.bench.connection import Connections, Pieces, events
+from lorikeet.launcher.bench.connection import ConnectionPool, Pieces, events
 from lorikeet.launcher.bench.workload import Planned
 
 TIER_HEADER = "x-lorikeet-adapter-tier"
@@ -28,7 +28,7 @@ class Sample:
     start: float
     """From the start of the load."""
     queue_time: float = 0.0
-    """That it waited here for its turn, where the number of requests at a time is limited."""
+    """Seconds that it waited here for its turn, if the number of requests at a time is limited."""
     ttft: float = 0.0
     itls: list[float] = field(default_factory=list)
     """Between events with new tokens."""
@@ -49,7 +49,7 @@ class Sample:
 
 
 @dataclass
-class Loaded:
+class LoadResult:
     """Everything that a load has shown."""
 
     samples: list[Sample]
@@ -60,7 +60,7 @@ class Loaded:
 
 
 @dataclass
-class _Answer:
+class _TimedResponse:
     """A complete response whose events are not parsed yet. `sent` is a time of time.perf_counter()."""
 
     sample: Sample
@@ -68,7 +68,7 @@ class _Answer:
     pieces: Pieces = field(default_factory=list)
 
 
-class Load:
+class LoadGenerator:
     """One run against one server.
 
     The events of an answer are parsed after the client has sent its next request: parsing first would delay and spread
@@ -76,7 +76,7 @@ class Load:
     """
 
     def __init__(
-        self, connections: Connections, api: Api, max_concurrency: int | None, *, shows_progress: bool = False
+        self, connections: ConnectionPool, api: Api, max_concurrency: int | None, *, shows_progress: bool = False
     ) -> None:
         self._connections = connections
         self._api = api
@@ -84,17 +84,17 @@ class Load:
         self._progress = _Progress(shows_progress)
 
     async def warm_up(self, planned: Sequence[Planned]) -> None:
-        """Send these before the measurement. Raises ValueError where one fails: the command line is probably wrong."""
-        answers = await asyncio.gather(*(self._ask(each, time.perf_counter(), 0.0) for each in planned))
+        """Send these before the measurement. Raises ValueError if one fails: the command line is probably wrong."""
+        answers = await asyncio.gather(*(self._ask(request, time.perf_counter(), 0.0) for request in planned))
         if errors := [sample.error for sample in map(self._read, answers) if sample.error]:
             raise ValueError(f"a request before the measurement failed: {errors[0]}")
 
-    async def run(self, plan: Sequence[Planned]) -> Loaded:
+    async def run(self, plan: Sequence[Planned]) -> LoadResult:
         """Send the whole plan. Failed requests are in the result, not raised."""
         self._progress.begin(len(plan))
-        before, began = _cpu_seconds(), time.perf_counter()
-        is_closed = self._max_concurrency is not None and all(each.at == 0 for each in plan)
-        answers: asyncio.Queue[tuple[int, _Answer]] = asyncio.Queue()
+        cpu_began, began = _cpu_seconds(), time.perf_counter()
+        is_closed = self._max_concurrency is not None and all(request.at == 0 for request in plan)
+        answers: asyncio.Queue[tuple[int, _TimedResponse]] = asyncio.Queue()
         reading = asyncio.create_task(self._read_all(answers, len(plan)))
         try:
             await (self._closed if is_closed else self._open)(plan, began, answers)
@@ -103,10 +103,10 @@ class Load:
         finally:
             reading.cancel()
         self._progress.end()
-        return Loaded(samples, duration, _cpu_seconds() - before)
+        return LoadResult(samples, duration, _cpu_seconds() - cpu_began)
 
     async def _closed(
-        self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _Answer]]"
+        self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _TimedResponse]]"
     ) -> None:
         """Each client sends the next request once its last answer is complete."""
         waiting: Iterator[tuple[int, Planned]] = iter(enumerate(plan))
@@ -117,7 +117,9 @@ class Load:
 
         await asyncio.gather(*(client() for _ in range(min(self._max_concurrency or 1, len(plan)))))
 
-    async def _open(self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _Answer]]") -> None:
+    async def _open(
+        self, plan: Sequence[Planned], began: float, answers: "asyncio.Queue[tuple[int, _TimedResponse]]"
+    ) -> None:
         """Requests are sent when they arrive, or once there is room below the limit."""
         room = asyncio.Semaphore(self._max_concurrency or len(plan))
 
@@ -128,13 +130,13 @@ class Load:
             answers.put_nowait((index, answer))
 
         running: list[asyncio.Task[None]] = []
-        for index, planned in enumerate(sorted(plan, key=lambda each: each.at)):
+        for index, planned in enumerate(sorted(plan, key=lambda request: request.at)):
             if (wait := began + planned.at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             running.append(asyncio.create_task(send(index, planned)))
         await asyncio.gather(*running)
 
-    async def _read_all(self, answers: "asyncio.Queue[tuple[int, _Answer]]", count: int) -> list[Sample]:
+    async def _read_all(self, answers: "asyncio.Queue[tuple[int, _TimedResponse]]", count: int) -> list[Sample]:
         """Parses one answer in each pass of the event loop, so that arrivals are noted and requests sent first."""
         samples: dict[int, Sample] = {}
         for _ in range(count):
@@ -144,10 +146,10 @@ class Load:
             await asyncio.sleep(0)
         return [samples[index] for index in range(count)]
 
-    async def _ask(self, planned: Planned, began: float, queue_time: float) -> _Answer:
+    async def _ask(self, planned: Planned, began: float, queue_time: float) -> _TimedResponse:
         content = orjson.dumps(self._api.body(planned))
         sent = time.perf_counter()
-        answer = _Answer(Sample(planned, sent - began, queue_time), sent)
+        answer = _TimedResponse(Sample(planned, sent - began, queue_time), sent)
         try:
             response = await self._connections.post(self._api.path, content)
             answer.sample.tier = response.headers.get(TIER_HEADER, "")
@@ -158,14 +160,14 @@ class Load:
             answer.sample.error = str(error) or type(error).__name__
         return answer
 
-    def _read(self, answer: _Answer) -> Sample:
+    def _read(self, answer: _TimedResponse) -> Sample:
         sample = answer.sample
         if sample.error:
             return sample
         try:
             seen = Seen()
-            for at, event in events(answer.pieces):
-                self._api.read(event, at, seen)
+            for time_s, event in events(answer.pieces):
+                self._api.read(event, time_s, seen)
             _fill(sample, seen, answer.sent)
         except (ValueError, KeyError, TypeError) as error:
             sample.error = str(error) or type(error).__name__
@@ -219,7 +221,8 @@ class _Progress:
 
     def _show(self, now: float) -> None:
         speed = self._tokens / max(now - self._began, 1e-9)
-        left = (self._total - self._done) * (now - self._began) / self._done if self._done else math.inf
-        text = f"{self._done}/{self._total} requests, {self._failed} failed, {speed:.0f} tokens/s, {left:.0f} s left"
+        remaining_s = (self._total - self._done) * (now - self._began) / self._done if self._done else math.inf
+        counts = f"{self._done}/{self._total} requests, {self._failed} failed"
+        text = f"{counts}, {speed:.0f} tokens/s, {remaining_s:.0f} s left"
         print(f"\r\033[K{text}" if self._is_terminal else text, end="" if self._is_terminal else "\n", file=sys.stderr)
         sys.stderr.flush()

@@ -13,9 +13,9 @@ from typing import Any
 
 import uvloop
 
-from lorikeet.launcher.bench import apis, compare, printed, report, result, workload
-from lorikeet.launcher.bench.connection import Connections
-from lorikeet.launcher.bench.load import Load, Loaded
+from lorikeet.launcher.bench import apis, compare, presentation, printed, result, workload
+from lorikeet.launcher.bench.connection import ConnectionPool
+from lorikeet.launcher.bench.load import LoadGenerator, LoadResult
 from lorikeet.launcher.cli.client import URL_HELP
 from lorikeet.proto import server_url
 
@@ -29,9 +29,9 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0, 1 with one sentence, or 130 after Ctrl-C."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        return _compare(given) if given.command == "compare" else _run(given)
+        return _compare(options) if options.command == "compare" else _run(options)
     except (ValueError, OSError) as error:
         print(f"lorikeet-bench: {error}", file=sys.stderr)
         return 1
@@ -134,41 +134,41 @@ def _add_results(group: Any) -> None:
     group.add_argument("--no-progress", action="store_true")
 
 
-def _length(text: str) -> workload.Length:
+def _length(text: str) -> workload.LengthDistribution:
     try:
-        return workload.Length.read(text)
+        return workload.LengthDistribution.read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _fields(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return found
+    return fields
 
 
-def _compare(given: argparse.Namespace) -> int:
-    print(compare.compared(*(compare.read(Path(name)) for name in (given.first, given.second))))
+def _compare(options: argparse.Namespace) -> int:
+    print(compare.compared(*(compare.read(Path(name)) for name in (options.first, options.second))))
     return 0
 
 
-def _run(given: argparse.Namespace) -> int:
-    percentiles, shown = _percentiles(given.metric_percentiles), given.percentile_metrics.split(",")
-    objectives = result.goals(given.goodput)
-    given.url = server_url.normalized(given.url or server_url.default())
-    plan = workload.plan(given)
-    result.check_latencies(shown, plan, given.max_concurrency)
-    headers = _headers(given)
+def _run(options: argparse.Namespace) -> int:
+    percentiles, latencies = _percentiles(options.metric_percentiles), options.percentile_metrics.split(",")
+    objectives = result.goals(options.goodput)
+    options.url = server_url.normalized(options.url or server_url.default())
+    plan = workload.plan(options)
+    result.check_latencies(latencies, plan, options.max_concurrency)
+    headers = _headers(options)
     print(f"lorikeet-bench: sends {workload.summary(plan)}", file=sys.stderr)
-    loaded, about = uvloop.run(_measure(given, plan, headers))
-    measured = about | result.measured(loaded, percentiles, objectives, shown)
-    block = printed.block(measured, shown, percentiles)
+    loaded, about = uvloop.run(_measure(options, plan, headers))
+    measured = about | result.measured(loaded, percentiles, objectives, latencies)
+    block = printed.block(measured, latencies, percentiles)
     print(block)
-    _write(given, measured, block)
+    _write(options, measured, block)
     if errors := sorted({error for error in measured["errors"] if error}):
         print(f"lorikeet-bench: {measured['failed']} requests failed, among them: {errors[0]}", file=sys.stderr)
     return 0 if measured["completed"] else 1
@@ -176,61 +176,61 @@ def _run(given: argparse.Namespace) -> int:
 
 def _percentiles(text: str) -> list[float]:
     try:
-        found = [float(word) for word in text.split(",")]
+        percentiles = [float(word) for word in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= each <= 100 for each in found):
+        percentiles = [-1.0]
+    if not all(0 <= percentile <= 100 for percentile in percentiles):
         raise ValueError(f"--metric-percentiles {text!r} is not a list such as 50,99.9")
-    return found
+    return percentiles
 
 
-def _headers(given: argparse.Namespace) -> dict[str, str]:
+def _headers(options: argparse.Namespace) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for line in given.header:
+    for line in options.header:
         name, colon, value = line.partition(":")
         if not colon or any(character in line for character in "\r\n"):
             raise ValueError(f"--header {line!r} is not NAME: VALUE")
         headers[name.strip().lower()] = value.strip()
-    if token := given.token or os.environ.get("LORIKEET_TOKEN"):
+    if token := options.token or os.environ.get("LORIKEET_TOKEN"):
         headers["authorization"] = f"Bearer {token}"
     return headers
 
 
 async def _measure(
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     plan: list[workload.Planned],
     headers: dict[str, str],
-) -> tuple[Loaded, result.Result]:
+) -> tuple[LoadResult, result.Result]:
     """What the load has shown, and the result's fields that are not computed from it."""
-    connections = Connections(given.url, headers, given.timeout_s)
+    connections = ConnectionPool(options.url, headers, options.timeout_s)
     try:
-        model = given.model or ("" if given.api == "lorax" else await _first_model(connections))
-        api = apis.APIS[given.api](model, given.extra_body, not given.stop_at_eos)
-        load = Load(connections, api, given.max_concurrency, shows_progress=not given.no_progress)
-        await load.warm_up([plan[index % len(plan)] for index in range(given.num_warmups)])
-        before = await result.counts(connections)
+        model = options.model or ("" if options.api == "lorax" else await _first_model(connections))
+        api = apis.APIS[options.api](model, options.extra_body, not options.stop_at_eos)
+        load = LoadGenerator(connections, api, options.max_concurrency, shows_progress=not options.no_progress)
+        await load.warm_up([plan[index % len(plan)] for index in range(options.num_warmups)])
+        counts_before = await result.counts(connections)
         gc.collect()
         gc.freeze()  # the collector would pause the client for every thousand events
         loaded = await load.run(plan)
-        rates = result.rates(before, await result.counts(connections))
+        rates = result.rates(counts_before, await result.counts(connections))
     finally:
         await connections.close()
     return loaded, {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": given.api,
-        "backend": given.api,
-        "label": given.label,
-        "model_id": model or given.url,
-        "tokenizer_id": given.tokenizer,
+        "endpoint_type": options.api,
+        "backend": options.api,
+        "label": options.label,
+        "model_id": model or options.url,
+        "tokenizer_id": options.tokenizer,
         "num_prompts": len(plan),
-        "request_rate": "inf" if math.isinf(given.request_rate) else given.request_rate,
-        "burstiness": 1.0 if given.burstiness is None else given.burstiness,
-        "max_concurrency": given.max_concurrency,
+        "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
+        "burstiness": 1.0 if options.burstiness is None else options.burstiness,
+        "max_concurrency": options.max_concurrency,
         **rates,
     }
 
 
-async def _first_model(connections: Connections) -> str:
+async def _first_model(connections: ConnectionPool) -> str:
     response = await connections.get("/v1/models")
     try:
         return str(json.loads(response.body)["data"][0]["id"])
@@ -238,19 +238,19 @@ async def _first_model(connections: Connections) -> str:
         raise ValueError(f"the server lists no model at /v1/models (status {response.status}): give --model") from None
 
 
-def _write(given: argparse.Namespace, measured: result.Result, block: str) -> None:
-    if given.html is not None:
-        given.html.write_text(report.html(measured, block), encoding="utf-8")
-    if given.svg is not None:
-        given.svg.mkdir(parents=True, exist_ok=True)
-        for title, svg in report.figures_of(measured).items():
-            (given.svg / f"{title.lower().replace(' ', '-')}.svg").write_text(svg + "\n", encoding="utf-8")
-    if given.csv is not None:
-        given.csv.write_text(report.table(measured), encoding="utf-8")
-    if given.result is not None:
-        if not given.save_texts:
+def _write(options: argparse.Namespace, measured: result.Result, block: str) -> None:
+    if options.html is not None:
+        options.html.write_text(presentation.html(measured, block), encoding="utf-8")
+    if options.svg is not None:
+        options.svg.mkdir(parents=True, exist_ok=True)
+        for title, svg in presentation.figures_of(measured).items():
+            (options.svg / f"{title.lower().replace(' ', '-')}.svg").write_text(svg + "\n", encoding="utf-8")
+    if options.csv is not None:
+        options.csv.write_text(presentation.table(measured), encoding="utf-8")
+    if options.result is not None:
+        if not options.save_texts:
             measured = measured | {"generated_texts": []}
-        given.result.write_text(json.dumps(measured), encoding="utf-8")
+        options.result.write_text(json.dumps(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ _HEADINGS = {
 _SHOWN_ADAPTERS = 5
 
 
-def block(result: Result, shown: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The whole text; `shown` are kinds of latency."""
-    return "\n".join(_lines(result, shown, percentiles))
+def block(result: Result, latencies: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The printed text; `latencies` are the kinds of latency in it."""
+    return "\n".join(_lines(result, latencies, percentiles))
 
 
-def _lines(result: Result, shown: Sequence[str], percentiles: Sequence[float]) -> Iterator[str]:
+def _lines(result: Result, latencies: Sequence[str], percentiles: Sequence[float]) -> Iterator[str]:
     yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
     yield _line("Successful requests:", result["completed"])
     yield _line("Failed requests:", result["failed"])
@@ -40,7 +40,7 @@ def _lines(result: Result, shown: Sequence[str], percentiles: Sequence[float]) -
     yield _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
     yield _line("Peak concurrent requests:", float(result["max_concurrent_requests"]))
     yield _line("Total token throughput (tok/s):", result["total_token_throughput"])
-    for name in shown:
+    for name in latencies:
         label = LATENCIES[name]
         yield f"{_HEADINGS[name]:-^{WIDTH}}"
         yield _line(f"Mean {label} (ms):", result[f"mean_{name}_ms"])

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet.launcher.bench.connection import Connections
-from lorikeet.launcher.bench.load import Loaded, Sample
+from lorikeet.launcher.bench.connection import ConnectionPool
+from lorikeet.launcher.bench.load import LoadResult, Sample
 from lorikeet.launcher.bench.workload import Planned
 from lorikeet.launcher.cli.metrics_page import Page
 
@@ -32,22 +32,24 @@ Result = dict[str, Any]
 
 def goals(words: Sequence[str]) -> dict[str, float]:
     """Objectives such as `ttft:200`, in milliseconds. Raises ValueError with a sentence."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for word in words:
         name, _, value = word.partition(":")
         try:
-            found[name] = float(value)
+            limits[name] = float(value)
         except ValueError:
-            found[name] = math.nan
-        if name not in OBJECTIVES or not found[name] >= 0:
-            raise ValueError(f"{word!r} is not an objective: write {', '.join(f'{each}:200' for each in OBJECTIVES)}")
-    return found
+            limits[name] = math.nan
+        if name not in OBJECTIVES or not limits[name] >= 0:
+            raise ValueError(
+                f"{word!r} is not an objective: write {', '.join(f'{objective}:200' for objective in OBJECTIVES)}"
+            )
+    return limits
 
 
 def measured(
-    loaded: Loaded, percentiles: Sequence[float], objectives: Mapping[str, float], shown: Sequence[str] = ()
+    loaded: LoadResult, percentiles: Sequence[float], objectives: Mapping[str, float], latencies: Sequence[str] = ()
 ) -> Result:
-    """The numbers of one load; `shown` are kinds of latency."""
+    """The numbers of one load; `latencies` are kinds of latency."""
     good = [sample for sample in loaded.samples if not sample.error]
     duration, num_input = loaded.duration, sum(sample.num_prompt for sample in good)
     num_output = sum(sample.num_output for sample in good)
@@ -66,7 +68,7 @@ def measured(
         "max_concurrent_requests": concurrent,
     }
     for name, values in series(good).items():
-        if name in ALWAYS or name in shown:
+        if name in ALWAYS or name in latencies:
             result |= _spread(name, values, percentiles)
     return result | {"lorikeet": _ours(loaded, good)} | _arrays(loaded.samples)
 
@@ -84,7 +86,7 @@ def series(good: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def percentile_word(percentile: float) -> str:
-    """As in vLLM's keys: p99, p99.9."""
+    """A percentile as in vLLM's keys: p99, p99.9."""
     return f"{percentile:g}"
 
 
@@ -104,7 +106,7 @@ def _spread(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -
 def _num_good(good: Sequence[Sample], objectives: Mapping[str, float]) -> int:
     """Requests that met every objective."""
     return sum(
-        all(1000 * getattr(sample, {"e2el": "latency"}.get(name, name)) <= most for name, most in objectives.items())
+        all(1000 * getattr(sample, {"e2el": "latency"}.get(name, name)) <= limit for name, limit in objectives.items())
         for sample in good
     )
 
@@ -114,16 +116,16 @@ def _peaks(good: Sequence[Sample]) -> tuple[float, int]:
     seconds: Counter[int] = Counter()
     changes: list[tuple[float, int]] = []
     for sample in good:
-        at = sample.start + sample.ttft
+        time_s = sample.start + sample.ttft
         for gap in [0.0, *sample.itls]:
-            at += gap
-            seconds[int(at)] += 1
+            time_s += gap
+            seconds[int(time_s)] += 1
         changes += [(sample.start, 1), (sample.start + sample.latency, -1)]
-    running = most = 0
+    running = max_running = 0
     for _, change in sorted(changes):
         running += change
-        most = max(most, running)
-    return float(max(seconds.values(), default=0)), most
+        max_running = max(max_running, running)
+    return float(max(seconds.values(), default=0)), max_running
 
 
 def _arrays(samples: Sequence[Sample]) -> Result:
@@ -144,7 +146,7 @@ ARRAYS = tuple(_arrays([]))
 """Keys with one value per request."""
 
 
-def _ours(loaded: Loaded, good: Sequence[Sample]) -> Result:
+def _ours(loaded: LoadResult, good: Sequence[Sample]) -> Result:
     """What vLLM's benchmark does not have."""
     return {
         "client_cpu_seconds": loaded.client_cpu_s,
@@ -159,20 +161,20 @@ def _ours(loaded: Loaded, good: Sequence[Sample]) -> Result:
 
 
 def _by_tier(good: Sequence[Sample]) -> Result:
-    """Time to first token by where the adapter was."""
-    found: dict[str, list[float]] = {}
+    """Time to first token by the tier that held the adapter."""
+    ttfts: dict[str, list[float]] = {}
     for sample in good:
         if sample.tier:
-            found.setdefault(sample.tier, []).append(sample.ttft)
-    return {tier: {"requests": len(values), **_spread("ttft", values, [99])} for tier, values in sorted(found.items())}
+            ttfts.setdefault(sample.tier, []).append(sample.ttft)
+    return {tier: {"requests": len(values), **_spread("ttft", values, [99])} for tier, values in sorted(ttfts.items())}
 
 
 def _grouped(good: Sequence[Sample]) -> dict[str, list[Sample]]:
     """By adapter, the most requested first."""
-    found: dict[str, list[Sample]] = {}
+    groups: dict[str, list[Sample]] = {}
     for sample in good:
-        found.setdefault(sample.planned.adapter or BASE, []).append(sample)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+        groups.setdefault(sample.planned.adapter or BASE, []).append(sample)
+    return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
 
 
 def _by_adapter(good: Sequence[Sample]) -> Result:
@@ -210,7 +212,7 @@ def _fairness(good: Sequence[Sample]) -> Result | None:
 
 
 def _by_source(good: Sequence[Sample]) -> Result | None:
-    """Output tokens and tokens per step by what proposed them; None where the server does not say."""
+    """Output tokens and tokens per step by what proposed them; None if the server does not say."""
     steps = sum(sample.num_steps for sample in good)
     total: Counter[str] = sum((sample.sources for sample in good), Counter())
     if not steps:
@@ -231,15 +233,15 @@ _BY_POSITION = (
 
 
 @dataclass(frozen=True)
-class Counts:
+class SpeculationCounts:
     """Speculation counters of a metrics page at one moment."""
 
     totals: Mapping[str, float]
     by_position: Mapping[int, float]
-    """Accepted tokens by position in the step, from 0; without positions where none was."""
+    """Accepted tokens by position in the step, from 0; no positions if none was accepted."""
 
     @classmethod
-    def read(cls, page: Page) -> "Counts":
+    def read(cls, page: Page) -> "SpeculationCounts":
         """Raises ValueError for a position that is no number."""
         totals = {key: page.total(_first(page, names)) for key, names in _NAMES.items()}
         by_position = page.by(_first(page, _BY_POSITION), "position")
@@ -251,8 +253,8 @@ def _first(page: Page, names: tuple[str, ...]) -> str:
     return next((name for name in names if name in page.samples), names[0])
 
 
-async def counts(connections: Connections) -> Counts | None:
-    """The counters; None where the server does not show any."""
+async def counts(connections: ConnectionPool) -> SpeculationCounts | None:
+    """The counters; None if the server shows none."""
     try:
         response = await connections.get("/metrics")
     except (OSError, ValueError, TimeoutError):
@@ -260,20 +262,20 @@ async def counts(connections: Connections) -> Counts | None:
     if response.status != 200:
         return None
     try:
-        return Counts.read(Page.read(response.body.decode(), 0.0))
+        return SpeculationCounts.read(Page.read(response.body.decode(), 0.0))
     except ValueError:
         return None
 
 
-def rates(before: Counts | None, after: Counts | None) -> dict[str, Any]:
-    """vLLM's keys; empty where nothing was drafted in between."""
-    if before is None or after is None:
+def rates(first: SpeculationCounts | None, after: SpeculationCounts | None) -> dict[str, Any]:
+    """vLLM's keys; empty if nothing was drafted in between."""
+    if first is None or after is None:
         return {}
-    grown = {key: after.totals[key] - before.totals[key] for key in _NAMES}
+    grown = {key: after.totals[key] - first.totals[key] for key in _NAMES}
     if grown["num_drafts"] <= 0 or grown["draft_tokens"] <= 0:
         return {}
     positions = range(max(after.by_position, default=-1) + 1)
-    accepted = (after.by_position.get(at, 0.0) - before.by_position.get(at, 0.0) for at in positions)
+    accepted = (after.by_position.get(position, 0.0) - first.by_position.get(position, 0.0) for position in positions)
     return {
         "spec_decode_acceptance_rate": 100 * grown["accepted_tokens"] / grown["draft_tokens"],
         "spec_decode_acceptance_length": 1 + grown["accepted_tokens"] / grown["num_drafts"],
@@ -284,14 +286,14 @@ def rates(before: Counts | None, after: Counts | None) -> dict[str, Any]:
     }
 
 
-def check_latencies(shown: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
+def check_latencies(latencies: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
     """Whether a load measures the kinds of --percentile-metrics. Raises ValueError with a sentence."""
-    if unknown := set(shown) - set(LATENCIES):
+    if unknown := set(latencies) - set(LATENCIES):
         raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(LATENCIES)}")
     for name in ("client_queue_time", "e2el_including_client_queue"):
-        if name in shown and max_concurrency is None:
+        if name in latencies and max_concurrency is None:
             raise ValueError(f"--percentile-metrics {name} needs --max-concurrency: without it no request waits here")
-    if "e2el_including_client_queue" in shown and all(each.at == 0 for each in planned):
+    if "e2el_including_client_queue" in latencies and all(request.at == 0 for request in planned):
         raise ValueError(
             "--percentile-metrics e2el_including_client_queue needs --request-rate, or a dataset with `at`: the "
             "clients of a closed loop send when they can"

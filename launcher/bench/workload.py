@@ -19,11 +19,11 @@ _FORMS = "128, uniform:64-256, normal:128,32, lognormal:128,2 (median, factor) o
 
 
 @dataclass(frozen=True)
-class Length:
+class LengthDistribution:
     """A distribution of lengths; draws are at least 1."""
 
     text: str
-    """As it was written."""
+    """The text of the option."""
     _draw: Callable[[Generator, int], np.ndarray]
 
     def draw(self, generator: Generator, count: int) -> list[int]:
@@ -32,7 +32,7 @@ class Length:
         return [max(1, round(float(value))) for value in drawn]
 
     @classmethod
-    def read(cls, text: str) -> "Length":
+    def read(cls, text: str) -> "LengthDistribution":
         """Raises ValueError with a sentence."""
         name, colon, rest = text.partition(":")
         try:
@@ -40,10 +40,10 @@ class Length:
                 fixed = int(text)
                 return cls(text, lambda generator, count: np.full(count, fixed))
             first, *others = (float(part) for part in rest.replace("-", ",").split(","))
-            made = _DRAWS[name](first, *others)
+            draw = _DRAWS[name](first, *others)
         except (KeyError, ValueError, TypeError):
             raise ValueError(f"{text!r} is not a length: write {_FORMS}") from None
-        return cls(text, made)
+        return cls(text, draw)
 
 
 def _uniform(low: float, high: float) -> Callable[[Generator, int], np.ndarray]:
@@ -75,7 +75,7 @@ _DRAWS: dict[str, Callable[..., Callable[[Generator, int], np.ndarray]]] = {
 def adapters(
     distribution: str, names: Sequence[str], count: int, generator: Generator, exponent: float
 ) -> list[str | None]:
-    """The adapter of each of `count` requests, None for the base model where there are no names.
+    """The adapter of each of `count` requests, None for the base model if there are no names.
 
     `zipf`: the k-th name has weight 1 / k ** exponent. `distinct`: one after another, each used as often as the others.
     """
@@ -138,13 +138,13 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkloadShape:
     """How requests are drawn."""
 
     num_requests: int
-    input_length: Length
-    """In tokens of the tokenizer, or in words where there is none."""
-    output_length: Length
+    input_length: LengthDistribution
+    """Length in tokens of the tokenizer, or in words without one."""
+    output_length: LengthDistribution
     prefix_length: int = 0
     """Length of the prefix that requests share, in the same unit."""
     num_prefixes: int = 1
@@ -156,18 +156,18 @@ class Shape:
     seed: int = 0
 
 
-def drawn(shape: Shape, count: Count | None) -> list[Planned]:
+def drawn(shape: WorkloadShape, count: Count | None) -> list[Planned]:
     """Requests with random English words; `count` makes them exact in tokens."""
     generator = np.random.default_rng(shape.seed)
     inputs = shape.input_length.draw(generator, shape.num_requests)
     outputs = shape.output_length.draw(generator, shape.num_requests)
     names = adapters(shape.adapter_distribution, shape.adapters, shape.num_requests, generator, shape.zipf_exponent)
-    at = arrivals(shape.request_rate, shape.burstiness, shape.num_requests, generator)
+    starts = arrivals(shape.request_rate, shape.burstiness, shape.num_requests, generator)
     prefixes = [_text(generator, shape.prefix_length, count, "") for _ in range(shape.num_prefixes)]
     chosen = generator.integers(0, shape.num_prefixes, shape.num_requests)
-    whole = [length + shape.prefix_length for length in inputs]
-    prompts = [_text(generator, size, count, prefixes[index]) for size, index in zip(whole, chosen, strict=True)]
-    return [Planned(*each) for each in zip(prompts, outputs, names, at, strict=True)]
+    totals = [length + shape.prefix_length for length in inputs]
+    prompts = [_text(generator, size, count, prefixes[index]) for size, index in zip(totals, chosen, strict=True)]
+    return [Planned(*fields) for fields in zip(prompts, outputs, names, starts, strict=True)]
 
 
 def _text(generator: Generator, length: int, count: Count | None, beginning: str) -> str:
@@ -195,31 +195,31 @@ def _some_words(generator: Generator, count: int) -> list[str]:
     return [_WORDS[index] for index in generator.integers(0, len(_WORDS), max(0, count))]
 
 
-def rows(path: Path, most: int) -> Rows:
-    """The first requests of a dataset file: JSON lines with `prompt`, and where given `output_tokens`, `adapter` and
+def rows(path: Path, max_rows: int) -> Rows:
+    """The first requests of a dataset file: JSON lines with `prompt`, and optionally `output_tokens`, `adapter` and
     `at`; or ShareGPT's JSON list of `conversations`. Raises ValueError with a sentence.
     """
     text = path.read_text(encoding="utf-8")
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+        values = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         raise ValueError(f"{path} is neither a JSON list nor JSON lines: {error}") from None
-    if not found:
+    if not values:
         raise ValueError(f"{path} has no requests")
-    return [_row(path, number, row) for number, row in enumerate(found[:most], 1)]
+    return [_row(path, number, row) for number, row in enumerate(values[:max_rows], 1)]
 
 
-def read(given: Rows, shape: Shape) -> list[Planned]:
-    """Requests of a dataset. What it does not give is drawn; adapters only where it names none at all."""
+def read(dataset: Rows, shape: WorkloadShape) -> list[Planned]:
+    """Requests of a dataset. What it does not give is drawn; adapters only if it names none at all."""
     generator = np.random.default_rng(shape.seed)
-    outputs = shape.output_length.draw(generator, len(given))
-    names: Sequence[str | None] = [row.get("adapter") for row in given]
+    outputs = shape.output_length.draw(generator, len(dataset))
+    names: Sequence[str | None] = [row.get("adapter") for row in dataset]
     if all(name is None for name in names):
-        names = adapters(shape.adapter_distribution, shape.adapters, len(given), generator, shape.zipf_exponent)
-    at = arrivals(shape.request_rate, shape.burstiness, len(given), generator)
+        names = adapters(shape.adapter_distribution, shape.adapters, len(dataset), generator, shape.zipf_exponent)
+    starts = arrivals(shape.request_rate, shape.burstiness, len(dataset), generator)
     return [
         Planned(row["prompt"], int(row.get("output_tokens", output)), name, float(row.get("at", moment)))
-        for row, output, name, moment in zip(given, outputs, names, at, strict=True)
+        for row, output, name, moment in zip(dataset, outputs, names, starts, strict=True)
     ]
 
 
@@ -236,94 +236,94 @@ def _row(path: Path, number: int, row: Any) -> dict[str, Any]:
 
 
 NUM_PROMPTS = 100
-"""Requests where neither the command line nor the dataset says fewer."""
+"""Number of requests, unless the command line or the dataset says fewer."""
 _LEAST = {"num_prompts": 1, "num_prefixes": 1, "prefix_len": 0, "num_warmups": 0, "max_concurrency": 1}
 _OF_PROMPTS = ("input_len", "prefix_len", "num_prefixes", "tokenizer")
 """How prompts are made."""
 
 
-def plan(given: argparse.Namespace) -> list[Planned]:
+def plan(options: argparse.Namespace) -> list[Planned]:
     """The requests of a command line. Raises ValueError with a sentence, or OSError."""
     for name, least in _LEAST.items():
-        if (value := getattr(given, name)) is not None and value < least:
+        if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"{_flag(name)} must be at least {least}")
-    if not given.request_rate > 0 or (given.burstiness is not None and not given.burstiness > 0):
+    if not options.request_rate > 0 or (options.burstiness is not None and not options.burstiness > 0):
         raise ValueError("--request-rate and --burstiness must be above 0")
-    names = _names(given.adapters)
-    if given.adapters and not names:
-        raise ValueError(f"--adapters {given.adapters} names no adapter")
-    if sentence := next(_without_effect(given), None):
+    names = _names(options.adapters)
+    if options.adapters and not names:
+        raise ValueError(f"--adapters {options.adapters} names no adapter")
+    if sentence := next(_without_effect(options), None):
         raise ValueError(sentence)
-    shape = Shape(
-        NUM_PROMPTS if given.num_prompts is None else given.num_prompts,
-        given.input_len or Length.read("128"),
-        given.output_len or Length.read("64"),
-        given.prefix_len or 0,
-        given.num_prefixes or 1,
+    shape = WorkloadShape(
+        NUM_PROMPTS if options.num_prompts is None else options.num_prompts,
+        options.input_len or LengthDistribution.read("128"),
+        options.output_len or LengthDistribution.read("64"),
+        options.prefix_len or 0,
+        options.num_prefixes or 1,
         names,
-        given.adapter_distribution or "zipf",
-        1.0 if given.zipf_exponent is None else given.zipf_exponent,
-        given.request_rate,
-        1.0 if given.burstiness is None else given.burstiness,
-        given.seed,
+        options.adapter_distribution or "zipf",
+        1.0 if options.zipf_exponent is None else options.zipf_exponent,
+        options.request_rate,
+        1.0 if options.burstiness is None else options.burstiness,
+        options.seed,
     )
-    if given.dataset is None:
-        return drawn(shape, None if given.tokenizer is None else _counter(given.tokenizer))
-    dataset = rows(given.dataset, shape.num_requests)
-    if sentence := next(_without_effect_on(dataset, given), None):
+    if options.dataset is None:
+        return drawn(shape, None if options.tokenizer is None else _counter(options.tokenizer))
+    dataset = rows(options.dataset, shape.num_requests)
+    if sentence := next(_without_effect_on(dataset, options), None):
         raise ValueError(sentence)
     return read(dataset, shape)
 
 
 def summary(planned: Sequence[Planned]) -> str:
     """How many requests there are, and for how many adapters."""
-    names = {each.adapter for each in planned} - {None}
+    names = {request.adapter for request in planned} - {None}
     return f"{len(planned)} requests" + (f" with {len(names)} adapters" if names else "")
 
 
-def _without_effect(given: argparse.Namespace) -> Iterator[str]:
+def _without_effect(options: argparse.Namespace) -> Iterator[str]:
     """A sentence for each setting that the others make useless."""
-    if given.dataset is not None:
+    if options.dataset is not None:
         for name in _OF_PROMPTS:
-            if getattr(given, name) is not None:
+            if getattr(options, name) is not None:
                 yield f"{_flag(name)} has no effect with --dataset, which has the prompts: leave it out"
-    if given.num_prefixes is not None and not given.prefix_len:
+    if options.num_prefixes is not None and not options.prefix_len:
         yield "--num-prefixes has no effect without --prefix-len: give that, or leave it out"
-    if given.burstiness is not None and math.isinf(given.request_rate):
+    if options.burstiness is not None and math.isinf(options.request_rate):
         yield "--burstiness has no effect without --request-rate: give that, or leave it out"
-    yield from _adapters_without_effect(given)
-    if given.save_texts and given.result is None:
+    yield from _adapters_without_effect(options)
+    if options.save_texts and options.result is None:
         yield "--save-texts has no effect without --result: give that, or leave it out"
-    if given.label and given.result is None and given.html is None:
+    if options.label and options.result is None and options.html is None:
         yield "--label has no effect without --result or --html: give one, or leave it out"
 
 
-def _adapters_without_effect(given: argparse.Namespace) -> Iterator[str]:
-    distribution = given.adapter_distribution
+def _adapters_without_effect(options: argparse.Namespace) -> Iterator[str]:
+    distribution = options.adapter_distribution
     if distribution == "trace":
-        if given.dataset is None:
+        if options.dataset is None:
             yield "--adapter-distribution trace needs --dataset, whose lines name adapters"
-        if given.adapters:
+        if options.adapters:
             yield "--adapters has no effect with --adapter-distribution trace: leave one of them out"
-    elif distribution is not None and not given.adapters:
+    elif distribution is not None and not options.adapters:
         yield f"--adapter-distribution {distribution} has no effect without --adapters: give that, or leave it out"
-    if given.zipf_exponent is not None and (not given.adapters or distribution not in (None, "zipf")):
+    if options.zipf_exponent is not None and (not options.adapters or distribution not in (None, "zipf")):
         yield "--zipf-exponent has no effect without --adapters by zipf: leave it out"
 
 
-def _without_effect_on(rows: Rows, given: argparse.Namespace) -> Iterator[str]:
-    """The same for settings that the dataset makes useless, and for what it does not have."""
-    path, has = given.dataset, {name: [name in row for row in rows] for name in ("output_tokens", "at")}
-    if given.num_prompts is not None and len(rows) < given.num_prompts:
+def _without_effect_on(rows: Rows, options: argparse.Namespace) -> Iterator[str]:
+    """One sentence for each setting that this dataset makes useless, or that needs what the dataset does not have."""
+    path, has = options.dataset, {name: [name in row for row in rows] for name in ("output_tokens", "at")}
+    if options.num_prompts is not None and len(rows) < options.num_prompts:
         yield f"{path} has {len(rows)} requests: give --num-prompts {len(rows)} or fewer, or leave it out to send all"
-    if given.output_len is not None and all(has["output_tokens"]):
+    if options.output_len is not None and all(has["output_tokens"]):
         yield f"--output-len has no effect, because each request of {path} has `output_tokens`: leave it out"
-    if not math.isinf(given.request_rate) and all(has["at"]):
+    if not math.isinf(options.request_rate) and all(has["at"]):
         yield f"--request-rate has no effect, because each request of {path} has `at`: leave it out"
     is_named = any(row.get("adapter") is not None for row in rows)
-    if is_named and given.adapters:
+    if is_named and options.adapters:
         yield f"{path} names adapters, and --adapters does as well: leave that out, or remove `adapter` from the file"
-    if not is_named and given.adapter_distribution == "trace":
+    if not is_named and options.adapter_distribution == "trace":
         yield f"--adapter-distribution trace has no effect, because {path} names no adapter: leave it out"
 
 

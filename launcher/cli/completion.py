@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import shtab
 
-from lorikeet.launcher.config.flag import Kind
+from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS
 
 Completer = dict[str, str | dict[str, str]]
@@ -40,30 +40,30 @@ def script(shell: str) -> str:
 
 def _completed(command: str) -> argparse.ArgumentParser:
     """The command's parser, whose arguments know what completes them."""
-    made: argparse.ArgumentParser = importlib.import_module(PARSERS[command]).parser()
-    for action in _actions(made):
+    command_parser: argparse.ArgumentParser = importlib.import_module(PARSERS[command]).parser()
+    for action in _actions(command_parser):
         completer = _completer(command, action)
         if completer is not None:
             action.complete = completer  # type: ignore[attr-defined]
-    return made
+    return command_parser
 
 
-def _actions(made: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in made._actions:
+def _actions(command_parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in command_parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield from _actions(each)
+            for subparser in action.choices.values():
+                yield from _actions(subparser)
         else:
             yield action
 
 
 def _completer(command: str, action: argparse.Action) -> Completer | None:
-    """Files or folders, where the value is a path; choices are set as the parser's."""
+    """Complete files or folders if the value is a path, and the parser's choices."""
     flag = FLAGS.get(action.dest) if command == "lorikeet-launcher" else None
     if flag is not None:
-        if flag.choices and flag.kind is not Kind.SWITCH:
+        if flag.choices and flag.kind is not FlagKind.SWITCH:
             action.choices = flag.choices
-        elif flag.kind is Kind.BOOLEAN:
+        elif flag.kind is FlagKind.BOOLEAN:
             action.choices = ("true", "false")
         if flag.must_exist:
             return shtab.DIRECTORY if flag.must_exist == "folder" else shtab.FILE

@@ -4,12 +4,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lorikeet.launcher.cli import provenance
-from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
-from lorikeet.proto.draft_sources import methods
+from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError, Token
+from lorikeet.proto.draft_sources import BY_VALUE, methods
 
 _REQUEST = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "ignore_eos_token"),
@@ -27,15 +26,17 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
+        client = Client(options.url, token=options.token or os.environ.get("LORIKEET_TOKEN"))
     except ValueError as error:
         print(f"lorikeet-generate: {error}", file=sys.stderr)
         return 2
-    prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     try:
-        write(client, prompt, request_parameters(given), verbose=given.verbose, colours=_wants_colours(given.color))
+        write(
+            client, prompt, request_parameters(options), verbose=options.verbose, colours=_wants_colours(options.color)
+        )
     except ServerError as error:
         print(f"\nlorikeet-generate: {error}", file=sys.stderr)
         return 1
@@ -82,9 +83,9 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def request_parameters(given: argparse.Namespace) -> dict[str, Any]:
+def request_parameters(options: argparse.Namespace) -> dict[str, Any]:
     """The fields that were given. Sampling parameters imply `do_sample`."""
-    parameters = {name: getattr(given, name) for name in _REQUEST if getattr(given, name) is not None}
+    parameters = {name: getattr(options, name) for name in _REQUEST if getattr(options, name) is not None}
     if parameters.keys() & {"temperature", "top_k", "top_p"}:
         parameters["do_sample"] = True
     return parameters
@@ -92,7 +93,7 @@ def request_parameters(given: argparse.Namespace) -> dict[str, Any]:
 
 def write(client: Client, prompt: str, parameters: dict[str, Any], *, verbose: bool, colours: bool) -> str:
     """Stream the text to standard output and return it; `verbose` adds statistics on standard error."""
-    paint = provenance.painter(colours and verbose)
+    paint = painter(colours and verbose)
     began = time.monotonic()
     with client.stream(prompt, **parameters) as stream:
         for token in stream:
@@ -100,8 +101,8 @@ def write(client: Client, prompt: str, parameters: dict[str, Any], *, verbose: b
                 print(paint(token), end="", flush=True)
     print(flush=True)
     if verbose:
-        print(provenance.summary(stream.details, time.monotonic() - began), file=sys.stderr)
-        print(provenance.legend(colours), file=sys.stderr)
+        print(summary(stream.details, time.monotonic() - began), file=sys.stderr)
+        print(legend(colours), file=sys.stderr)
     return stream.text or ""
 
 
@@ -113,3 +114,54 @@ def _wants_colours(choice: str) -> bool:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_RESET = "\x1b[0m"
+COLOURS = {
+    "prefill": "\x1b[32m",
+    "target": "\x1b[35m",
+    **{row.name: f"\x1b[{row.colours.terminal}m" for row in BY_VALUE.values()},
+    "resample": "\x1b[34m",
+    "bonus": "\x1b[95m",
+}
+"""Colours by source: the prompt's last step, a step without draft tokens, accepted draft tokens by method, …
+
+They are those of LLMSpeculativeSampling: accepted draft tokens red, tokens that replace a rejected one blue, other
+tokens of the target magenta."""
+_STAGES = ("draft", "verify", "accept")
+
+
+def painter(colours: bool) -> Callable[[Token], str]:
+    """A function from a token to its text, in its source's colour with `colours`."""
+
+    def paint(token: Token) -> str:
+        colour = COLOURS.get(token.source or "")
+        return f"{colour}{token.text}{_RESET}" if colours and colour else token.text
+
+    return paint
+
+
+def legend(colours: bool) -> str:
+    """One line that names each colour."""
+    return " ".join(f"{colour}{name}{_RESET}" if colours else name for name, colour in COLOURS.items())
+
+
+def summary(details: Mapping[str, Any], seconds: float) -> str:
+    """One line about an answer that took `seconds`: tokens, steps, accepted and drafted tokens, times."""
+    num_tokens = details["generated_tokens"]
+    parts = [f"{num_tokens} tokens in {seconds:.2f} s"]
+    report = details.get("speculation")
+    if report is None:
+        return f"{parts[0]}, without speculation"
+    steps = report["steps"]
+    parts.append(f"{steps} steps ({num_tokens / max(steps, 1):.2f} tokens each)")
+    share = f" ({report['accepted'] / report['drafted']:.0%})" if report["drafted"] else ""
+    parts.append(f"accepted {report['accepted']}/{report['drafted']}{share}")
+    parts.append(counts(report))
+    spent = [f"{name} {report[key]:.3f} s" for name in _STAGES if (key := f"{name}_seconds") in report]
+    return "; ".join([*parts, *([", ".join(spent)] if spent else [])])
+
+
+def counts(report: Mapping[str, Any]) -> str:
+    """Number of tokens per source."""
+    return ", ".join(f"{name} {report['sources'][name]}" for name in COLOURS if report["sources"].get(name))

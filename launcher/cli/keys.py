@@ -28,10 +28,10 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0, or 1 with one sentence."""
-    given = parser().parse_args(arguments)
-    path = Path(given.file or os.environ.get("API_KEYS") or "keys.yaml")
+    options = parser().parse_args(arguments)
+    path = Path(options.file or os.environ.get("API_KEYS") or "keys.yaml")
     try:
-        print(_RUN[given.command](path, given))
+        print(_RUN[options.command](path, options))
     except (CatalogueError, OSError) as error:
         print(f"lorikeet-keys: {error}", file=sys.stderr)
         return 1
@@ -71,32 +71,32 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _add(path: Path, given: argparse.Namespace) -> str:
+def _add(path: Path, options: argparse.Namespace) -> str:
     key = f"sk-{secrets.token_urlsafe(32)}"
-    entry = {"name": given.name, "sha256": keys.sha256(key)}
-    values = {field: getattr(given, field) for field in _FIELDS}
+    entry = {"name": options.name, "sha256": keys.sha256(key)}
+    values = {field: getattr(options, field) for field in _FIELDS}
     entry |= {field: value for field, value in values.items() if value is not None and value is not False}
     with _changing(path) as entries:
         entries.append(entry)
     return key
 
 
-def _remove(path: Path, given: argparse.Namespace) -> str:
+def _remove(path: Path, options: argparse.Namespace) -> str:
     with _changing(path) as entries:
-        found = [entry for entry in entries if entry["name"] == given.name and not entry.get("removed")]
-        for entry in found:
+        named = [entry for entry in entries if entry["name"] == options.name and not entry.get("removed")]
+        for entry in named:
             entry["removed"] = True
-        if not found:
-            raise CatalogueError(f"{path} has no key {given.name!r}")
-    return f"{given.name} is removed"
+        if not named:
+            raise CatalogueError(f"{path} has no key {options.name!r}")
+    return f"{options.name} is removed"
 
 
-def _list(path: Path, given: argparse.Namespace) -> str:
+def _list(path: Path, options: argparse.Namespace) -> str:
     keys.read(path)
-    shown = [entry for entry in keys.entries(path.read_bytes()) if not entry.get("removed")]
+    current = [entry for entry in keys.entries(path.read_bytes()) if not entry.get("removed")]
     return "\n".join(
         " ".join([entry["name"], *(f"{field}={entry[field]}" for field in _FIELDS if entry.get(field))])
-        for entry in shown
+        for entry in current
     )
 
 

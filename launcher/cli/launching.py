@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from lorikeet.launcher.cli.client import Client
-from lorikeet.launcher.config.flag import Kind
+from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address
@@ -40,12 +40,12 @@ def launch(
     with the thread that entered it. Raises LaunchError, TypeError for an unknown flag, and ValueError for a switch that
     is neither true nor false.
     """
-    given: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
-    given |= {"model-id": model_id, "draft-model-id": draft_model_id}
-    given |= {name.replace("_", "-"): value for name, value in flags.items()}
-    scheme = "http" if given.get("ssl-certfile") is None else "https"
-    address = Address(given["hostname"], int(given["port"]), scheme)
-    words = [word for name, value in given.items() for word in flag_words(name, value)]
+    values: dict[str, Any] = {"hostname": "127.0.0.1", "port": free_port(), "drain-timeout-s": _DRAIN_S}
+    values |= {"model-id": model_id, "draft-model-id": draft_model_id}
+    values |= {name.replace("_", "-"): value for name, value in flags.items()}
+    scheme = "http" if values.get("ssl-certfile") is None else "https"
+    address = Address(values["hostname"], int(values["port"]), scheme)
+    words = [word for name, value in values.items() for word in flag_words(name, value)]
     base = os.environ if environment is None else environment
     with tempfile.TemporaryFile() as log:
         server = Child("the server", "lorikeet.launcher", words, environment_of_children(base), output=log)
@@ -54,7 +54,7 @@ def launch(
             yield Client(address.url)
         finally:
             server.terminate()
-            server.wait(float(given["drain-timeout-s"]) + _GRACE_S)
+            server.wait(float(values["drain-timeout-s"]) + _GRACE_S)
             server.kill()
 
 
@@ -73,7 +73,7 @@ def flag_words(name: str, value: Any) -> list[str]:
         raise TypeError(f"lorikeet-launcher has no flag --{name}")
     if value is None:
         return []
-    if flag.kind is Kind.SWITCH:
+    if flag.kind is FlagKind.SWITCH:
         return [f"--{name}"] if flag.value(str(value)) else []
     values = value if flag.repeated and isinstance(value, list | tuple) else [value]
     return [f"--{name}={str(one).lower() if isinstance(one, bool) else one}" for one in values]

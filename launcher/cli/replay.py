@@ -24,7 +24,7 @@ _SAMPLING = (
 """Parameters that are fields of a request on every route, with the same names."""
 
 _LATER = ("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
-"""The same, but absent from receipts of version 0.1 and from requests where they ask for nothing."""
+"""Fields that are absent from receipts of version 0.1, and from requests that do not set them."""
 _STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of `structured_outputs` for each kind of grammar."""
 
@@ -41,7 +41,7 @@ _PARAMETERS = frozenset(
         "logit_bias",
     )
 )
-_LONGEST_NAME = 256
+_MAX_NAME_LEN = 256
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """A text, its token ids, or the messages of a chat."""
@@ -52,7 +52,7 @@ class ReceiptError(Exception):
 
 
 @dataclass(frozen=True)
-class Receipt:
+class SavedReceipt:
     """The receipt of one completion."""
 
     values: dict[str, Any]
@@ -94,18 +94,18 @@ class Receipt:
 
         `prompt` is for receipts that hold only its hash. Raises ReceiptError.
         """
-        given = self.values["prompt"].get("token_ids") if prompt is None else prompt
-        if given is None:
+        content = self.values["prompt"].get("token_ids") if prompt is None else prompt
+        if content is None:
             raise ReceiptError("the receipt holds only the hash of its prompt: give the prompt")
-        if isinstance(given, list):
-            ids = [each for each in given if isinstance(each, int)]
-            if len(ids) < len(given):
-                return "/v1/chat/completions", {"messages": given, **self._openai()}
+        if isinstance(content, list):
+            ids = [token for token in content if isinstance(token, int)]
+            if len(ids) < len(content):
+                return "/v1/chat/completions", {"messages": content, **self._openai()}
             if digest.of_tokens(ids) != self.values["prompt"]["sha256"]:
                 raise ReceiptError("the token ids that were given are not those of the receipt's prompt")
         if self.values["parameters"]["logit_bias"]:  # which LoRAX's routes don't know
-            return "/v1/completions", {"prompt": given, **self._openai()}
-        return "/generate", {"inputs": given, "parameters": self._native()}
+            return "/v1/completions", {"prompt": content, **self._openai()}
+        return "/generate", {"inputs": content, "parameters": self._native()}
 
     def _common(self) -> dict[str, Any]:
         parameters = self.values["parameters"]
@@ -174,7 +174,7 @@ def _check_kinds(values: dict[str, Any]) -> None:
         "output": _is_tokens(values["output"]),
         "parameters": isinstance(parameters, dict) and parameters.keys() >= _PARAMETERS,
         "adapter": adapter is None or (isinstance(adapter, dict) and ("id" in adapter or "merged" in adapter)),
-        "request_id": isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= _LONGEST_NAME,
+        "request_id": isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= _MAX_NAME_LEN,
     }
     if wrong := [name for name, right in is_right.items() if not right]:
         raise ReceiptError(f"the receipt's {', '.join(wrong)} cannot be read")
@@ -191,10 +191,10 @@ def _is_tokens(value: Any) -> bool:
     ids, number = value.get("token_ids"), value.get("num_tokens")
     if type(number) is not int:
         return False
-    return ids is None or (isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << 32 for each in ids))
+    return ids is None or (isinstance(ids, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in ids))
 
 
-def found_in(text: str) -> Iterator[Receipt]:
+def found_in(text: str) -> Iterator[SavedReceipt]:
     """Receipts in a file's text: one, JSON lines, a list, or responses that include one. Raises ReceiptError."""
     try:
         values = [json.loads(text)]
@@ -206,8 +206,8 @@ def found_in(text: str) -> Iterator[Receipt]:
         except (ValueError, RecursionError) as error:
             raise ReceiptError(f"it is not JSON: {error}") from None
     for value in values:
-        for each in value if isinstance(value, list) else [value]:
-            yield Receipt.read(_inner(each))
+        for entry in value if isinstance(value, list) else [value]:
+            yield SavedReceipt.read(_inner(entry))
 
 
 def _inner(value: Any) -> Any:
@@ -218,19 +218,22 @@ def _inner(value: Any) -> Any:
     return value
 
 
-def different_parts(first: Receipt, second: Receipt) -> list[str]:
+def different_parts(first: SavedReceipt, second: SavedReceipt) -> list[str]:
     """The inputs of generation that differ, one line each; the version comes last."""
-    before, after = first.values, second.values
+    values, other_values = first.values, second.values
     pairs: dict[str, tuple[Any, Any]] = {
-        "prompt": (before["prompt"]["sha256"], after["prompt"]["sha256"]),
-        "adapter digest": ((before["adapter"] or {}).get("digest"), (after["adapter"] or {}).get("digest")),
-        **{name.replace("_", " "): (before[name], after[name]) for name in _PARTS},
-        **{name.replace("_", " "): (before.get(name), after.get(name)) for name in ("quantization", "kv_cache_dtype")},
-        "number of ranks": (before.get("num_ranks", 1), after.get("num_ranks", 1)),
+        "prompt": (values["prompt"]["sha256"], other_values["prompt"]["sha256"]),
+        "adapter digest": ((values["adapter"] or {}).get("digest"), (other_values["adapter"] or {}).get("digest")),
+        **{name.replace("_", " "): (values[name], other_values[name]) for name in _PARTS},
+        **{
+            name.replace("_", " "): (values.get(name), other_values.get(name))
+            for name in ("quantization", "kv_cache_dtype")
+        },
+        "number of ranks": (values.get("num_ranks", 1), other_values.get("num_ranks", 1)),
     }
-    for name, value in before["parameters"].items():
-        pairs[f"parameter {name}"] = (value, after["parameters"].get(name))
-    pairs["version"] = (before.get("version"), after.get("version"))
+    for name, value in values["parameters"].items():
+        pairs[f"parameter {name}"] = (value, other_values["parameters"].get(name))
+    pairs["version"] = (values.get("version"), other_values.get("version"))
     return [f"{name}: {_short(old)}, now {_short(new)}" for name, (old, new) in pairs.items() if old != new]
 
 
@@ -268,14 +271,14 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        _check_token(given.token or os.environ.get("LORIKEET_TOKEN") or "")
-        client = Client(given.url, token=given.token or os.environ.get("LORIKEET_TOKEN"))
-        receipts = list(found_in(_text_of(given.receipt)))
+        _check_token(options.token or os.environ.get("LORIKEET_TOKEN") or "")
+        client = Client(options.url, token=options.token or os.environ.get("LORIKEET_TOKEN"))
+        receipts = list(found_in(_text_of(options.receipt)))
         if not receipts:
-            raise ReceiptError(f"{given.receipt} contains no receipt")
-        prompts = _prompts(given.prompt, receipts)
+            raise ReceiptError(f"{options.receipt} contains no receipt")
+        prompts = _prompts(options.prompt, receipts)
     except (ReceiptError, OSError, ValueError) as error:
         print(_printable(f"lorikeet-replay: {error}"), file=sys.stderr)
         return 1
@@ -306,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def replay(client: Client, receipt: Receipt, prompt: Prompt | None = None) -> Outcome:
+def replay(client: Client, receipt: SavedReceipt, prompt: Prompt | None = None) -> Outcome:
     """Repeat the request and compare."""
     try:
         path, body = receipt.request(prompt)
@@ -327,17 +330,17 @@ def replay(client: Client, receipt: Receipt, prompt: Prompt | None = None) -> Ou
     return compared(receipt, again)
 
 
-def compared(receipt: Receipt, again: Receipt) -> Outcome:
+def compared(receipt: SavedReceipt, again: SavedReceipt) -> Outcome:
     """A receipt and that of its replay."""
     parts = different_parts(receipt, again)
     if receipt.values["output"]["sha256"] == again.values["output"]["sha256"]:
         return Outcome(True, again.num_tokens, parts=parts)
-    before, after = receipt.output_ids, again.output_ids
-    position = None if before is None or after is None else first_difference(before, after)
+    first_ids, second_ids = receipt.output_ids, again.output_ids
+    position = None if first_ids is None or second_ids is None else first_difference(first_ids, second_ids)
     return Outcome(False, again.num_tokens, position, parts)
 
 
-def sentences(receipt: Receipt, outcome: Outcome) -> list[str]:
+def sentences(receipt: SavedReceipt, outcome: Outcome) -> list[str]:
     """The printed lines of one replay."""
     if outcome.error:
         return [outcome.error]
@@ -351,7 +354,7 @@ def sentences(receipt: Receipt, outcome: Outcome) -> list[str]:
     return lines
 
 
-def _replay_all(client: Client, receipts: list[Receipt], prompts: list[Prompt | None]) -> int:
+def _replay_all(client: Client, receipts: list[SavedReceipt], prompts: list[Prompt | None]) -> int:
     num_identical = 0
     for receipt, prompt in zip(receipts, prompts, strict=True):
         try:
@@ -374,14 +377,16 @@ def _check_token(token: str) -> None:
 
 def _printable(text: str) -> str:
     """The text with escapes for what a terminal would obey."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def _text_of(name: str) -> str:
     return sys.stdin.read() if name == "-" else Path(name).read_text()
 
 
-def _prompts(path: str | None, receipts: list[Receipt]) -> list[Prompt | None]:
+def _prompts(path: str | None, receipts: list[SavedReceipt]) -> list[Prompt | None]:
     """For each of the receipts. Raises ReceiptError or OSError."""
     if path is None:
         return [None] * len(receipts)

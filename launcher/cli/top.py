@@ -39,7 +39,7 @@ class LiveStream:
 
     @property
     def latest(self) -> Snapshot | None:
-        """The last snapshot; None where there is none yet, or the stream has ended."""
+        """The last snapshot; None if there is none yet, or the stream has ended."""
         with self._guard:
             return self._latest
 
@@ -70,7 +70,7 @@ _EXAMPLES = """examples:
   lorikeet-top --url :8080 --interval 5
   lorikeet-top --once                   one screen, for scripts
 """
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 _TIMEOUT_S = 5.0
 
 
@@ -79,7 +79,7 @@ class Unreachable(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class MetricsSource:
     """Where metrics come from."""
 
     url: str
@@ -139,8 +139,8 @@ def screen(interval: Interval, title: str, live: Snapshot | None = None) -> Rend
         parts.append(Panel(speculation, title="speculation"))
     failures = interval.rates("lorax_request_failure", "err")
     if failures:
-        shown = ", ".join(f"{name} {rate:.2f}/s" for name, rate in sorted(failures.items(), key=lambda pair: -pair[1]))
-        parts.append(Panel(Text(shown, style="red"), title="failures"))
+        text = ", ".join(f"{name} {rate:.2f}/s" for name, rate in sorted(failures.items(), key=lambda pair: -pair[1]))
+        parts.append(Panel(Text(text, style="red"), title="failures"))
     if live.get("draining"):
         parts.append(Text("the server shuts down: it finishes running requests", style="bold red"))
     elif page.total("lorikeet_shard_ready") == 0:
@@ -171,8 +171,8 @@ def _traffic(interval: Interval, live: Snapshot) -> Table:
 
 
 def _milliseconds(interval: Interval, histogram: str) -> str:
-    found = [interval.quantile(share, histogram) for share in (0.5, 0.95)]
-    return ", ".join("–" if value is None else f"{1000 * value:.1f} ms" for value in found)
+    quantiles = [interval.quantile(share, histogram) for share in (0.5, 0.95)]
+    return ", ".join("–" if value is None else f"{1000 * value:.1f} ms" for value in quantiles)
 
 
 def _memory(interval: Interval, live: Snapshot) -> Table:
@@ -194,11 +194,11 @@ def _memory(interval: Interval, live: Snapshot) -> Table:
     return table
 
 
-def _bar(part: float, whole: float) -> RenderableType:
-    if not whole:
+def _bar(part: float, total: float) -> RenderableType:
+    if not total:
         return "–"
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=whole, completed=part, width=20), f"{part / whole:4.0%}")
+    row.add_row(ProgressBar(total=total, completed=part, width=20), f"{part / total:4.0%}")
     return row
 
 
@@ -215,12 +215,12 @@ def _adapters(interval: Interval) -> Table:
     )
     names = sorted({*running, *requests, *tokens})
     busiest = sorted(names, key=lambda name: (-tokens.get(name, 0), -running.get(name, 0), -waiting.get(name, 0)))
-    for name in busiest[:_MOST_ROWS]:
+    for name in busiest[:_MAX_ROWS]:
         counts = (f"{values.get(name, 0):.0f}" for values in (running, waiting))
         speeds = (f"{requests.get(name, 0):.1f}", f"{tokens.get(name, 0):.0f}", f"{resident.get(name, 0):.0f}")
         table.add_row(name, *counts, *speeds)
-    if len(busiest) > _MOST_ROWS:
-        table.add_row(Text(f"{len(busiest) - _MOST_ROWS} more", style="dim"))
+    if len(busiest) > _MAX_ROWS:
+        table.add_row(Text(f"{len(busiest) - _MAX_ROWS} more", style="dim"))
     return table
 
 
@@ -228,13 +228,15 @@ def _adapter_lines(live: Snapshot) -> Iterator[Text]:
     """What metrics do not have: names of adapters on their way, and whose requests are preempted."""
     if names := live.get("tiers", {}).get("from_source"):
         yield Text(f"being loaded: {', '.join(names)}")
-    preempted = [each for each in live.get("adapters", ()) if each["preempted"]]
+    preempted = [adapter for adapter in live.get("adapters", ()) if adapter["preempted"]]
     if preempted:
-        yield Text("preempted: " + ", ".join(f"{_adapter_name(each)} {each['preempted']}" for each in preempted))
+        yield Text(
+            "preempted: " + ", ".join(f"{_adapter_name(adapter)} {adapter['preempted']}" for adapter in preempted)
+        )
 
 
-def _adapter_name(shown: dict[str, Any]) -> str:
-    return f"{shown['num_others']} others" if "num_others" in shown else shown["name"] or "base model"
+def _adapter_name(adapter: dict[str, Any]) -> str:
+    return f"{adapter['num_others']} others" if "num_others" in adapter else adapter["name"] or "base model"
 
 
 def _shards(live: Snapshot) -> Table:
@@ -274,20 +276,24 @@ def _speculation(interval: Interval) -> Table:
         for name in ("drafted_tokens", "accepted_tokens", "steps")
     )
     for method in sorted(drafted):
-        taken = accepted.get(method, 0.0)
-        per_step = f"{1 + taken / steps[method]:.2f}" if steps.get(method) else "–"
-        table.add_row(method, f"{drafted[method]:.0f}", f"{taken:.0f}", f"{taken / drafted[method]:.0%}", per_step)
+        num_accepted = accepted.get(method, 0.0)
+        per_step = f"{1 + num_accepted / steps[method]:.2f}" if steps.get(method) else "–"
+        table.add_row(
+            method, f"{drafted[method]:.0f}", f"{num_accepted:.0f}", f"{num_accepted / drafted[method]:.0%}", per_step
+        )
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0, 1 with one sentence, or 130 after Ctrl-C."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        if given.interval <= 0:
+        if options.interval <= 0:
             raise ValueError("--interval must be above 0")
-        url = server_url.normalized(given.url or server_url.default())
-        watch(Source(url, given.token or os.environ.get("LORIKEET_TOKEN")), given.interval, once=given.once)
+        url = server_url.normalized(options.url or server_url.default())
+        watch(
+            MetricsSource(url, options.token or os.environ.get("LORIKEET_TOKEN")), options.interval, once=options.once
+        )
     except (Unreachable, ValueError) as error:
         print(f"lorikeet-top: {error}", file=sys.stderr)
         return 1
@@ -311,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def watch(source: Source, seconds: float, *, once: bool) -> None:
+def watch(source: MetricsSource, seconds: float, *, once: bool) -> None:
     """Draw every interval until Ctrl-C; later a server that is away is waited for. Raises Unreachable."""
     page = source.read()
     stream = LiveStream(source.url, source.token)

@@ -17,7 +17,7 @@ Texts = str | list[str]
 
 
 @dataclass(frozen=True)
-class Given:
+class FileValue:
     """The value of one flag."""
 
     texts: Texts
@@ -25,21 +25,21 @@ class Given:
     """The key and the file, for messages."""
 
 
-def read(path: str) -> dict[str, Given]:
+def read(path: str) -> dict[str, FileValue]:
     """The values in the file at `path`, by flag. Raises LauncherError with one sentence, which names unknown keys."""
     try:
-        whole = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         refuse(f"--config {path} cannot be read: {error.strerror}")
     except (yaml.YAMLError, ValueError) as error:
         refuse(f"--config {path} is not YAML: {' '.join(str(error).split())}")
-    result: dict[str, Given] = {}
-    for key, name, value in _flags(_mapping(whole, "what is", path), path):
+    result: dict[str, FileValue] = {}
+    for key, name, value in _flags(_mapping(content, "what is", path), path):
         origin = f"{key} in {path}"
         if name in result:
             refuse(f"{origin} and {result[name].origin} are two values of --{name}: give one")
         if value is not None:
-            result[name] = Given(_texts(name, value, origin), origin)
+            result[name] = FileValue(_texts(name, value, origin), origin)
     return result
 
 
@@ -83,9 +83,9 @@ _LOOKUP = "[ngram]"
 """vLLM's `speculative_model` for prompt lookup."""
 
 
-def _flags(whole: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+def _flags(content: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
     """Key, flag and value of each entry of the file."""
-    for key, value in whole.items():
+    for key, value in content.items():
         name = FORMER_NAMES.get(key, key.replace("_", "-"))
         if key == "generator":
             yield from _walk(_mapping(value, key, path), _GENERATOR, key, path)
@@ -99,23 +99,23 @@ def _flags(whole: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
 
 def _walk(values: dict[str, Any], known: dict[str, _Key], above: str, path: str) -> Iterator[tuple[str, str, Any]]:
     for key, value in values.items():
-        shown = f"{above}.{key}" if above else key
+        full_key = f"{above}.{key}" if above else key
         meaning = known.get(key)
         if isinstance(meaning, dict):
-            yield from _walk(_mapping(value, shown, path), meaning, shown, path)
+            yield from _walk(_mapping(value, full_key, path), meaning, full_key, path)
         elif meaning is None:
-            of_requests = any(part in _OF_REQUESTS for part in shown.split("."))
+            of_requests = any(part in _OF_REQUESTS for part in full_key.split("."))
             why = "belongs to requests: clients send it" if of_requests else "is not a known key"
-            refuse(f"{shown} in {path} {why}")
+            refuse(f"{full_key} in {path} {why}")
         elif key == "generator_model_platform":
             if value not in _PLATFORMS:
-                refuse(f"{shown} in {path} must be one of {', '.join(_PLATFORMS)}, not {value!r}")
+                refuse(f"{full_key} in {path} must be one of {', '.join(_PLATFORMS)}, not {value!r}")
         elif value == _LOOKUP:
-            yield shown, "speculative-method", "lookup"
+            yield full_key, "speculative-method", "lookup"
         else:
-            yield shown, meaning, "draft" if (key, value) == ("method", "draft_model") else value
+            yield full_key, meaning, "draft" if (key, value) == ("method", "draft_model") else value
             if key == "prompt_lookup_num_tokens":
-                yield shown, "speculative-method", "lookup"
+                yield full_key, "speculative-method", "lookup"
 
 
 def _mapping(value: Any, what: str, path: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Kind(enum.StrEnum):
+class FlagKind(enum.StrEnum):
     """How a value is written. The values of the enumeration stand in the documentation."""
 
     TEXT = "text"
@@ -31,7 +31,7 @@ class Process(enum.Flag):
     LOADER = enum.auto()
 
 
-TEXT, INTEGER, NUMBER, BYTES, SWITCH, BOOLEAN = Kind
+TEXT, INTEGER, NUMBER, BYTES, SWITCH, BOOLEAN = FlagKind
 LAUNCHER, ROUTER, SHARD, LOADER = Process
 NOWHERE = Process(0)
 
@@ -43,11 +43,11 @@ class Flag:
     name: str
     """Without the dashes."""
     meaning: str
-    kind: Kind = Kind.TEXT
+    kind: FlagKind = FlagKind.TEXT
     default: Any = None
     """None if it is computed later or there is none; `default_text` then describes it."""
     to: Process = NOWHERE
-    """The processes whose configuration holds it; none for a flag of the launcher alone."""
+    """The processes whose configuration holds it; none for a flag that only the launcher reads."""
     field_name: str = ""
     """The name there, unless it is that of the flag."""
     computed: bool = False
@@ -100,7 +100,7 @@ class Flag:
             return self.default_text
         if self.default is None or self.default == ():
             return "–"
-        if self.kind is Kind.BYTES:
+        if self.kind is FlagKind.BYTES:
             return f"{self.default >> 30}GiB" if self.default >= 2**30 else f"{self.default >> 20}MiB"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default).lower()
 
@@ -166,7 +166,7 @@ def _boolean(text: str) -> bool:
     return lower in _TRUE
 
 
-_READERS: dict[Kind, Callable[[str], Any]] = {
+_READERS: dict[FlagKind, Callable[[str], Any]] = {
     TEXT: _text,
     INTEGER: _integer,
     NUMBER: _number,

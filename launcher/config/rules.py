@@ -1,14 +1,20 @@
-"""Which settings conflict, which are not supported, and which have no effect: checked before anything is started."""
+"""Which settings conflict, which are not supported, and which have no effect: checked before anything is started.
+
+It also reads the values that need a file or the environment: chat template, LoRA modules, usage records.
+"""
 
 import importlib.util
+import json
+import os
 import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from lorikeet.adapters import refs
-from lorikeet.launcher.config import chat_template, lora_modules
 from lorikeet.launcher.config.flag import LAUNCHER, SHARD
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings
@@ -25,8 +31,8 @@ OF_SHARDS = frozenset(name for name, flag in FLAGS.items() if flag.to == SHARD)
 def check(settings: Settings) -> None:
     """Raise LauncherError with one sentence for the first setting that cannot be served."""
     for name, flag in FLAGS.items():
-        if flag.refused and name in settings.given and settings[name] not in flag.harmless:
-            refuse(f"{settings.given[name]} {_shown(settings, name)} is refused: {flag.refused}")
+        if flag.refused and name in settings.origins and settings[name] not in flag.harmless:
+            refuse(f"{settings.origins[name]} {_shown(settings, name)} is refused: {flag.refused}")
     _check_pairs(settings)
     _check_ranks(settings)
     _check_shards(settings)
@@ -50,25 +56,25 @@ def is_closed(settings: Settings) -> bool:
 
 
 _ATTENTION_ON_CPU = {"varlen": False, "triton": False, "cpu": True}
-"""Attention backends that run on the CPU alone, or on CUDA alone."""
+"""Attention backends that run only on the CPU (True) or only on CUDA (False)."""
 
 
 def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
-    """The same for settings that `device`, or that number of ranks, does not support."""
+    """Raise LauncherError for a setting that `device`, or that number of ranks, does not support."""
     if kv_cache_dtype(settings) == "fp8" and device == "cpu" and not settings["shard-address"]:
         name = "quantize" if settings["quantize"] == quantization.FP8_KV else "kv-cache-dtype"
-        refuse(f"{settings.given[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
+        refuse(f"{settings.origins[name]} {settings[name]} is refused on the CPU: an fp8 KV cache needs CUDA")
     if settings["quantize-activations"] == "int8" and device != "cpu" and not settings["shard-address"]:
-        origin = settings.given["quantize-activations"]
+        origin = settings.origins["quantize-activations"]
         refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
-        refuse(f"{settings.given['learn-heads']} is refused on {device}: heads are learned on the CPU only")
+        refuse(f"{settings.origins['learn-heads']} is refused on {device}: heads are learned on the CPU only")
     attention, is_cpu = settings["attention"], device == "cpu"
     if attention in _ATTENTION_ON_CPU and _ATTENTION_ON_CPU[attention] != is_cpu and not settings["shard-address"]:
         needed = "a CUDA device" if is_cpu else "--device cpu"
-        refuse(f"{settings.given['attention']} {attention} is refused on {device}: it needs {needed}; omit the flag")
+        refuse(f"{settings.origins['attention']} {attention} is refused on {device}: it needs {needed}; omit the flag")
     if settings["symmetric-memory-all-reduce"] and not settings["shard-address"]:
-        origin = settings.given["symmetric-memory-all-reduce"]
+        origin = settings.origins["symmetric-memory-all-reduce"]
         if device == "cpu":
             refuse(f"{origin} is refused on the CPU: only CUDA devices have symmetric memory")
         if num_ranks == 1:
@@ -81,7 +87,7 @@ def kv_cache_dtype(settings: Settings) -> str:
 
 
 def check_lengths(settings: Settings, pooled: PooledModel | None = None) -> None:
-    """The same for lengths, once their defaults are computed."""
+    """Raise LauncherError for lengths that contradict each other, once their defaults are computed."""
     longest, total = settings["max-input-length"], settings["max-total-tokens"]
     if pooled is not None and longest > total:
         refuse(f"--max-input-length {longest} must be at most --max-total-tokens {total}")
@@ -98,7 +104,7 @@ def check_lengths(settings: Settings, pooled: PooledModel | None = None) -> None
 
 
 def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any] | None) -> None:
-    """The same for quantization methods and the models' own."""
+    """Raise LauncherError for a quantization method that does not fit the model of `base` or `draft`."""
     if settings["shard-address"]:
         return
     can_round = False
@@ -110,17 +116,17 @@ def check_models(settings: Settings, base: dict[str, Any], draft: dict[str, Any]
         except ValueError as reason:
             refuse(f"{model} cannot be served: {reason}")
     if settings["quantize-activations"] is not None and not can_round:
-        refuse(f"{settings.given['quantize-activations']} is refused: {_NEEDS_INTEGERS}")
+        refuse(f"{settings.origins['quantize-activations']} is refused: {_NEEDS_INTEGERS}")
 
 
 def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[str, Any], num_ranks: int) -> None:
-    """The same for a model that generates no text. `config` is its config.json."""
+    """Raise LauncherError for a setting that a pooled model does not support. `config` is its config.json."""
     if pooled is None:
         return
     kind = f"a model of the task {pooled.task}"
     for name in ("draft-model-id", "speculative-tokens", "learn-heads"):
-        if name in settings.given and settings[name]:
-            refuse(f"{settings.given[name]} is refused: {kind} generates no text")
+        if name in settings.origins and settings[name]:
+            refuse(f"{settings.origins[name]} is refused: {kind} generates no text")
     if settings["shard-address"]:
         return
     if num_ranks > 1:
@@ -145,13 +151,13 @@ def without_effect(settings: Settings, device: str, num_ranks: int = 1) -> list[
         reasons |= dict.fromkeys(OF_ROUTERS, "with --shard-listen no router is started here, which would read it")
     elif settings["shard-address"]:
         reasons |= dict.fromkeys(OF_SHARDS, "with --shard-address no shard is started here, which would read it")
-    return [f"{origin} has no effect: {reasons[name]}" for name, origin in settings.given.items() if name in reasons]
+    return [f"{origin} has no effect: {reasons[name]}" for name, origin in settings.origins.items() if name in reasons]
 
 
 def _check_adapters(settings: Settings) -> None:
     for name in ("adapter-source", "default-adapter-source", "preloaded-adapter-source"):
         if settings[name] == "pbase":
-            refuse(f"{settings.given[name]} pbase is refused: Predibase's service is closed to other servers")
+            refuse(f"{settings.origins[name]} pbase is refused: Predibase's service is closed to other servers")
     preloaded = settings["preloaded-adapter-source"] or settings["adapter-source"]
     names = [("adapter-id", name, settings["adapter-source"]) for name in filter(None, [settings["adapter-id"]])]
     names += [("preloaded-adapter-ids", name, preloaded) for name in settings["preloaded-adapter-ids"]]
@@ -159,20 +165,20 @@ def _check_adapters(settings: Settings) -> None:
         try:
             refs.parse(name, refs.Source(source))
         except ValueError as error:
-            refuse(f"{settings.given[flag]}: {error}")
+            refuse(f"{settings.origins[flag]}: {error}")
     for key in settings["api-key"]:
         if not key or not all("!" <= character <= "~" for character in key):
-            refuse(f"{settings.given['api-key']} must consist of printable ASCII characters without spaces")
-    lora_modules.read(settings)
+            refuse(f"{settings.origins['api-key']} must consist of printable ASCII characters without spaces")
+    read_lora_modules(settings)
 
 
 def _check_pairs(settings: Settings) -> None:
     model = settings["model-id"]
     for name in ("api-keys-optional", "metrics-without-key", "share-prefixes"):
         if settings[name] and not is_closed(settings):
-            refuse(f"{settings.given[name]} needs --api-keys: without it the server is open to everyone")
+            refuse(f"{settings.origins[name]} needs --api-keys: without it the server is open to everyone")
     if settings["speculative-history"] and not settings["history-memory"]:
-        refuse(f"{settings.given['speculative-history']} needs memory: --history-memory is 0")
+        refuse(f"{settings.origins['speculative-history']} needs memory: --history-memory is 0")
     if settings["compile"] and settings["eager"]:
         refuse("--compile and --eager contradict each other")
     if settings["revision"] is not None:
@@ -229,10 +235,10 @@ def _check_ray(settings: Settings) -> None:
         refuse("--engine ray needs Ray: pip install 'lorikeet-serve[ray]'")
     for name in ("shard-address", "shard-listen"):
         if settings[name]:
-            refuse(f"{settings.given[name]} and --engine ray contradict each other: Ray chooses the addresses")
+            refuse(f"{settings.origins[name]} and --engine ray contradict each other: Ray chooses the addresses")
     for name in ("shard-tls-cert", "shard-tls-key", "shard-tls-ca"):
         if settings[name] is not None:
-            refuse(f"{settings.given[name]} is refused with --engine ray: Ray chooses the nodes later")
+            refuse(f"{settings.origins[name]} is refused with --engine ray: Ray chooses the nodes later")
     if settings["device"] not in ("cpu", "cuda"):
         refuse("--engine ray needs --device cpu or cuda: the devices of Ray's nodes are not known here")
 
@@ -259,22 +265,22 @@ def _check_speculation(settings: Settings) -> None:
     if draft is None:
         for name in ("draft-revision", "draft-tokenizer-id", "draft-dtype", "draft-quantize"):
             if settings[name] is not None:
-                refuse(f"{settings.given[name]} needs --draft-model-id")
+                refuse(f"{settings.origins[name]} needs --draft-model-id")
         for name, value in (("speculative-method", "draft"), ("speculative-verification", "rejection")):
             if settings[name] == value:
-                refuse(f"{settings.given[name]} {value} needs --draft-model-id")
+                refuse(f"{settings.origins[name]} {value} needs --draft-model-id")
     else:
         _check_revision(settings, "draft-model-id", "draft-revision")
     if settings["learn-heads"]:
         _check_learning(settings)
-    wanted, most = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
-    if wanted > most:
-        refuse(f"--speculative-tokens {wanted} must be at most --speculative-tokens-max {most}")
+    num_tokens, max_tokens = settings["speculative-tokens"] or 0, settings["speculative-tokens-max"]
+    if num_tokens > max_tokens:
+        refuse(f"--speculative-tokens {num_tokens} must be at most --speculative-tokens-max {max_tokens}")
 
 
 def _check_learning(settings: Settings) -> None:
     """What keeps heads from being learned, or learned ones from being used."""
-    origin = settings.given["learn-heads"]
+    origin = settings.origins["learn-heads"]
     if settings["draft-model-id"] is not None:
         refuse(f"{origin} is refused with --draft-model-id: the heads would take the place of the draft model")
     if settings["speculative-method"] not in ("auto", "medusa"):
@@ -287,11 +293,11 @@ def _check_quantization(settings: Settings) -> None:
     for name in ("quantize", "draft-quantize"):
         method = settings[name]
         if name == "draft-quantize" and method == quantization.FP8_KV:
-            refuse(f"{settings.given[name]} {method} is refused: --kv-cache-dtype fp8 applies to both models")
+            refuse(f"{settings.origins[name]} {method} is refused: --kv-cache-dtype fp8 applies to both models")
         if method is None or method in quantization.PACKED or settings["shard-address"]:
             continue  # files of GPTQ and AWQ may need no package
         if reason := quantization.reason_against(method):
-            refuse(f"{settings.given[name]} {method} is refused: {reason}")
+            refuse(f"{settings.origins[name]} {method} is refused: {reason}")
 
 
 def _check_clients(settings: Settings) -> None:
@@ -308,10 +314,10 @@ def _check_clients(settings: Settings) -> None:
         except ValueError as error:
             refuse(f"--trusted-proxies must be networks such as 10.0.0.0/8 or 192.0.2.1: {error}")
     _check_collector(settings)
-    most, together = settings["max-body-bytes"], settings["max-body-memory"]
-    if most > together // 5:
+    max_bytes, max_memory = settings["max-body-bytes"], settings["max-body-memory"]
+    if max_bytes > max_memory // 5:
         refuse(
-            f"--max-body-bytes {most} must be at most a fifth of --max-body-memory {together}: one caller gets a"
+            f"--max-body-bytes {max_bytes} must be at most a fifth of --max-body-memory {max_memory}: one caller gets a"
             " quarter, and part of it is for small bodies"
         )
 
@@ -331,8 +337,8 @@ def _check_http(settings: Settings) -> None:
     if path and (not path.startswith("/") or path.endswith("/") or "//" in path or not path.isascii()):
         refuse(f"--root-path must be a path such as /llm, not {path!r}")
     if "" in settings["served-model-name"]:
-        refuse(f"{settings.given['served-model-name']} must not be empty")
-    chat_template.read(settings)
+        refuse(f"{settings.origins['served-model-name']} must not be empty")
+    read_chat_template(settings)
 
 
 def _check_certificate(certificate: str, key: str, authorities: str | None) -> None:
@@ -353,19 +359,19 @@ def _check_certificate(certificate: str, key: str, authorities: str | None) -> N
 def _check_collector(settings: Settings) -> None:
     endpoint = settings["otlp-endpoint"]
     if endpoint is None:
-        if "otlp-sample-ratio" in settings.given:
-            refuse(f"{settings.given['otlp-sample-ratio']} needs --otlp-endpoint")
+        if "otlp-sample-ratio" in settings.origins:
+            refuse(f"{settings.origins['otlp-sample-ratio']} needs --otlp-endpoint")
         return
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/"):
-        refuse(f"{settings.given['otlp-endpoint']} must be a URL without a path, such as http://localhost:4317")
+        refuse(f"{settings.origins['otlp-endpoint']} must be a URL without a path, such as http://localhost:4317")
 
 
 def _check_files(settings: Settings) -> None:
     for name, flag in FLAGS.items():
         exists = {"file": Path.is_file, "folder": Path.is_dir}.get(flag.must_exist)
         if exists and settings[name] is not None and not exists(Path(settings[name])):
-            refuse(f"{settings.given[name]} {settings[name]} does not exist")
+            refuse(f"{settings.origins[name]} {settings[name]} does not exist")
 
 
 def _shown(settings: Settings, name: str) -> str:
@@ -373,3 +379,122 @@ def _shown(settings: Settings, name: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+_MAX_TEMPLATE_BYTES = 1 << 20
+_TEMPLATE_MARKS = ("{", "}", "\n")
+"""A text with one of them is a template, not a path."""
+
+
+def read_chat_template(settings: Settings) -> str | None:
+    """The text of `--chat-template`, a file or the template itself; None for the model's own. Raises LauncherError."""
+    template: str | None = settings["chat-template"]
+    if template is None:
+        return None
+    origin = settings.origins["chat-template"]
+    if settings["tokenizer-config-path"] is not None:
+        refuse(f"{origin} and {settings.origins['tokenizer-config-path']} both give a chat template: give one")
+    if any(mark in template for mark in _TEMPLATE_MARKS):
+        return template
+    try:
+        content = Path(template).read_bytes()
+        text = content.decode()
+    except OSError as error:
+        refuse(f"{origin} {template} cannot be read: {error.strerror}. A template itself contains {{ and }}")
+    except UnicodeDecodeError:
+        refuse(f"{origin} {template} is not a text in UTF-8")
+    if not text or len(content) > _MAX_TEMPLATE_BYTES:
+        refuse(f"{origin} {template} must have 1 to {_MAX_TEMPLATE_BYTES} bytes")
+    return text
+
+
+_LORA_MODULE_KEYS = {"name", "path", "base_model_name"}
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """One adapter of `--lora-modules`, which has vLLM's form."""
+
+    name: str
+    ref: refs.Ref
+
+
+def read_lora_modules(settings: Settings) -> list[LoraModule]:
+    """Raises LauncherError."""
+    origin, modules = settings.origins.get("lora-modules", ""), dict[str, LoraModule]()
+    for text in settings["lora-modules"]:
+        try:
+            name, path = _name_and_path(text, settings)
+            if name in modules:
+                raise ValueError(f"{name!r} is given twice")
+            modules[name] = LoraModule(name, _ref(path))
+        except ValueError as error:
+            refuse(f"{origin} {text}: {error}")
+    return list(modules.values())
+
+
+def _name_and_path(text: str, settings: Settings) -> tuple[str, str]:
+    """Raises ValueError."""
+    if text.startswith("{"):
+        values: Any = json.loads(text)
+        unknown = values.keys() - _LORA_MODULE_KEYS
+        name, path, base = (values.get(key, "") for key in ("name", "path", "base_model_name"))
+        if unknown or not all(isinstance(value, str) for value in (name, path, base)):
+            raise ValueError("its keys are name, path and base_model_name, each with a text")
+        names = (settings["model-id"], *settings["served-model-name"])
+        if base and base not in names:
+            raise ValueError(f"its base_model_name is {base!r}, and --model-id and --served-model-name have {names}")
+    else:
+        name, _, path = text.partition("=")
+    if not name or not path:
+        raise ValueError("it must look like name=path")
+    refs.check_alias(name)
+    if name in (settings["model-id"], *settings["served-model-name"]):
+        raise ValueError(f"{name!r} is a name of the base model")
+    return name, path
+
+
+def _ref(path: str) -> refs.Ref:
+    """A folder of this machine, a location in S3, or a hub id. Raises ValueError."""
+    if Path(path).is_dir():
+        return refs.Ref(refs.Source.LOCAL, os.path.abspath(path))
+    if path.startswith("s3://"):
+        return refs.parse(path, refs.Source.S3)
+    try:
+        return refs.parse(path, refs.Source.HUB)
+    except ValueError:
+        raise ValueError(f"{path!r} is neither a folder that exists nor a hub id") from None
+
+
+URL_VARIABLE = "REQUEST_LOGGER_URL"
+
+
+@dataclass(frozen=True)
+class UsageDestinations:
+    """Where usage records of finished requests go."""
+
+    log: str | None = None
+    url: str | None = field(default=None, repr=False)
+    """It may contain credentials."""
+
+
+def usage_destinations(settings: Settings, environment: Mapping[str, str]) -> UsageDestinations:
+    """The destinations of settings and environment. Raises LauncherError, whose text never contains the URL."""
+    path, url = settings["usage-log"], environment.get(URL_VARIABLE) or None
+    if settings["log-texts"] and path is None and url is None:
+        refuse(f"{settings.origins['log-texts']} needs --usage-log or {URL_VARIABLE}: texts go to these only")
+    if path is not None:
+        path = os.path.abspath(path)
+        if Path(path).is_dir() or not Path(path).parent.is_dir():
+            refuse(f"{settings.origins['usage-log']} {path} is not a file in an existing folder")
+    if url is not None and not _is_url(url):
+        refuse(f"{URL_VARIABLE} is not an http:// or https:// URL")
+    return UsageDestinations(path, url)
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        return False

@@ -1,4 +1,4 @@
-"""From a command line, an environment and a configuration file to settings: every flag's value, and where it came from.
+"""Reads settings from a command line, an environment and a configuration file: every flag's value and its origin.
 
 What values mean together is checked in rules.py.
 """
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from lorikeet.launcher.config import config_file
-from lorikeet.launcher.config.flag import Flag, Kind, Process, variable_of
+from lorikeet.launcher.config.flag import Flag, FlagKind, Process, variable_of
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES, GROUPS, MOST_USED
 from lorikeet.launcher.exits import LauncherError, refuse
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every flag's value by its name; `given` has the flag, variable or key by which it was set, if it was."""
+    """Every flag's value by its name; `origins` has the flag, variable or key by which it was set, if it was."""
 
     values: Mapping[str, Any]
-    given: Mapping[str, str]
+    origins: Mapping[str, str]
     deprecated: tuple[str, ...] = ()
     """A sentence for each deprecated name that was used."""
 
@@ -55,7 +55,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
     arguments, environment, deprecated = _with_current_names(arguments, environment)
     parsed = vars(_parse(arguments))
     values: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    origins: dict[str, str] = {}
     in_file = {} if parsed["config"] is None else config_file.read(parsed["config"])
     for name, flag in FLAGS.items():
         texts, origin = parsed[name], f"--{name}"
@@ -68,19 +68,19 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
         if texts is None:
             values[name] = flag.default
         else:
-            given[name], values[name] = origin, _value(flag, texts, origin)
-    _translate(values, given)
-    return Settings(values, given, tuple(deprecated))
+            origins[name], values[name] = origin, _value(flag, texts, origin)
+    _translate(values, origins)
+    return Settings(values, origins, tuple(deprecated))
 
 
-def _translate(values: dict[str, Any], given: dict[str, str]) -> None:
-    """Set the flags that given ones of another server stand for. Raises LauncherError where both are given."""
+def _translate(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set the flags that flags of another server stand for. Raises LauncherError if both are given."""
     for name, flag in FLAGS.items():
-        if not flag.stands_for or name not in given:
+        if not flag.stands_for or name not in origins:
             continue
-        if flag.stands_for in given:
-            refuse(f"{given[name]} and {given[flag.stands_for]} are the same setting: give one")
-        values[flag.stands_for], given[flag.stands_for] = values[name], given[name]
+        if flag.stands_for in origins:
+            refuse(f"{origins[name]} and {origins[flag.stands_for]} are the same setting: give one")
+        values[flag.stands_for], origins[flag.stands_for] = values[name], origins[name]
 
 
 def _with_current_names(
@@ -113,13 +113,13 @@ def _in_file(arguments: Sequence[str], flag: Flag) -> str:
     """The text of a flag in the configuration file; empty if there is none. Raises LauncherError."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     paths = [path for word, path in itertools.pairwise(words) if word == "--config"]
-    given = config_file.read(paths[-1]).get(flag.name) if paths else None
-    return "" if given is None else str(given.texts)
+    entry = config_file.read(paths[-1]).get(flag.name) if paths else None
+    return "" if entry is None else str(entry.texts)
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the table's flags. Values stay texts: `read` converts those of all origins alike."""
-    result = _Parser(
+    result = _FlagParser(
         prog="lorikeet-launcher",
         usage="lorikeet-launcher [--model-id ID] [flags]",
         description="Serves a base language model over HTTP: downloads it, starts its processes, ends them.",
@@ -157,7 +157,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32)
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     """Errors are one sentence, not a page of usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -179,12 +179,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _add(group: "argparse._ArgumentGroup", flag: Flag) -> None:
     names = [f"--{flag.name}", *([f"-{flag.short}"] if flag.short else [])]
     text = help_text(flag).replace("%", "%%")
-    if flag.kind is Kind.SWITCH:
+    if flag.kind is FlagKind.SWITCH:
         group.add_argument(*names, dest=flag.name, action="store_const", const="true", help=text)
     elif flag.repeated:
         group.add_argument(*names, dest=flag.name, action="extend", nargs="+", metavar="TEXT", help=text)
     else:
-        metavar = "{true,false}" if flag.kind is Kind.BOOLEAN else flag.kind.value.upper()
+        metavar = "{true,false}" if flag.kind is FlagKind.BOOLEAN else flag.kind.value.upper()
         group.add_argument(*names, dest=flag.name, metavar=metavar, help=text)
 
 

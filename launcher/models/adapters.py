@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lorikeet.adapters.refs import Source
 from lorikeet.adapters.sources import s3
-from lorikeet.launcher.config import lora_modules, rules
-from lorikeet.launcher.config.lora_modules import LoraModule
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
 from lorikeet.launcher.models.fetch import TOKEN_VARIABLES
@@ -45,7 +45,7 @@ class AdapterPlan:
         """Fields of the sources' configuration, without sizes."""
         return {
             "local_roots": list(self.roots),
-            "local_folders": [each.ref.id for each in self.modules if each.ref.source is Source.LOCAL],
+            "local_folders": [module.ref.id for module in self.modules if module.ref.source is Source.LOCAL],
             "hidden": [str(self.store.parent)],
             "hub_cache": str(self.hub_cache),
             "notes": str(self.store.parent / "public"),
@@ -57,8 +57,8 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     cache = hub_cache(settings, environment)
     roots = settings["local-adapter-root"]
     for root in roots:
-        if "local-adapter-root" in settings.given and not Path(root).is_dir():
-            refuse(f"{settings.given['local-adapter-root']} {root} is not a folder")
+        if "local-adapter-root" in settings.origins and not Path(root).is_dir():
+            refuse(f"{settings.origins['local-adapter-root']} {root} is not a folder")
     store, warning = _store(settings, cache, model, folder)
     token = next((environment[name] for name in TOKEN_VARIABLES if environment.get(name)), None)
     admin = _admin_key(settings, environment)
@@ -70,7 +70,7 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
         token,
         admin,
         tuple(_sha256(key) for key in settings["api-key"]),
-        tuple(lora_modules.read(settings)),
+        tuple(rules.read_lora_modules(settings)),
         prefixes,
         warning,
         s3_warning,
@@ -99,9 +99,9 @@ def _family_catalogue(settings: Settings) -> Path:
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:
     """The download cache of huggingface_hub."""
-    given = settings["huggingface-hub-cache"] or environment.get("HF_HUB_CACHE")
-    if given:
-        return Path(given).expanduser().absolute()
+    folder = settings["huggingface-hub-cache"] or environment.get("HF_HUB_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
     home = environment.get("HF_HOME")
     if not home:
         home = os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -116,9 +116,9 @@ def _admin_key(settings: Settings, environment: Mapping[str, str]) -> str | None
             key = Path(path).read_text().strip()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            refuse(f"{settings.given['admin-key-file']} {path} cannot be read: {reason}")
+            refuse(f"{settings.origins['admin-key-file']} {path} cannot be read: {reason}")
         if not key:
-            refuse(f"{settings.given['admin-key-file']} {path} is empty")
+            refuse(f"{settings.origins['admin-key-file']} {path} is empty")
     return _sha256(key) if key else None
 
 
@@ -139,21 +139,21 @@ def _s3_prefixes(settings: Settings, environment: Mapping[str, str]) -> tuple[tu
 
 def _store(settings: Settings, cache: Path, model: Path, folder: Path) -> tuple[Path, str]:
     """The folder of converted adapters, created, and a warning if it is a temporary one."""
-    given = settings["adapter-store"]
+    setting = settings["adapter-store"]
     name = base_name(model, settings["dtype"])
-    wanted = (Path(given).expanduser().absolute() if given else cache / _FOLDER) / name
+    store = (Path(setting).expanduser().absolute() if setting else cache / _FOLDER) / name
     try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(wanted, os.W_OK | os.X_OK):
-            return wanted, ""
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(store, os.W_OK | os.X_OK):
+            return store, ""
         reason = "it is not writable"
     except OSError as error:
         reason = error.strerror or type(error).__name__
-    if given:
-        refuse(f"{settings.given['adapter-store']} {given} cannot be used: {reason}")
-    own = folder / _FOLDER / name
-    own.mkdir(mode=0o700, parents=True)
-    return own, f"{wanted} cannot be used ({reason}): converted adapters are lost at the end of this run"
+    if setting:
+        refuse(f"{settings.origins['adapter-store']} {setting} cannot be used: {reason}")
+    temporary = folder / _FOLDER / name
+    temporary.mkdir(mode=0o700, parents=True)
+    return temporary, f"{store} cannot be used ({reason}): converted adapters are lost at the end of this run"
 
 
 def base_name(model: Path, dtype: str | None) -> str:

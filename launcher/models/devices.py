@@ -15,24 +15,24 @@ from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.proto.version import version
 
 
-def choose(wanted: str) -> str:
+def choose(device: str) -> str:
     """`cpu` or `cuda:N` for the value of --device. Raises LauncherError if torch cannot use that device."""
-    if wanted == "cpu":
-        return wanted
+    if device == "cpu":
+        return device
     problem = cuda_problem()
-    if wanted == "auto":
+    if device == "auto":
         return "cpu" if problem else "cuda:0"
-    number = int(wanted.partition(":")[2] or 0)
+    number = int(device.partition(":")[2] or 0)
     count = 0 if problem else count_cuda()
     if number >= count:
         reason = problem or f"{count} CUDA devices are there"
-        raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, f"--device {wanted}: {reason}")
+        raise LauncherError(Exit.NOT_ENOUGH_CUDA_DEVICES, f"--device {device}: {reason}")
     return f"cuda:{number}"
 
 
-def warning(wanted: str) -> str:
+def warning(device: str) -> str:
     """Why --device auto is the CPU although the installed torch is for CUDA; empty if that is not so."""
-    if wanted != "auto" or not torch_has_cuda() or not (problem := cuda_problem()):
+    if device != "auto" or not torch_has_cuda() or not (problem := cuda_problem()):
         return ""
     return f"--device auto is the CPU: {problem} (--device cpu says so without this warning)"
 
@@ -45,14 +45,14 @@ def cuda_problem() -> str:
     driver = _driver()
     if driver is None:
         return f"the installed torch is for CUDA {built_for}, and no NVIDIA driver (libcuda.so.1) is installed"
-    found = ctypes.c_int(0)
-    driver.cuDriverGetVersion(ctypes.byref(found))
+    driver_version = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(driver_version))
     # A driver runs every minor version of its own major version.
-    if found.value and found.value // 1000 < int(str(built_for).partition(".")[0]):
-        own = f"{found.value // 1000}.{found.value % 1000 // 10}"
+    if driver_version.value and driver_version.value // 1000 < int(str(built_for).partition(".")[0]):
+        supported = f"{driver_version.value // 1000}.{driver_version.value % 1000 // 10}"
         return (
-            f"the NVIDIA driver supports CUDA up to {own}, and the installed torch is for CUDA {built_for}: install a"
-            f" newer driver, or a torch for CUDA {own}"
+            f"the NVIDIA driver supports CUDA up to {supported}, and the installed torch is for CUDA {built_for}:"
+            f" install a newer driver, or a torch for CUDA {supported}"
         )
     if code := driver.cuInit(0):
         return f"the NVIDIA driver does not answer (cuInit returned {code}): try nvidia-smi, and look at its devices"
@@ -72,9 +72,9 @@ def check_compiler(device: str) -> None:
         raise LauncherError(Exit.SHARD_CANNOT_START, f"CUDA kernels need {' and '.join(missing)}")
 
 
-def of_each_node(wanted: str) -> str:
-    """The same on nodes of a cluster, where a shard sees its own devices only."""
-    return "cpu" if wanted == "cpu" else "cuda:0"
+def of_each_node(device: str) -> str:
+    """The device of a shard on a node of a cluster: a shard sees its own devices only."""
+    return "cpu" if device == "cpu" else "cuda:0"
 
 
 def check_count(device: str, num_replicas: int, num_ranks: int) -> None:
@@ -162,5 +162,5 @@ def _torch_line(name: str) -> str | None:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
         return None
-    found = re.search(rf"^{name}\b[^=\n]*= *['\"]?([^'\"\n]+)['\"]?$", text, re.MULTILINE)
-    return found.group(1).strip() if found else None
+    match = re.search(rf"^{name}\b[^=\n]*= *['\"]?([^'\"\n]+)['\"]?$", text, re.MULTILINE)
+    return match.group(1).strip() if match else None

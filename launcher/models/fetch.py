@@ -20,7 +20,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 
 
 @dataclass(frozen=True)
-class Request(ConfigFile):
+class FetchRequest(ConfigFile):
     """What to fetch, and where to write the answer."""
 
     id: str
@@ -56,7 +56,7 @@ def read_answer(path: Path) -> ModelFolder | None:
 
 def main(path: str) -> int:
     """Run the request in the file at `path`."""
-    request = Request.read(path)
+    request = FetchRequest.read(path)
     log = logs.start_launcher(request.json_output, request.log_level, sys.stderr if request.quiet else sys.stdout)
     if not sys.stderr.isatty():
         # In a log file each refresh of a bar would be a line.
@@ -69,11 +69,11 @@ def main(path: str) -> int:
     hub = Hub(token, request.cache, log)
     try:
         use = Use(request.num_ranks, request.max_total_tokens, request.needs_tokenizer)
-        found = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights, use)
+        model = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights, use)
     except LauncherError as error:
         answer: dict[str, Any] = {"error": str(error), "exit": error.exit}
     else:
-        answer = {"id": found.id, "path": str(found.path), "sha": found.sha}
+        answer = {"id": model.id, "path": str(model.path), "sha": model.sha}
     Path(request.answer).write_text(json.dumps(answer))
     return int(answer.get("exit", Exit.OK))
 

@@ -50,19 +50,19 @@ class Hub:
             raise LauncherError(Exit.DOWNLOAD_ERROR, _why(ref, error, self._token)) from None
         except Exception as error:  # the library passes on errors of the HTTP client that it uses
             return self._cached(ref, weights, error)
-        wanted = choose(sizes, code, weights)
+        names = choose(sizes, code, weights)
         if use is not None:
             model.check_files(str(ref), sizes, use)
-        if weights and not any(is_weights(name) for name in wanted):
+        if weights and not any(is_weights(name) for name in names):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} has neither safetensors nor .bin weights")
         if weights and use is not None:
             model.check_config(str(ref), self._configuration(ref), use)
-        total = sum(sizes[name] for name in wanted)
+        total = sum(sizes[name] for name in names)
         size = readable_size(total)
-        self._log.info("download_started: fetching %d files (%s) of %s from the hub", len(wanted), size, ref)
+        self._log.info("download_started: fetching %d files (%s) of %s from the hub", len(names), size, ref)
         try:
             with self._progress(ref, total):
-                path = Path(self._snapshot(ref, wanted, offline=False))
+                path = Path(self._snapshot(ref, names, offline=False))
         except Exception as error:  # as above; the disk may also be full
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
         return self._checked(ref, path, weights)
@@ -87,14 +87,14 @@ class Hub:
         cache = Path(self._cache or constants.HF_HUB_CACHE).expanduser()
         return logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
 
-    def _snapshot(self, ref: Ref, wanted: Iterable[str] | None, offline: bool) -> str:
+    def _snapshot(self, ref: Ref, names: Iterable[str] | None, offline: bool) -> str:
         path = hub_answers.library().snapshot_download(
             ref.id,
             revision=ref.revision,
             cache_dir=self._cache,
             token=self._token,
             local_files_only=offline,
-            allow_patterns=None if wanted is None else [_escaped(name) for name in wanted],
+            allow_patterns=None if names is None else [_escaped(name) for name in names],
         )
         return str(path)
 
@@ -136,11 +136,11 @@ def missing_files(names: Iterable[str], path: Path, weights: bool) -> list[str]:
     if not weights:
         return missing
     ending = ".safetensors" if _weights(sorted(there), ".safetensors") else ".bin"
-    found = _weights(sorted(there), ending)
-    for index in (name for name in found if name.endswith(".index.json")):
+    weight_files = _weights(sorted(there), ending)
+    for index in (name for name in weight_files if name.endswith(".index.json")):
         listed = set(json.loads((path / index).read_bytes())["weight_map"].values())
         missing += sorted(listed - there)
-    if not any(name.endswith(ending) for name in found) and not missing:
+    if not any(name.endswith(ending) for name in weight_files) and not missing:
         missing.append("weights")
     return missing
 

@@ -141,13 +141,13 @@ def _architectures() -> frozenset[str]:
 
 
 EMBEDDED_ID = "lorikeet/base"
-LONGEST_DEFAULT = 4096
+MAX_DEFAULT_LEN = 4096
 """LoRAX's default for the length of requests, at most."""
-_LONGEST_CONTEXT = 1 << 18
+_MAX_DEFAULT_CONTEXT = 1 << 18
 """Tokens of a request by default, at most: tables of positions take memory for each."""
 _STEP_OF_CHUNKS = 4145
 """Prompt tokens of a step by default, at most, where a prompt may take several steps."""
-_MOST_SHOWN = 4
+_MAX_NAMED_FILES = 4
 """Files that an error names."""
 _STEP_OF_PROMPTS = 2048
 """Tokens of a step of a model that generates no text: short prompts are computed together."""
@@ -193,25 +193,25 @@ def embedded() -> ModelFolder:
 
 
 @dataclass(frozen=True)
-class GgufFile:
+class GgufModel:
     """A model in a single file, for which a folder has to be made."""
 
     id: str
     """The path that the operator gave."""
 
 
-def named(settings: Settings) -> refs.Ref | ModelFolder | GgufFile:
+def named(settings: Settings) -> refs.Ref | ModelFolder | GgufModel:
     """The base model of the settings: a local folder or file, or a reference to the hub."""
     text = settings["model-id"]
     return embedded() if text is None else found("model-id", text, settings["revision"])
 
 
-def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder | GgufFile:
+def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder | GgufModel:
     """The model that the flag names; `revision` is the value of the flag for its revision."""
     if Path(text).is_dir():
         return folder(text)
     if Path(text).is_file() and text.endswith(".gguf"):
-        return GgufFile(text)
+        return GgufModel(text)
     if Path(text).is_file():
         raise LauncherError(
             Exit.DOWNLOAD_ERROR, f"--{flag} {text} is a file: give a model's folder, a .gguf file, or a hub id"
@@ -246,11 +246,11 @@ def folder(text: str) -> ModelFolder:
 
 def _files(path: Path) -> str:
     """The models among the files of a folder, for an error; empty without any."""
-    names = sorted(each.name for each in path.glob("*.gguf"))
+    names = sorted(file.name for file in path.glob("*.gguf"))
     if not names:
         return ""
-    more = f" (and {len(names) - _MOST_SHOWN} more)" if len(names) > _MOST_SHOWN else ""
-    return f". Give one of its .gguf files: {', '.join(str(path / name) for name in names[:_MOST_SHOWN])}{more}"
+    more = f" (and {len(names) - _MAX_NAMED_FILES} more)" if len(names) > _MAX_NAMED_FILES else ""
+    return f". Give one of its .gguf files: {', '.join(str(path / name) for name in names[:_MAX_NAMED_FILES])}{more}"
 
 
 def has_chat_template(path: Path) -> bool:
@@ -302,13 +302,13 @@ def with_lengths(
 def _context(settings: Settings, config: dict[str, Any], draft: dict[str, Any] | None) -> int:
     """Tokens of a request, prompt and output, that the models are made for; the shard may have memory for fewer."""
     models = [config] if draft is None else [config, draft]
-    lengths = [num_positions(each, is_default=True) or LONGEST_DEFAULT for each in models]
-    return min(*lengths, settings["max-batch-total-tokens"] or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    lengths = [num_positions(model, is_default=True) or MAX_DEFAULT_LEN for model in models]
+    return min(*lengths, settings["max-batch-total-tokens"] or _MAX_DEFAULT_CONTEXT, _MAX_DEFAULT_CONTEXT)
 
 
 def _with_prompt_lengths(settings: Settings, config: dict[str, Any], pooled: PooledModel) -> Settings:
-    positions = num_positions(config) or LONGEST_DEFAULT
-    default = positions if pooled.is_encoder else min(positions, LONGEST_DEFAULT)
+    positions = num_positions(config) or MAX_DEFAULT_LEN
+    default = positions if pooled.is_encoder else min(positions, MAX_DEFAULT_LEN)
     total = settings["max-total-tokens"] or min(default, pooled.max_length or default)
     longest = settings["max-input-length"] or total
     step = settings["max-batch-prefill-tokens"] or max(longest, _STEP_OF_PROMPTS)
@@ -390,13 +390,13 @@ def _same(ours: Path, theirs: Path, name: str) -> bool:
 def _tokens(path: Path) -> dict[int, str] | None:
     """The texts of all ids in a tokenizer.json; None if there is none."""
     try:
-        whole = json.loads(path.read_bytes())
-        vocabulary = whole["model"]["vocab"]
+        content = json.loads(path.read_bytes())
+        vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
-            found = {int(number): str(text) for text, number in vocabulary.items()}
+            tokens = {int(number): str(text) for text, number in vocabulary.items()}
         else:  # unigrams with their scores
-            found = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
-        return found | {int(added["id"]): str(added["content"]) for added in whole.get("added_tokens") or []}
+            tokens = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+        return tokens | {int(added["id"]): str(added["content"]) for added in content.get("added_tokens") or []}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lorikeet.launcher.config import chat_template
+from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD
 from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.launcher.config.rules import kv_cache_dtype
+from lorikeet.launcher.config.rules import UsageDestinations, kv_cache_dtype
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.models.adapters import AdapterPlan
-from lorikeet.launcher.models.model import LONGEST_DEFAULT, ModelFolder
-from lorikeet.launcher.models.usage import UsagePlan
+from lorikeet.launcher.models.model import MAX_DEFAULT_LEN, ModelFolder
 from lorikeet.launcher.processes.restart_policy import ShardFiles
 from lorikeet.proto.quantization import of_weights
 
@@ -35,7 +34,7 @@ class Plan:
     adapters: AdapterPlan
     draft: ModelFolder | None = None
     """The draft model, if there is one."""
-    usage: UsagePlan = field(default_factory=UsagePlan)
+    usage: UsageDestinations = field(default_factory=UsageDestinations)
     num_ranks: int = 1
     """Tensor-parallel ranks of each shard."""
     task: str = ""
@@ -133,7 +132,7 @@ def effective(plan: Plan) -> dict[str, Any]:
         "device": plan.device,
         "num_shard": plan.num_ranks,
         "flags": plan.settings.shown(),
-        "given": dict(plan.settings.given),
+        "given": dict(plan.settings.origins),
     }
 
 
@@ -172,7 +171,7 @@ def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
         "device": plan.shard_device(index),
         "num_ranks": plan.num_ranks,
         "master_port": plan.master_port(index),
-        "fits_kv_memory": not plan.task and "max-total-tokens" not in settings.given,
+        "fits_kv_memory": not plan.task and "max-total-tokens" not in settings.origins,
         "quantize": of_weights(settings["quantize"]),
         "kv_cache_dtype": kv_cache_dtype(settings),
         "fusions": "none" if settings["disable-custom-kernels"] else "auto",
@@ -246,7 +245,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "model_given": plan.model.id,
         "model_path": str(plan.model.path),
         "model_sha": plan.model.sha,
-        "default_total_tokens": None if "max-total-tokens" in plan.settings.given else LONGEST_DEFAULT,
+        "default_total_tokens": None if "max-total-tokens" in plan.settings.origins else MAX_DEFAULT_LEN,
         "shard_addresses": _shards(plan),
         "shard_secret_path": plan.secret_path,
         "stuck_files": [] if plan.is_on_ray else [str(plan.stuck_file(index)) for index in range(plan.num_replicas)],
@@ -256,7 +255,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
         "admin_key_sha256": plan.adapters.admin_key_sha256,
         "api_keys_sha256": list(plan.adapters.api_keys_sha256),
         "lora_modules": {each.name: [each.ref.source.value, str(each.ref)] for each in plan.adapters.modules},
-        "chat_template": chat_template.read(plan.settings),
+        "chat_template": rules.read_chat_template(plan.settings),
         "secrets_on_stdin": True,
         "listen_fd": listen_fd,
         "ready_file": str(plan.router_ready_file),

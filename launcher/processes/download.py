@@ -13,7 +13,7 @@ from lorikeet.launcher.config.flags.speculation import TOKENS_WITH_A_DRAFT
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
 from lorikeet.launcher.models import fetch, model
-from lorikeet.launcher.models.model import GgufFile, ModelFolder, Use
+from lorikeet.launcher.models.model import GgufModel, ModelFolder, Use
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto.quantization import reason_against
@@ -69,15 +69,15 @@ class _Downloads:
     folder: Path
     signals: Signals
 
-    def get(self, role: str, named: Ref | ModelFolder | GgufFile, weights: bool, use: Use) -> ModelFolder:
+    def get(self, role: str, named: Ref | ModelFolder | GgufModel, weights: bool, use: Use) -> ModelFolder:
         """The folder of `named`. Raises LauncherError or _Interrupted."""
         if isinstance(named, ModelFolder):
             return named
         answer = self.folder / f"fetched-{role}.json"
-        if isinstance(named, GgufFile):
+        if isinstance(named, GgufModel):
             return self._made_for(role, named, use, answer)
         read = self.settings
-        request = fetch.Request(
+        request = fetch.FetchRequest(
             id=named.id,
             revision=named.revision,
             code=read["trust-remote-code"],
@@ -99,7 +99,7 @@ class _Downloads:
             raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
         return found
 
-    def _made_for(self, role: str, file: GgufFile, use: Use, answer: Path) -> ModelFolder:
+    def _made_for(self, role: str, file: GgufModel, use: Use, answer: Path) -> ModelFolder:
         """A folder for a file, which lasts as long as this run."""
         if reason := reason_against("gguf"):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{file.id} cannot be read: {reason}")

@@ -16,7 +16,7 @@ from typing import Any
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import adapters, fetch, model, usage
+from lorikeet.launcher.models import adapters, fetch, model
 from lorikeet.launcher.processes import configs
 from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardStart, Signals, Supervisor
@@ -26,7 +26,7 @@ _STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Credentials for the router and the loader, which fetch adapters; shards do not get them."""
 _SECRETS = (
     *fetch.TOKEN_VARIABLES,
-    usage.URL_VARIABLE,
+    rules.URL_VARIABLE,
     "ADMIN_KEY",
     "API_KEY",
     "PREDIBASE_API_TOKEN",
@@ -93,7 +93,7 @@ def _run(plan: configs.Plan, address: Address, processes: Processes, signals: Si
     if address.scheme == "https":  # the launcher may have no certificate that the router accepts
         is_ready = plan.router_ready_file.exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
-    signals.reloads = not plan.settings.given.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
+    signals.reloads = not plan.settings.origins.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
     return supervisor.run(signals, when_ready)
 
 

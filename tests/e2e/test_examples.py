@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher import Client, launch
-from lorikeet.launcher.cli import generate, provenance
+from lorikeet.launcher.cli import generate
 from lorikeet.launcher.cli.launching import flag_words
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.settings import read
@@ -124,7 +124,7 @@ def test_the_command_line_client_colours_tokens_by_source(server: Client, capsys
     printed = capsys.readouterr()
     counts = COUNTS.search(printed.err)
     assert counts is not None, printed.err
-    assert printed.out.count(provenance.COLOURS["draft"]) == int(counts[3]) > 0
+    assert printed.out.count(generate.COLOURS["draft"]) == int(counts[3]) > 0
     assert PAINT.sub("", printed.out) == server.generate(asked[0], max_new_tokens=24, speculative_tokens=0).text + "\n"
 
 

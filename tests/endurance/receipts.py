@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.evidence.figure import Case
 from benchmarks.load import servers
 from lorikeet.launcher.cli.client import Client
-from lorikeet.launcher.cli.replay import Receipt, replay, sentences
+from lorikeet.launcher.cli.replay import SavedReceipt, replay, sentences
 from tests.endurance.faults import Load, kinds
 
 CASES = 10
@@ -71,20 +71,20 @@ def wanted(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     return route, {**body, "prompt": prompt}
 
 
-def asked(client: Client, route: str, body: dict[str, Any]) -> Receipt:
+def asked(client: Client, route: str, body: dict[str, Any]) -> SavedReceipt:
     """The receipt of one answer, whole or streamed."""
     if route == "/generate_stream":
         with client.stream(body["inputs"], **body["parameters"]) as stream:
             ids = [token.id for token in stream]
-        receipt = Receipt.read(stream.details["receipt"])
+        receipt = SavedReceipt.read(stream.details["receipt"])
         if receipt.output_ids != ids:
             raise ValueError("a stream's receipt is not of its tokens")
         return receipt
     answer = client.post(route, body)
-    return Receipt.read(answer.get("details", answer)["receipt"])
+    return SavedReceipt.read(answer.get("details", answer)["receipt"])
 
 
-def differences(client: Client, receipts: Sequence[Receipt]) -> list[str]:
+def differences(client: Client, receipts: Sequence[SavedReceipt]) -> list[str]:
     """The report of each receipt whose replay has other tokens."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         outcomes = list(pool.map(lambda receipt: replay(client, receipt), receipts))

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from lorikeet.launcher.bench.connection import Connections
+from lorikeet.launcher.bench.connection import ConnectionPool
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -22,7 +22,7 @@ def answers_of(serve: Server, count: int) -> list[bytes | Exception]:
     async def ask() -> list[bytes | Exception]:
         async with await asyncio.start_server(serve, "127.0.0.1") as server:
             port = server.sockets[0].getsockname()[1]
-            connections = Connections(f"http://127.0.0.1:{port}", {}, timeout_s=10)
+            connections = ConnectionPool(f"http://127.0.0.1:{port}", {}, timeout_s=10)
             found: list[bytes | Exception] = []
             for _ in range(count):
                 try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lorikeet.launcher.bench import workload
-from lorikeet.launcher.bench.workload import Length
+from lorikeet.launcher.bench.workload import LengthDistribution
 
 NAMES = tuple(f"a{index}" for index in range(64))
 
@@ -29,7 +29,7 @@ def generator() -> np.random.Generator:
     ],
 )
 def test_lengths(text: str, low: int, high: int, middle: int) -> None:
-    drawn = Length.read(text).draw(generator(), 4000)
+    drawn = LengthDistribution.read(text).draw(generator(), 4000)
     assert low <= min(drawn) and max(drawn) <= high
     assert abs(median(drawn) - middle) <= 0.05 * middle
 
@@ -37,7 +37,7 @@ def test_lengths(text: str, low: int, high: int, middle: int) -> None:
 @pytest.mark.parametrize("text", ["", "x", "uniform:9", "uniform:9-1", "normal:a,b", "pareto:1", "normal:1,2,3"])
 def test_other_lengths_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not a length"):
-        Length.read(text)
+        LengthDistribution.read(text)
 
 
 def test_zipf_s_frequencies() -> None:
@@ -64,9 +64,13 @@ def test_gaps_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     assert workload.arrivals(float("inf"), burstiness, 3, generator()) == [0.0, 0.0, 0.0]
 
 
-def shape(**fields: object) -> workload.Shape:
-    values = {"num_requests": 20, "input_length": Length.read("uniform:5-60"), "output_length": Length.read("9")}
-    return workload.Shape(**(values | fields))  # type: ignore[arg-type]
+def shape(**fields: object) -> workload.WorkloadShape:
+    values = {
+        "num_requests": 20,
+        "input_length": LengthDistribution.read("uniform:5-60"),
+        "output_length": LengthDistribution.read("9"),
+    }
+    return workload.WorkloadShape(**(values | fields))  # type: ignore[arg-type]
 
 
 def test_prompts_have_exactly_the_tokens_that_were_drawn() -> None:
@@ -74,7 +78,7 @@ def test_prompts_have_exactly_the_tokens_that_were_drawn() -> None:
         """Words of more than four letters are two tokens."""
         return sum(1 + (len(word) > 4) for word in text.split())
 
-    drawn = Length.read("uniform:5-60").draw(np.random.default_rng(3), 20)
+    drawn = LengthDistribution.read("uniform:5-60").draw(np.random.default_rng(3), 20)
     plan = workload.drawn(shape(seed=3), count)
     assert [count(each.prompt) for each in plan] == drawn
     assert [len(each.prompt.split()) for each in workload.drawn(shape(seed=3), None)] == drawn

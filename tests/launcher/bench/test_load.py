@@ -4,8 +4,8 @@ import asyncio
 from typing import Any, cast
 
 from lorikeet.launcher.bench.apis import Api, Seen
-from lorikeet.launcher.bench.connection import Connections, Pieces, Response
-from lorikeet.launcher.bench.load import Load
+from lorikeet.launcher.bench.connection import ConnectionPool, Pieces, Response
+from lorikeet.launcher.bench.load import LoadGenerator
 from lorikeet.launcher.bench.workload import Planned
 
 CLIENTS, ROUNDS = 4, 3
@@ -52,7 +52,7 @@ class NotingApi(Api):
 
 def test_clients_whose_answers_end_together_send_before_answers_are_read() -> None:
     order: list[str] = []
-    load = Load(cast(Connections, Waves(order)), NotingApi(order), CLIENTS)
+    load = LoadGenerator(cast(ConnectionPool, Waves(order)), NotingApi(order), CLIENTS)
     loaded = asyncio.run(load.run([Planned("", 1)] * (CLIENTS * ROUNDS)))
     assert not any(sample.error for sample in loaded.samples)
     assert order.count("read") == CLIENTS * ROUNDS

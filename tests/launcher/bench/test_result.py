@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.launcher.bench import printed, report, result
+from lorikeet.launcher.bench import presentation, printed, result
 from lorikeet.launcher.bench.apis import APIS, Seen
 from lorikeet.launcher.bench.compare import compared
 from lorikeet.launcher.bench.connection import events
-from lorikeet.launcher.bench.load import Loaded, Sample
+from lorikeet.launcher.bench.load import LoadResult, Sample
 from lorikeet.launcher.bench.workload import Planned
 from lorikeet.launcher.cli.metrics_page import Page
 
@@ -37,7 +37,7 @@ SETTINGS |= {"backend": "lorax"}
 
 
 def made() -> dict[str, Any]:
-    return SETTINGS | result.measured(Loaded(SAMPLES, 2.0, 0.5), [99], {"ttft": 250, "tpot": 30})
+    return SETTINGS | result.measured(LoadResult(SAMPLES, 2.0, 0.5), [99], {"ttft": 250, "tpot": 30})
 
 
 def test_numbers() -> None:
@@ -86,11 +86,11 @@ def test_the_block_has_vllm_s_lines() -> None:
 
 
 def test_the_report_is_one_file_without_links() -> None:
-    text = report.html(made(), "the block")
+    text = presentation.html(made(), "the block")
     assert text.count("<svg") >= 6
     assert "&lt;l&gt;" in text and "<l>" not in text
     assert not re.search(r"(?:src|href|url)\s*[=(]|(?<!xmlns=\")https?://|@import|<script", text)
-    rows = report.table(made()).splitlines()
+    rows = presentation.table(made()).splitlines()
     assert rows[0].startswith("request,adapter,tier,start_s")
     assert len(rows) == 5 and rows[4].endswith("status 429: full")
 
@@ -98,7 +98,7 @@ def test_the_report_is_one_file_without_links() -> None:
 def test_a_comparison_says_what_is_shown() -> None:
     slow = [sample(0.0, 0.1 + 0.001 * index, 0.02, 0.021) for index in range(50)]
     fast = [sample(0.0, 0.05 + 0.001 * index, 0.01, 0.011) for index in range(50)]
-    first, second = (result.measured(Loaded(each, 2.0, 0.1), [99], {}) for each in (slow, fast))
+    first, second = (result.measured(LoadResult(each, 2.0, 0.1), [99], {}) for each in (slow, fast))
     lines = compared(first, second).splitlines()
     for name in ("TTFT", "TPOT", "ITL", "E2EL"):
         assert "better" in next(line for line in lines if line.startswith(f"Median {name}"))
@@ -108,7 +108,7 @@ def test_a_comparison_says_what_is_shown() -> None:
 def test_gaps_of_a_request_are_drawn_together() -> None:
     """Four of seven requests are slow throughout: no number of gaps makes the median of so few requests sure."""
     mixed = [sample(0.0, 0.1, *[0.01 if index % 2 else 0.02] * 200) for index in range(7)]
-    found = result.measured(Loaded(mixed, 2.0, 0.1), [99], {})
+    found = result.measured(LoadResult(mixed, 2.0, 0.1), [99], {})
     itl = next(line for line in compared(found, found).splitlines() if line.startswith("Median ITL"))
     assert "0.500 – 2.000, no difference shown" in itl
 
@@ -118,8 +118,8 @@ def test_results_without_values_per_request_have_no_interval() -> None:
     assert "difference" not in compared(first, made())
 
 
-def page(text: str) -> result.Counts:
-    return result.Counts.read(Page.read(text, 0.0))
+def page(text: str) -> result.SpeculationCounts:
+    return result.SpeculationCounts.read(Page.read(text, 0.0))
 
 
 @pytest.mark.parametrize(

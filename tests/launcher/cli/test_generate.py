@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.cli import provenance
+from lorikeet.launcher.cli import generate
 from lorikeet.launcher.cli.client import Token
 from lorikeet.launcher.cli.generate import main
 from lorikeet.proto.draft_sources import SOURCE_NAMES
@@ -91,9 +91,9 @@ def test_a_connection_error_is_printed(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_source_has_a_different_colour() -> None:
-    paint = provenance.painter(colours=True)
-    painted = {paint(Token(1, "x", None, False, False, name)) for name in provenance.COLOURS}
-    assert len(painted) == len(provenance.COLOURS) == len(SOURCE_NAMES)
+    paint = generate.painter(colours=True)
+    painted = {paint(Token(1, "x", None, False, False, name)) for name in generate.COLOURS}
+    assert len(painted) == len(generate.COLOURS) == len(SOURCE_NAMES)
     assert paint(Token(1, "x", None, False, False, None)) == "x"
 
 

@@ -13,7 +13,7 @@ def test_flags_are_spelled_as_the_launcher_reads_them() -> None:
     given |= {"cors-allow-origin": ["a", "b"], "strict-adapters": False, "max-total-tokens": None}
     words = [word for name, value in given.items() for word in launching.flag_words(name, value)]
     settings = read(words, {}, "box")
-    assert set(settings.given) == {
+    assert set(settings.origins) == {
         "model-id", "json-output", "prefix-caching", "speculative-tokens", "cors-allow-origin"
     }  # fmt: skip
     assert (settings["model-id"], settings["json-output"], settings["prefix-caching"]) == ("-odd", True, False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.cli.replay import Receipt, ReceiptError, different_parts, first_difference, found_in, main
+from lorikeet.launcher.cli.replay import ReceiptError, SavedReceipt, different_parts, first_difference, found_in, main
 from lorikeet.proto import digest
 from tests.launcher.cli.test_client import Scripted, serving
 
@@ -190,7 +190,7 @@ def test_a_server_without_receipts_is_an_error(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_every_parameter_is_explicit_in_the_request() -> None:
-    path, body = Receipt.read(receipt(adapter=ADAPTER)).request()
+    path, body = SavedReceipt.read(receipt(adapter=ADAPTER)).request()
     assert path == "/generate"
     assert body["parameters"] == {
         "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
@@ -199,12 +199,12 @@ def test_every_parameter_is_explicit_in_the_request() -> None:
         "receipt": True, "do_sample": True, "max_new_tokens": 4, "truncate": 3, "watermark": False,
         "return_full_text": False, "top_k": 3, "adapter_id": "a", "adapter_source": "local",
     }  # fmt: skip
-    path, body = Receipt.read(receipt(parameters={"logit_bias": [[5, -1.5]], "do_sample": False})).request()
+    path, body = SavedReceipt.read(receipt(parameters={"logit_bias": [[5, -1.5]], "do_sample": False})).request()
     assert (path, body["logit_bias"], body["temperature"]) == ("/v1/completions", {"5": -1.5}, 0.0)
 
 
 def test_parameters_that_openai_s_routes_lack_are_an_error() -> None:
-    scripted = Receipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
+    scripted = SavedReceipt.read(receipt(parameters={"watermark": {"gamma": 0.5, "delta": 2.0}}))
     with pytest.raises(ReceiptError, match="no watermarks"):
         scripted.request([{"role": "user", "content": "hi"}])
 

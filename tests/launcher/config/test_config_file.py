@@ -32,7 +32,7 @@ def settings(path: Path, text: str, *arguments: str, **environment: str) -> Sett
 
 def given(path: Path, text: str, *arguments: str) -> dict[str, object]:
     found = settings(path, text, *arguments)
-    return {name: found[name] for name in found.given if name != "config"}
+    return {name: found[name] for name in found.origins if name != "config"}
 
 
 def refusal(path: Path, text: str) -> str:
@@ -50,8 +50,8 @@ def test_flags_by_name(tmp_path: Path) -> None:
     found = settings(tmp_path, text)
     assert (found["port"], found["prefix-caching"], found["json-output"]) == (81, False, True)
     assert (found["cors-allow-origin"], found["cpu-memory"], found["model-id"]) == (("a", "b"), 2**30, None)
-    assert found.given["port"] == f"port in {tmp_path / 'rag.yaml'}"
-    assert "model-id" not in found.given
+    assert found.origins["port"] == f"port in {tmp_path / 'rag.yaml'}"
+    assert "model-id" not in found.origins
     assert given(tmp_path, "cors-allow-origin: a") == {"cors-allow-origin": ("a",)}
     assert given(tmp_path, "") == {}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.loader.config import LoaderConfig
-from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD, Flag, Kind, Process
+from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD, Flag, FlagKind, Process
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import parser
 from lorikeet.proto.config_file import ConfigFile
@@ -49,7 +49,7 @@ def test_a_flag_is_lorax_s(row: dict[str, Any]) -> None:
         default = tuple(row["default"]) if isinstance(row["default"], list) else row["default"]
         assert flag.default == default
     if isinstance(row["default"], bool) or row.get("takes_value"):
-        assert flag.kind is (Kind.BOOLEAN if row.get("takes_value") else Kind.SWITCH)
+        assert flag.kind is (FlagKind.BOOLEAN if row.get("takes_value") else FlagKind.SWITCH)
 
 
 def test_every_lorax_flag_exists_and_every_other_is_marked_new() -> None:

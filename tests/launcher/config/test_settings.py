@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.launcher.config.flag import Kind
+from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.launcher.config.settings import Settings, parser, read
 from lorikeet.launcher.exits import Exit, LauncherError
@@ -23,24 +23,24 @@ def sentence(*arguments: str, **environment: str) -> str:
 def test_nothing_given_is_every_default() -> None:
     empty = settings()
     assert dict(empty.values) == {name: flag.default for name, flag in FLAGS.items()}
-    assert not empty.given
+    assert not empty.origins
 
 
 def test_a_flag_overrides_its_variable() -> None:
     both = settings("--port", "81", PORT="80")
     assert both["port"] == 81
-    assert both.given == {"port": "--port"}
-    assert settings(PORT="80").given == {"port": "PORT"}
+    assert both.origins == {"port": "--port"}
+    assert settings(PORT="80").origins == {"port": "PORT"}
     assert settings("-p", "81")["port"] == settings("--port=81")["port"] == 81
 
 
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.kind is Kind.SWITCH])
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.kind is FlagKind.SWITCH])
 def test_switches_take_no_value(name: str) -> None:
     assert settings(f"--{name}")[name] is True
     assert sentence(f"--{name}", "true").startswith("'true' belongs to no flag")
 
 
-@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.kind is Kind.BOOLEAN])
+@pytest.mark.parametrize("name", [name for name, flag in FLAGS.items() if flag.kind is FlagKind.BOOLEAN])
 def test_booleans_take_one(name: str) -> None:
     assert settings(f"--{name}", "false")[name] is False
     assert settings(f"--{name}=true")[name] is True
@@ -55,7 +55,7 @@ def test_variables_set_switches_too(text: str, value: bool) -> None:
 
 
 def test_an_empty_variable_is_none() -> None:
-    assert settings(MAX_BEST_OF="", MODEL_ID="").given == {}
+    assert settings(MAX_BEST_OF="", MODEL_ID="").origins == {}
 
 
 def test_repeated_flags_gather_and_their_variable_has_commas() -> None:
@@ -115,10 +115,10 @@ def test_a_deprecated_name_is_accepted_with_a_warning() -> None:
     for arguments in (["--verify", "google"], ["--verify=google"]):
         found = settings(*arguments)
         assert found["speculative-verification"] == "rejection"
-        assert found.given == {"speculative-verification": "--speculative-verification"}
+        assert found.origins == {"speculative-verification": "--speculative-verification"}
         assert found.deprecated == ("--verify is deprecated: use --speculative-verification",)
     found = settings(VERIFY="coupled")
-    assert (found["speculative-verification"], found.given) == (
+    assert (found["speculative-verification"], found.origins) == (
         "shared-noise",
         {"speculative-verification": "SPECULATIVE_VERIFICATION"},
     )

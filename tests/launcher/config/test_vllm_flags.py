@@ -8,8 +8,8 @@ import trustme
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.launcher.config import chat_template, lora_modules, rules
-from lorikeet.launcher.config.lora_modules import LoraModule
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import LauncherError
 from lorikeet.launcher.models import adapters
@@ -35,7 +35,7 @@ def test_a_repeated_flag_takes_several_values_at_once() -> None:
 def test_max_loras_is_max_active_adapters() -> None:
     given = settings("--enable-lora", "--max-loras", "7", "--max-lora-rank", "64")
     assert given["max-active-adapters"] == 7
-    assert given.given["max-active-adapters"] == "--max-loras"
+    assert given.origins["max-active-adapters"] == "--max-loras"
     rules.check(given)
     warnings = rules.without_effect(given, "cpu")
     assert warnings == [
@@ -49,7 +49,7 @@ def test_max_loras_is_max_active_adapters() -> None:
 def test_lora_modules_are_folders_and_ids(tmp_path: Path) -> None:
     as_json = json.dumps({"name": "b", "path": "owner/name", "base_model_name": "base"})
     given = settings("--model-id", "base", "--lora-modules", f"a={tmp_path}", as_json, "c=s3://bucket/c")
-    assert lora_modules.read(given) == [
+    assert rules.read_lora_modules(given) == [
         LoraModule("a", Ref(Source.LOCAL, str(tmp_path))),
         LoraModule("b", Ref(Source.HUB, "owner/name")),
         LoraModule("c", Ref(Source.S3, "s3://bucket/c")),
@@ -96,9 +96,9 @@ def test_keys_leave_the_launcher_as_hashes_only(tmp_path: Path) -> None:
 def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{{ messages }}")
-    assert chat_template.read(settings("--chat-template", str(path))) == "{{ messages }}"
-    assert chat_template.read(settings("--chat-template", "{{ x }}")) == "{{ x }}"
-    assert chat_template.read(settings()) is None
+    assert rules.read_chat_template(settings("--chat-template", str(path))) == "{{ messages }}"
+    assert rules.read_chat_template(settings("--chat-template", "{{ x }}")) == "{{ x }}"
+    assert rules.read_chat_template(settings()) is None
     assert "cannot be read: No such file" in refusal("--chat-template", "/nowhere.jinja")
     (tmp_path / "config.json").write_text("{}")
     both = refusal("--chat-template", "{{ x }}", "--tokenizer-config-path", str(tmp_path / "config.json"))

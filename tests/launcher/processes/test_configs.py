@@ -13,11 +13,11 @@ from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.flag import LOADER, ROUTER, SHARD, Flag, Process
 from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.config.rules import UsageDestinations
 from lorikeet.launcher.config.settings import read
-from lorikeet.launcher.models import adapters, usage
+from lorikeet.launcher.models import adapters
 from lorikeet.launcher.models.devices import choose_ranks
 from lorikeet.launcher.models.model import ModelFolder, with_lengths
-from lorikeet.launcher.models.usage import UsagePlan
 from lorikeet.launcher.processes import configs, serving
 from lorikeet.launcher.processes.configs import loader_fields, router_fields, shard_fields
 from lorikeet.launcher.processes.ray_engine import RayConfig
@@ -33,10 +33,10 @@ def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
     (tmp_path / "config.json").write_text("{}")
     sources = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
     num_ranks = choose_ranks(settings["sharded"], settings["num-shard"], "cuda:0", {"CUDA_VISIBLE_DEVICES": "0,1"})
-    num_ranks = num_ranks if {"sharded", "num-shard"} & settings.given.keys() else 1
+    num_ranks = num_ranks if {"sharded", "num-shard"} & settings.origins.keys() else 1
     model, destinations = (
         ModelFolder("owner/name", tmp_path, "abc"),
-        usage.plan(settings, {"REQUEST_LOGGER_URL": "http://a"}),
+        rules.usage_destinations(settings, {"REQUEST_LOGGER_URL": "http://a"}),
     )
     return configs.Plan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
 
@@ -104,7 +104,7 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_destinations_of_usage_records_reach_the_router(tmp_path: Path) -> None:
-    destinations = UsagePlan("/var/log/usage.jsonl", "http://me:secret@a.example")
+    destinations = UsageDestinations("/var/log/usage.jsonl", "http://me:secret@a.example")
     given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
     path = configs.write(tmp_path / "router.json", configs.router_fields(given))
     router = RouterConfig.read(path)

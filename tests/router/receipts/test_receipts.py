@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.launcher.cli.replay import Receipt
+from lorikeet.launcher.cli.replay import SavedReceipt
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.server import RouterServer
@@ -58,7 +58,7 @@ async def test_every_finished_text_has_a_line_without_tokens(tmp_path: Path) -> 
     del whole["prompt"]["token_ids"], whole["output"]["token_ids"]
     assert rest[0] == whole
     assert [line["parameters"]["seed"] for line in rest[3:5]] == [5, 6]
-    assert {Receipt.read(line).values["base_digest"] for line in rest} == {server.shard.base_digest}
+    assert {SavedReceipt.read(line).values["base_digest"] for line in rest} == {server.shard.base_digest}
     assert rest[-1]["output"]["finish_reason"] == "stop_sequence"
     assert '"token_ids"' not in path.read_text()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterNotFound
-from lorikeet.launcher.cli.replay import Receipt, found_in
+from lorikeet.launcher.cli.replay import SavedReceipt, found_in
 from lorikeet.proto import shard_pb2 as pb
 from tests.router.api.routes.test_catalogue import made, write
 from tests.router.api.routes.test_native import generate
@@ -204,7 +204,7 @@ async def test_a_prompt_given_separately_gives_the_same_request(
     first = await asked(server, path, wanted)
     given = body.get("inputs") or body.get("prompt") or body["messages"]
     del first["prompt"]["token_ids"]
-    await asked(server, *Receipt.read(first).request(given))
+    await asked(server, *SavedReceipt.read(first).request(given))
     assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
 
 
@@ -304,7 +304,7 @@ async def test_a_replay_with_a_missing_adapter_is_rejected(server: Serving) -> N
 
     server.loader.answer = finds_nothing
     try:
-        path, body = Receipt.read(first).request()
+        path, body = SavedReceipt.read(first).request()
         assert (await server.client.post(path, json=body)).status_code == 404
     finally:
         server.loader.answer = finds_all

@@ -39,18 +39,18 @@ class Plot:
 
     title: str
     svg: str = ""
-    """Empty where there is nothing to show."""
+    """Empty if there is nothing to show."""
 
 
 def lines(axes: Axes, series: dict[str, Points]) -> Plot:
     """One line for each name."""
-    points = [point for each in series.values() for point in each]
+    points = [point for curve in series.values() for point in curve]
     if not points:
         return Plot(axes.title)
     right, top = _nice(max(x for x, _ in points)), _nice(max(y for _, y in points))
     drawn = [_frame(axes, right, top)]
-    for index, (name, each) in enumerate(series.items()):
-        path = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in each)
+    for index, (name, curve) in enumerate(series.items()):
+        path = " ".join(f"{_x(x / right):.1f},{_y(y / top):.1f}" for x, y in curve)
         colour = COLOURS[index % len(COLOURS)]
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
         drawn.append(_label(index, colour, name) if len(series) > 1 else "")
@@ -80,7 +80,7 @@ def _figure(axes: Axes, drawn: Sequence[str]) -> Plot:
 
 
 def _frame(axes: Axes, right: float | None, top: float) -> str:
-    """Axes with ticks; without numbers across where `right` is None."""
+    """Axes with ticks; without numbers across if `right` is None."""
     drawn = [
         f'<path d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>',
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, axes.across, "middle"),
@@ -122,7 +122,7 @@ def _nice(value: float) -> float:
     return next(factor * power for factor in _ROUND if factor * power >= value * (1 - 1e-9))
 
 
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884 }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem }
@@ -163,7 +163,7 @@ def _figures(result: Result) -> Iterator[Plot]:
     by_tier = {"all requests": ttfts}
     for tier in sorted({tiers[index] for index in good} - {""}):
         by_tier[tier] = [1000 * result["ttfts"][index] for index in good if tiers[index] == tier]
-    distributions = {name: shares(each) for name, each in by_tier.items()}
+    distributions = {name: shares(ttfts_of_tier) for name, ttfts_of_tier in by_tier.items()}
     yield lines(Axes("Time to first token", "ms", "share of requests"), distributions)
     gaps = [1000 * gap for index in good for gap in result["itls"][index]]
     yield lines(Axes("Inter-token latency", "ms", "share of gaps"), {"": shares(gaps)})
@@ -185,17 +185,17 @@ def shares(values: Sequence[float]) -> Points:
     """The distribution: the share of values up to each one."""
     # [number of values]
     ordered = np.sort(np.asarray(values, dtype=float))
-    picked = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), _MOST_POINTS)).astype(int))
+    picked = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), _MAX_POINTS)).astype(int))
     return [(float(ordered[index]), (int(index) + 1) / len(ordered)) for index in picked]
 
 
 def _over_time(result: Result, good: Sequence[int]) -> Points:
     seconds: Counter[int] = Counter()
     for index in good:
-        at = result["start_times"][index] + result["ttfts"][index]
+        time_s = result["start_times"][index] + result["ttfts"][index]
         for gap in [0.0, *result["itls"][index]]:
-            at += gap
-            seconds[int(at)] += 1
+            time_s += gap
+            seconds[int(time_s)] += 1
     return [(float(second), float(seconds[second])) for second in range(max(seconds, default=-1) + 1)]
 
 

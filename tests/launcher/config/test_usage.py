@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.launcher.config import rules
+from lorikeet.launcher.config.rules import UsageDestinations
 from lorikeet.launcher.config.settings import read
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.models import usage
-from lorikeet.launcher.models.usage import UsagePlan
 
 
-def planned(*arguments: str, **environment: str) -> UsagePlan:
-    return usage.plan(read(arguments, environment, "box"), environment)
+def planned(*arguments: str, **environment: str) -> UsageDestinations:
+    return rules.usage_destinations(read(arguments, environment, "box"), environment)
 
 
 def refusal(*arguments: str, **environment: str) -> str:
@@ -22,14 +22,14 @@ def refusal(*arguments: str, **environment: str) -> str:
 
 
 def test_there_are_no_usage_records_by_default() -> None:
-    assert planned() == UsagePlan(None, None)
-    assert planned(REQUEST_LOGGER_URL="") == UsagePlan(None, None)
+    assert planned() == UsageDestinations(None, None)
+    assert planned(REQUEST_LOGGER_URL="") == UsageDestinations(None, None)
 
 
 def test_a_file_and_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = planned("--usage-log", "usage.jsonl", "--log-texts", REQUEST_LOGGER_URL="http://me:secret@a.example/in")
-    assert found == UsagePlan(str(tmp_path / "usage.jsonl"), "http://me:secret@a.example/in")
+    assert found == UsageDestinations(str(tmp_path / "usage.jsonl"), "http://me:secret@a.example/in")
     assert "secret" not in repr(found)
     assert planned(USAGE_LOG=str(tmp_path / "b")).log == str(tmp_path / "b")
 
