@@ -129,7 +129,7 @@ class SamplingParams:
                 raise ValueError(f"logit_bias of token {token_id} is out of range: it must be {LOGIT_BIAS_RANGE}")
         if any(not 1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words):
             raise ValueError(f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
-        _check_ids((token_id for token_id, _ in self.logit_bias), vocab_size, "logit_bias")
+        _check_ids((token_id for token_id, _ in self.logit_bias), vocab_size, "the logit bias")
         _check_ids(self.allowed_ids, vocab_size, "allowed_ids")
         _check_ids(self.min_tokens_stop_ids, vocab_size, "min_tokens_stop_ids")
         _check_ids((token_id for word in self.bad_words for token_id in word), vocab_size, "bad_words")

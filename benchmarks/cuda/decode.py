@@ -13,8 +13,7 @@ from benchmarks.cuda.setup import LlamaShape, Setup, Speeds, floors
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn
 from benchmarks.serving.transformers_peer import generated
-from lorikeet.shard.scheduler.request import SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
+from lorikeet.proto.params import Method, SamplingParams, Speculation
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 MEMORY = 0.5

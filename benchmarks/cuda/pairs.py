@@ -16,7 +16,7 @@ from benchmarks.cuda.mixes import settings_of
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
+from lorikeet.proto.params import Method, Speculation
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 CHANCE = 0.94

@@ -6,7 +6,7 @@ from benchmarks.cuda.pairs import CHANCE, NUM_HEADS, Pair
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
+from lorikeet.proto.params import NO_SPECULATION, Method, Schedule, Speculation
 
 OFF, WIDE, DRAFTED, AUTO, REJECTED = "off", "wide", "drafted", "auto", "rejected"
 HEADS, AS_WIDE = "heads", "as wide without heads"

@@ -17,7 +17,7 @@ from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
 from benchmarks.speculation.timed_pair import BATCHES, CHANCE, WIDTH, Pair, Size, fixed, steps
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Schedule, Speculation
+from lorikeet.proto.params import NO_SPECULATION, Method, Schedule, Speculation
 
 ROUNDS, SCHEDULE_ROUNDS = Size().rounds, Size().schedule_rounds
 LOADS = (1, 8, 32)

@@ -8,12 +8,13 @@ from typing import Any
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
+from lorikeet.proto.params import ALL_HEADS
 from lorikeet.router.api.service import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import ALL_HEADS, Chunk, FinishReason, Token
+from lorikeet.router.requests.types import Chunk, FinishReason, Token
 
 Alternatives = list[tuple[int, str, float]]
 
@@ -48,7 +49,7 @@ class Completed:
 
 async def collect(generation: Generation) -> Completed:
     """Read `generation` to its end. Raises what it raises."""
-    whole = Completed(seed=generation.request.seed)
+    whole = Completed(seed=generation.request.sampling.seed)
     texts: list[str] = []
     while True:
         chunk = await generation.next()

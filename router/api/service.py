@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.registry import Sources
+from lorikeet.proto.params import MAX_BAD_WORD_TOKENS, Grammar, Speculation
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory
@@ -32,7 +33,7 @@ from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.timeline import Timeline
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Grammar, Speculation
+from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.body import BodyReader
 from lorikeet.router.schemas.body_memory import BodyMemory
@@ -41,9 +42,16 @@ from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.constraints import Constraints
 from lorikeet.router.schemas.grammar import GrammarFields, InvalidGrammar, names_grammar
 from lorikeet.router.schemas.openai import check_texts
-from lorikeet.router.schemas.speculation import Offer, SpeculationFields, fill_defaults, make_offer, resolve_speculation
+from lorikeet.router.schemas.speculation import (
+    Offer,
+    SpeculationFields,
+    fill_defaults,
+    make_offer,
+    resolve_speculation,
+    takes_history,
+)
 from lorikeet.router.streams.streams import Streams
-from lorikeet.router.text.bad_words import MAX_TOKENS, bad_word_ids
+from lorikeet.router.text.bad_words import bad_word_ids
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage
@@ -187,7 +195,7 @@ class Service:
 
     def tenant(self, caller: Caller, wanted: SpeculationFields, speculation: Speculation, salt: str | None) -> str:
         """Whose outputs are proposed as drafts to a request; empty for none. Raises UnsupportedField."""
-        tenant = caller.tenant(salt) if speculation.takes_history else ""
+        tenant = caller.tenant(salt) if takes_history(wanted, self.offer, speculation) else ""
         if wanted.history and not tenant:
             raise UnsupportedField("speculative_history", "is not available to an API key that is marked `isolate`")
         return tenant
@@ -209,16 +217,16 @@ class Service:
             log.warning("learn_heads_unavailable", alias=entry.alias, reason="the shards cannot learn: see their logs")
         return ""
 
-    async def grammar(
+    async def with_grammar(
         self,
+        request: GenerationRequest,
         wanted: GrammarFields | InvalidGrammar | None,
         constraints: Constraints,
         speculation: SpeculationFields,
-        caller: str,
-    ) -> Grammar | None:
-        """What the output follows. Raises ValidationError or UnsupportedField."""
+    ) -> GenerationRequest:
+        """With what the output follows. Raises ValidationError or UnsupportedField."""
         if wanted is None:
-            return None
+            return request
         if isinstance(wanted, InvalidGrammar):
             raise ValidationError(wanted.message, wanted.param, wanted.code)
         if constraints.masks is not None:
@@ -229,8 +237,9 @@ class Service:
         info = self.dispatcher.info
         if info is not None and not info.grammars:
             raise UnsupportedField(wanted.field, "needs a model with a fast tokenizer (tokenizer.json)")
-        text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field, caller)
-        return Grammar(wanted.kind, wanted.value, text, proposes=speculation.num_tokens != 0)
+        text = await self.grammars.serialize(wanted.kind, wanted.value, wanted.field, request.caller)
+        grammar = Grammar(text, proposes=speculation.num_tokens != 0)
+        return replace(request, grammar=grammar, grammar_kind=wanted.kind, grammar_value=wanted.value)
 
     async def prepare(
         self,
@@ -254,18 +263,25 @@ class Service:
         if info is not None and max(ids, default=0) >= info.vocab_size:
             raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
 
-    async def constrained(self, request: GenerationRequest, wanted: Constraints, caller: str) -> GenerationRequest:
+    async def constrained(self, request: GenerationRequest, wanted: Constraints) -> GenerationRequest:
         """With what the client asks for of the output's tokens and of its end. Raises ValidationError."""
         self.check_ids(wanted.stop_token_ids, "stop_token_ids")
         self.check_ids(wanted.allowed_token_ids, "allowed_token_ids")
         self.check_ids([token_id for token_id, _ in wanted.logit_bias], "logit_bias")
         if wanted.masks is not None:
             self._check_masks(wanted.masks)
-        words = await bad_word_ids(self.tokenizer, wanted.bad_words, caller)
-        if any(len(word) > MAX_TOKENS for word in words):
-            raise ValidationError(f"a word of `bad_words` may have up to {MAX_TOKENS} tokens", "bad_words")
-        sampling = replace(request.sampling, allowed_ids=wanted.allowed_token_ids, bad_words=words)
+        words = await bad_word_ids(self.tokenizer, wanted.bad_words, request.caller)
+        if any(len(word) > MAX_BAD_WORD_TOKENS for word in words):
+            raise ValidationError(f"a word of `bad_words` may have up to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
+        # those of the model even if `ignore_eos` is set
         end_ids = self.tokenizer.eos_ids.union(wanted.stop_token_ids) if wanted.min_tokens else frozenset[int]()
+        sampling = replace(
+            request.sampling,
+            allowed_ids=wanted.allowed_token_ids,
+            bad_words=words,
+            min_tokens=wanted.min_tokens,
+            min_tokens_stop_ids=tuple(sorted(end_ids)),
+        )
         if sampling.excludes_all(end_ids):
             names = " and ".join(f"`{name}`" for name in ("bad_words", "min_tokens") if getattr(wanted, name))
             raise ValidationError(f"`allowed_token_ids` leaves no token next to {names}", "allowed_token_ids")
@@ -277,7 +293,6 @@ class Service:
             include_stop_token=bool(wanted.include_stop),
             ignore_eos=wanted.ignore_eos,
             stop_token_ids=wanted.stop_token_ids,
-            min_tokens=wanted.min_tokens,
             skip_special_tokens=wanted.skip_special_tokens,
         )
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from lorikeet.proto import digest
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Speculation
 from lorikeet.proto.version import version
 from lorikeet.router.errors import UnsupportedField
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest, Speculation
+from lorikeet.router.requests.types import GenerationRequest
 
 FORMAT = 1
 """Version of the format; it changes when the meaning of a field does."""
@@ -120,7 +121,7 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
     sampling = request.sampling
     watermark = {"gamma": info.watermark_gamma, "delta": info.watermark_delta}
     return {
-        "seed": request.seed,
+        "seed": sampling.seed,
         "max_new_tokens": request.max_new_tokens,
         "stop": request.stop_strings,
         "ignore_eos": request.ignore_eos,
@@ -134,11 +135,11 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
         "logit_bias": sampling.logit_bias,
-        "min_tokens": request.min_tokens,
+        "min_tokens": sampling.min_tokens,
         "stop_token_ids": request.stop_token_ids,
         "allowed_token_ids": sampling.allowed_ids,
         "bad_words": request.bad_words,
         "skip_special_tokens": request.skip_special_tokens,
-        "grammar": None if request.grammar is None else {"kind": request.grammar.kind, "value": request.grammar.value},
+        "grammar": {"kind": request.grammar_kind, "value": request.grammar_value} if request.grammar_kind else None,
         "watermark": watermark if sampling.watermark else None,
     }

@@ -64,7 +64,7 @@ class ResolvedAdapters:
         heads = self._request.heads
         if heads is not None and self._heads is not None and not self._heads.num_heads:
             raise ValidationError(f"`heads_id` {heads.adapter.name[:256]} brings no heads", "heads_id")
-        if self._request.speculation.needs_heads and not self.num_heads:
+        if self._request.needs_heads and not self.num_heads:
             raise NoHeads
 
     @property

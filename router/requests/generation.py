@@ -90,7 +90,7 @@ class Generation:
         self._text = ""
         self._is_mid_step = False
         """Whether the step of the last token continues in the next message."""
-        self._prefill = pb.RequestOutput() if request.prefill_logprobs else None
+        self._prefill = pb.RequestOutput() if request.logprobs.prefill else None
         """Collects the prompt's log probabilities; None when not requested, and once they are in a chunk."""
         self._error: RouterError | None = None
         self._is_exhausted = False
@@ -101,9 +101,6 @@ class Generation:
         self._eos_ids = frozenset[int]() if request.ignore_eos else tokenizer.eos_ids
         self.end_ids = self._eos_ids.union(request.stop_token_ids)
         """Tokens that end the output."""
-        all_end_ids = tokenizer.eos_ids.union(request.stop_token_ids)
-        self.masked_end_ids = all_end_ids if request.min_tokens else frozenset[int]()
-        """Tokens that cannot be sampled before `min_tokens`: those of the model even if they are ignored."""
         hidden_ids = self._special_ids - request.shown_ids if request.skip_special_tokens else frozenset[int]()
         self._hidden_ids = hidden_ids if request.include_stop_token else hidden_ids | self.end_ids
 
@@ -262,10 +259,10 @@ class Generation:
     def _take(self, ids: list[int], output: pb.RequestOutput) -> int:
         """Turn token ids into tokens with text; stop at the token that completes a stop string."""
         logprobs, sources, step_ends = output.logprobs, output.sources, output.step_ends
-        num_alternatives = len(output.alternative_ids) // len(ids) if self.request.num_alternatives else 0
+        num_alternatives = len(output.alternative_ids) // len(ids) if self.request.logprobs.alternatives else 0
         special_ids, hidden_ids, tokens, stop = self._special_ids, self._hidden_ids, self._tokens, self._stop
         detokenizer, skipped, marks = self._detokenizer, self._is_mid_step, self._marks
-        num_unended = self.request.min_tokens - len(self.emitted_ids)
+        num_unended = self.request.sampling.min_tokens - len(self.emitted_ids)
         for index, token_id in enumerate(ids):
             text = detokenizer.push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
@@ -361,7 +358,7 @@ class Generation:
         values: list[float | None] = [None, *prefill.prefill_logprobs]
         chunk.prefill = [(token_id, text(token_id), value) for token_id, value in zip(ids, values, strict=False)]
         chunk.prefill_ranks = list(prefill.prefill_ranks) or None
-        count = self.request.num_prefill_alternatives
+        count = self.request.logprobs.prefill_alternatives
         if count:
             triples = self._scored(prefill.prefill_alternative_ids, prefill.prefill_alternative_logprobs)
             chunk.prefill_alternatives = [[], *(triples[at : at + count] for at in range(0, len(triples), count))]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams, ranges
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.requests.types import MAX_ALTERNATIVES, MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.constraints import Constraints, read_constraints
 from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
@@ -77,7 +77,7 @@ class NativeParameters:
         given = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
         return self.do_sample or any(value is not None for value in given)
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """A temperature of 1 alone does not sample, and one of 0 never does."""
         warps = (
             self.temperature not in (None, 0.0, 1.0)
@@ -86,7 +86,7 @@ class NativeParameters:
             or (self.min_p is not None and self.min_p > 0.0)
             or self.typical_p is not None
         )
-        return Sampling(
+        return SamplingParams(
             do_sample=(self.do_sample or warps) and self.temperature != 0.0,
             temperature=self.temperature or 1.0,
             top_k=self.top_k or 0,
@@ -192,14 +192,15 @@ def _check_sampling(parameters: NativeParameters) -> None:
             raise ValidationError(f"`{name}` must be {rule}", name)
 
 
+_RANGES = ranges(SamplingParams)
 _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda value: value >= 0.0, "non-negative"),
     ("repetition_penalty", lambda value: value > 0.0, "strictly positive"),
-    ("repetition_penalty", lambda value: 1 / MAX_PENALTY <= value <= MAX_PENALTY, PENALTY_RULE),
-    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
-    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0"),
+    ("repetition_penalty", _RANGES["repetition_penalty"].__contains__, str(_RANGES["repetition_penalty"])),
+    ("frequency_penalty", _RANGES["frequency_penalty"].__contains__, ">= -2.0 and <= 2.0"),
+    ("presence_penalty", _RANGES["presence_penalty"].__contains__, ">= -2.0 and <= 2.0"),
     ("top_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and < 1.0"),
-    ("min_p", lambda value: 0.0 <= value <= 1.0, ">= 0.0 and <= 1.0"),
+    ("min_p", _RANGES["min_p"].__contains__, ">= 0.0 and <= 1.0"),
     ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
     ("top_k", lambda value: value > 0, "strictly positive"),
     ("return_k_alternatives", lambda value: value > 0, "strictly positive"),

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lorikeet.proto.params import SamplingParams, ranges
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.requests.types import MAX_PENALTY, PENALTY_RULE, Sampling
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
 from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, read_tools
@@ -36,7 +36,7 @@ class CommonFields:
     adapter: AdapterFields
     heads: AdapterFields
     """Adapter fields of `heads_id`; source and token are the adapter's."""
-    sampling: Sampling
+    sampling: SamplingParams
     num_choices: int
     max_tokens: int | None
     seed: int | None
@@ -255,7 +255,7 @@ def read_adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFie
     return AdapterFields(name, source, token, merge, user=user)
 
 
-def _sampling(fields: Fields) -> Sampling:
+def _sampling(fields: Fields) -> SamplingParams:
     """Samples at temperature 1 by default; 0 is greedy."""
     temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
     samples = fields.optional_flag("do_sample")
@@ -265,12 +265,13 @@ def _sampling(fields: Fields) -> Sampling:
         raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
     if repetition_penalty is not None and repetition_penalty <= 0.0:
         raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
-    if repetition_penalty is not None and not 1 / MAX_PENALTY <= repetition_penalty <= MAX_PENALTY:
-        raise ValidationError(f"`repetition_penalty` must be {PENALTY_RULE}", "repetition_penalty")
+    allowed = ranges(SamplingParams)["repetition_penalty"]
+    if repetition_penalty is not None and repetition_penalty not in allowed:
+        raise ValidationError(f"`repetition_penalty` must be {allowed}", "repetition_penalty")
     top_k = fields.integer("top_k", "i32")
     if top_k is not None and top_k < -1:
         raise ValidationError("`top_k` must be strictly positive, or 0 or -1 for none", "top_k")
-    return Sampling(
+    return SamplingParams(
         do_sample=temperature > 0.0 and samples is not False,
         temperature=temperature or 1.0,
         # The empty nucleus keeps the likeliest token.

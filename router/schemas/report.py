@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from lorikeet.proto.params import MAX_ALTERNATIVES
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.requests.types import MAX_ALTERNATIVES
 from lorikeet.router.schemas.constraints import token_ids
 from lorikeet.router.schemas.fields import Fields
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.proto.draft_sources import methods
+from lorikeet.proto.params import ALL_HEADS, NO_SPECULATION, Method, Schedule, Speculation, Verification
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonType
-from lorikeet.router.requests.types import ALL_HEADS, NO_SPECULATION, Speculation
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
@@ -41,6 +41,11 @@ class SpeculationFields:
     """OpenAI's field: a text that the output may repeat."""
     history: bool | None = None
     """Whether the outputs of earlier requests are proposed."""
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether the request asks for Medusa heads by name, and fails without them."""
+        return self.method == "medusa"
 
 
 @dataclass(frozen=True)
@@ -175,14 +180,18 @@ def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: b
     is_rejection = verification == "rejection" and uses_draft_model and not is_seeded
     num_heads = ALL_HEADS if wanted.num_tokens is None else wanted.num_tokens
     return Speculation(
-        method,
+        Method(method),
         _num_tokens(wanted, offer) if method != "medusa" else 0,
         num_heads if method in ("auto", "medusa") else 0,
-        wanted.schedule or offer.schedule,
-        "rejection" if is_rejection else "shared-noise",
-        needs_heads=wanted.method == "medusa",
-        takes_history=method in ("auto", "lookup") and (offer.history if wanted.history is None else wanted.history),
+        Schedule(wanted.schedule or offer.schedule),
+        Verification.REJECTION if is_rejection else Verification.SHARED_NOISE,
     )
+
+
+def takes_history(wanted: SpeculationFields, offer: Offer, speculation: Speculation) -> bool:
+    """Whether the outputs of earlier requests are proposed to a request."""
+    history = offer.history if wanted.history is None else wanted.history
+    return history and speculation.method in (Method.AUTO, Method.LOOKUP)
 
 
 def _check_history(wanted: SpeculationFields, offer: Offer, method: str) -> None:

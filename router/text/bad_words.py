@@ -4,9 +4,6 @@ from collections.abc import Sequence
 
 from lorikeet.router.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 64
-"""Most tokens of a word that a shard accepts."""
-
 
 async def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str], caller: str = "") -> tuple[tuple[int, ...], ...]:
     """The token sequences that must not occur, without duplicates.

@@ -45,12 +45,12 @@ def _of_output(request: GenerationRequest, num_choices: int) -> Attributes:
     """Attributes of a request for text, from its settings."""
     sampling = request.sampling
     attributes: Attributes = {
-        "gen_ai.request.seed": request.seed,
+        "gen_ai.request.seed": request.sampling.seed,
         "gen_ai.request.max_tokens": request.max_new_tokens,
         "gen_ai.request.choice.count": num_choices,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.output.type": "json" if request.grammar and request.grammar.kind == "json_schema" else "text",
+        "gen_ai.output.type": "json" if request.grammar_kind == "json_schema" else "text",
         "lorikeet.spec.method": request.speculation.method,
     }
     if sampling.do_sample:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import structlog
 
+from lorikeet.proto.params import MAX_DRAFT_TOKENS
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
 from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.codec import MAX_DRAFTS
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, RowParallelSum
@@ -105,7 +105,7 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
         return ModelSlots(model.heads), Destination(dtype, Arena(host_bytes)), form
-    num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFTS)
+    num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFT_TOKENS)
     max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
     try:

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from lorikeet.proto.grammars import ALL_EXCLUDED
+from lorikeet.proto.params import Verification
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
@@ -26,11 +27,10 @@ from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
 from lorikeet.shard.scheduler.constraint import NoGrammars
-from lorikeet.shard.scheduler.request import FinishReason, Pooling, Request
+from lorikeet.shard.scheduler.request import FinishReason, PooledRows, Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.scheduler.speculation.costs import StepCosts
-from lorikeet.shard.scheduler.speculation.types import Verification
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class Engine:
         config: LoopConfig,
         drafter: NoDrafter | None = None,
         grammars: NoGrammars | None = None,
-        pooling: Pooling | None = None,
+        pooling: PooledRows | None = None,
         learning: NoLearning | None = None,
     ) -> None:
         """`pooling`: what every request ends with, for a model that generates no text."""

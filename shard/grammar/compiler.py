@@ -11,9 +11,10 @@ from functools import partial
 from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS
+from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
-from lorikeet.shard.scheduler.constraint import Grammar, NoGrammars
+from lorikeet.shard.scheduler.constraint import NoGrammars
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20

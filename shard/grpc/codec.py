@@ -3,35 +3,25 @@
 Runs in the gRPC thread, and depends on no state of the shard beyond its fixed bounds.
 """
 
-import math
 import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate
-from lorikeet.shard.scheduler.constraint import Grammar
-from lorikeet.shard.scheduler.request import MAX_BAD_WORD, LogprobParams, Pooling, Request, Rows, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import (
-    DEPRECATED_SHARED_NOISE,
-    Method,
-    Schedule,
-    Speculation,
-    Verification,
-)
+from lorikeet.shard.scheduler.request import PooledRows, Request, Rows
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is split; the wire's limit is 4 MiB."""
 BYTES_PER_ITEM = 10
 """Upper bound for a token id, a log probability or a flag; an alternative counts as two items."""
-MAX_ALTERNATIVES = 256
-MAX_DRAFTS = 64
-SCHEDULES = set(map(str, Schedule))
-VERIFICATIONS = {*map(str, Verification), DEPRECATED_SHARED_NOISE}
 HEX_DIGITS = frozenset("0123456789abcdef")
+
+Params = TypeVar("Params", SamplingParams, LogprobParams, Speculation)
 
 
 def common_fields(kind: Any, message: Any) -> tuple[str, ...]:
@@ -39,9 +29,6 @@ def common_fields(kind: Any, message: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.name in message.DESCRIPTOR.fields_by_name)
 
 
-MASKS = ("allowed_ids", "bad_words", "min_tokens", "min_tokens_stop_ids")
-SAMPLING = tuple(name for name in common_fields(SamplingParams, pb.Sampling) if name not in MASKS)
-LOGPROBS = tuple(name for name in common_fields(LogprobParams, pb.Logprobs) if name != "alternative_ids")
 LOAD = tuple(name for name in common_fields(Status, pb.Load) if name != "num_preempted")
 
 
@@ -59,8 +46,8 @@ class Bounds:
     num_kv_tokens: int
     has_adapters: bool = False
     has_draft_model: bool = False
-    pooling: Pooling | None = None
-    """Pooling of a model that generates no text; None for one that does."""
+    pooling: PooledRows | None = None
+    """What requests to a model end with that generates no text; None for one that generates."""
     task: str = ""
     """Task of a model that generates no text."""
     is_whole: bool = False
@@ -83,29 +70,26 @@ def read_command(epoch: int, command: pb.Command, bounds: Bounds) -> Commands:
 def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refusal:
     """One request, or the reason why it cannot run."""
     key = (epoch, submit.id)
+    try:
+        return _read_request(key, submit, bounds)
+    except ValueError as error:
+        return Refusal(key, str(error))
+
+
+def _read_request(key: tuple[int, int], submit: pb.Submit, bounds: Bounds) -> Request:
+    """Raises ValueError for a request that cannot run."""
     prompt_ids = list(submit.prompt_ids)
-    if fault := find_fault(submit, prompt_ids, bounds):
-        return Refusal(key, fault)
-    sampling, logprobs = submit.sampling, submit.logprobs
+    pooling = Pooling.from_wire(submit)
+    check_lengths(submit, prompt_ids, bounds)
+    check_task(pooling, submit.max_new_tokens, len(prompt_ids), bounds)
+    check_adapters(submit, bounds)
     return Request(
         key=key,
         token_ids=prompt_ids,
         num_prompt=len(prompt_ids) - submit.num_emitted,
         max_new_tokens=submit.max_new_tokens,
-        sampling=SamplingParams(
-            **pick(sampling, SAMPLING),
-            logit_bias=tuple(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
-            allowed_ids=tuple(sampling.allowed_ids),
-            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
-            min_tokens=sampling.min_tokens,
-            min_tokens_stop_ids=tuple(sampling.min_tokens_stop_ids),
-            seed=submit.seed,
-        ),
-        logprobs=LogprobParams(
-            **pick(logprobs, LOGPROBS),
-            alternative_ids=tuple(logprobs.alternative_ids),
-            raw=logprobs.mode == pb.Logprobs.RAW,
-        ),
+        sampling=read_params(SamplingParams, submit, bounds),
+        logprobs=read_params(LogprobParams, submit, bounds),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
         adapter_start=submit.adapter_start,
@@ -115,99 +99,27 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
-        speculation=read_speculation(submit),
+        speculation=read_speculation(submit, bounds),
         isolation_steps=submit.isolation_steps,
-        grammar=Grammar(submit.grammar.text, submit.grammar.proposes) if submit.HasField("grammar") else None,
-        pooling=bounds.pooling and read_pooling(submit.pooling, bounds.pooling),
+        grammar=Grammar.from_wire(submit),
+        pooling=rows_of(pooling, bounds.pooling),
     )
 
 
-def read_pooling(wanted: pb.Pooling, pooling: Pooling) -> Pooling:
-    """What a request ends with, where others end with `pooling`."""
-    return Pooling(Rows.ALL if wanted.per_token else pooling.rows, wanted.second_text)
+def read_params(params: type[Params], submit: pb.Submit, bounds: Bounds) -> Params:
+    """Raises ValueError for values outside their ranges."""
+    read = params.from_wire(submit)
+    read.check(bounds.vocab_size)
+    return read
 
 
-def read_speculation(submit: pb.Submit) -> Speculation:
-    """How the request speculates. `find_fault` has validated the values of the enumerations."""
-    wanted = submit.speculation
-    return Speculation(
-        Method(wanted.method or Method.OFF),
-        wanted.num_tokens,
-        wanted.num_heads,
-        Schedule(wanted.schedule or Schedule.CONSTANT),
-        Verification(wanted.verify or Verification.SHARED_NOISE),
-        tuple(submit.prediction_ids),
-    )
-
-
-def find_fault(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> str:
-    """The error message of a request that cannot run; empty if it can."""
-    if not prompt_ids:
-        return "the prompt is empty"
-    if max(prompt_ids) >= bounds.vocab_size:
-        return f"token id {max(prompt_ids)} of the prompt is outside the vocabulary of {bounds.vocab_size}"
-    if submit.num_emitted >= len(prompt_ids):
-        return "num_emitted leaves no token of the prompt"
-    if fault := find_task_fault(submit, len(prompt_ids), bounds):
-        return fault
-    if submit.max_new_tokens <= submit.num_emitted:
-        return "max_new_tokens leaves nothing to generate"
-    total = len(prompt_ids) - submit.num_emitted + submit.max_new_tokens
-    if bounds.pooling is not None:
-        total = len(prompt_ids)
-    if total > bounds.max_total_tokens:
-        return f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}"
-    if total > bounds.num_kv_tokens:
-        return f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}"
-    if submit.HasField("adapter") and (fault := find_digest_fault(submit.adapter.digest, bounds)):
-        return fault
-    if submit.adapter_start and not (
-        submit.HasField("adapter") and submit.adapter_start < len(prompt_ids) - submit.num_emitted
-    ):
-        return "adapter_start must be a position of the prompt, and needs an adapter"
-    if fault := find_speculation_fault(submit, bounds):
-        return fault
-    logprobs = submit.logprobs
-    if max(logprobs.alternatives, logprobs.prefill_alternatives) > min(MAX_ALTERNATIVES, bounds.vocab_size):
-        return f"at most {min(MAX_ALTERNATIVES, bounds.vocab_size)} alternatives can be returned"
-    if (named := logprobs.alternative_ids) and len(named) != logprobs.alternatives:
-        return f"{len(named)} alternatives are named, and {logprobs.alternatives} asked for"
-    if max(logprobs.alternative_ids, default=0) >= bounds.vocab_size:
-        return f"token id {max(logprobs.alternative_ids)} of the alternatives is outside the vocabulary"
-    return find_sampling_fault(submit.sampling, bounds)
-
-
-def find_task_fault(submit: pb.Submit, num_tokens: int, bounds: Bounds) -> str:
-    """The error message of a request for something else than the model computes; empty if there is none."""
-    if bounds.pooling is None:
-        return "this shard's model generates text: it computes no vectors" if submit.HasField("pooling") else ""
-    if submit.pooling.task != bounds.task:
-        return f"this shard's model is of the task {bounds.task}, not of {submit.pooling.task or 'generation'}"
-    if submit.max_new_tokens != 1:
-        return "max_new_tokens of a request for a vector must be 1"
-    if submit.pooling.per_token and not bounds.is_whole:
-        return "this shard computes a prompt in several steps: there is no result for every token"
-    return "second_text is behind the end of the prompt" if submit.pooling.second_text >= num_tokens else ""
-
-
-def find_speculation_fault(submit: pb.Submit, bounds: Bounds) -> str:
-    """The error message of speculation that this shard cannot do; empty if it can."""
-    wanted = submit.speculation
-    known = (
-        ("method", wanted.method, methods_of(bounds)),
-        ("schedule", wanted.schedule, SCHEDULES),
-        ("verification", wanted.verify, VERIFICATIONS),
-    )
-    for name, value, values in known:
-        if value and value not in values:
-            return f"this shard does not support the speculation {name} {value}; supported: {', '.join(sorted(values))}"
-    if submit.heads.digest and (fault := find_digest_fault(submit.heads.digest, bounds)):
-        return fault
-    if wanted.num_tokens > MAX_DRAFTS:
-        return f"at most {MAX_DRAFTS} draft tokens can be proposed per step"
-    if max(submit.prediction_ids, default=0) >= bounds.vocab_size:
-        return f"token id {max(submit.prediction_ids)} of the prediction is outside the vocabulary"
-    return ""
+def read_speculation(submit: pb.Submit, bounds: Bounds) -> Speculation:
+    """Raises ValueError for speculation that this shard cannot do."""
+    method, supported = submit.speculation.method, methods_of(bounds)
+    if method and method not in supported:
+        names = ", ".join(sorted(supported))
+        raise ValueError(f"this shard does not support the speculation method {method}; supported: {names}")
+    return read_params(Speculation, submit, bounds)
 
 
 def methods_of(bounds: Bounds) -> set[str]:
@@ -216,50 +128,71 @@ def methods_of(bounds: Bounds) -> set[str]:
     return {method.value for method in Method if method not in missing}
 
 
-def find_digest_fault(digest: str, bounds: Bounds) -> str:
-    """The error message of an adapter or heads that this shard cannot load; empty if it can."""
+def rows_of(pooling: Pooling | None, rows: PooledRows | None) -> PooledRows | None:
+    """The rows that a request ends with; `rows` is what other requests to the model end with."""
+    if pooling is None or rows is None:
+        return None
+    return PooledRows(Rows.ALL if pooling.per_token else rows.rows, pooling.second_text)
+
+
+def check_lengths(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> None:
+    """Raises ValueError for a prompt or an output that does not fit."""
+    if not prompt_ids:
+        raise ValueError("the prompt is empty")
+    if max(prompt_ids) >= bounds.vocab_size:
+        raise ValueError(f"token id {max(prompt_ids)} of the prompt is outside the vocabulary of {bounds.vocab_size}")
+    if submit.num_emitted >= len(prompt_ids):
+        raise ValueError("num_emitted leaves no token of the prompt")
+    if submit.max_new_tokens <= submit.num_emitted:
+        raise ValueError("max_new_tokens leaves nothing to generate")
+    total = len(prompt_ids)
+    if bounds.pooling is None:
+        total += submit.max_new_tokens - submit.num_emitted
+    if total > bounds.max_total_tokens:
+        raise ValueError(f"prompt and max_new_tokens make {total} tokens; this shard takes {bounds.max_total_tokens}")
+    if total > bounds.num_kv_tokens:
+        raise ValueError(f"prompt and max_new_tokens make {total} tokens; the KV memory holds {bounds.num_kv_tokens}")
+
+
+def check_task(pooling: Pooling | None, max_new_tokens: int, num_tokens: int, bounds: Bounds) -> None:
+    """Raises ValueError for a request for something else than the model computes."""
+    if bounds.pooling is None:
+        if pooling is not None:
+            raise ValueError("this shard's model generates text: it computes no vectors")
+        return
+    if pooling is None or pooling.task != bounds.task:
+        task = pooling.task if pooling is not None and pooling.task else "generation"
+        raise ValueError(f"this shard's model is of the task {bounds.task}, not of {task}")
+    if max_new_tokens != 1:
+        raise ValueError("max_new_tokens of a request for a vector must be 1")
+    if pooling.per_token and not bounds.is_whole:
+        raise ValueError("this shard computes a prompt in several steps: there is no result for every token")
+    if pooling.second_text >= num_tokens:
+        raise ValueError("second_text is after the end of the prompt")
+
+
+def check_adapters(submit: pb.Submit, bounds: Bounds) -> None:
+    """Raises ValueError for an adapter or heads that this shard cannot load."""
+    if submit.HasField("adapter"):
+        _check_digest(submit.adapter.digest, bounds)
+    if submit.adapter_start and not (
+        submit.HasField("adapter") and submit.adapter_start < len(submit.prompt_ids) - submit.num_emitted
+    ):
+        raise ValueError("adapter_start must be a position of the prompt, and needs an adapter")
+    if submit.heads.digest:
+        _check_digest(submit.heads.digest, bounds)
+
+
+def _check_digest(digest: str, bounds: Bounds) -> None:
     if not bounds.has_adapters:
-        return "this shard serves no adapters"
-    return "" if is_digest(digest) else "the digest of an adapter or heads must be 64 hex digits"
+        raise ValueError("this shard serves no adapters")
+    if not is_digest(digest):
+        raise ValueError("the digest of an adapter or heads must be 64 hex digits")
 
 
 def is_digest(text: str) -> bool:
     """Whether a text is a well-formed digest, and so safe as a file name."""
     return len(text) == 64 and set(text) <= HEX_DIGITS
-
-
-def find_sampling_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
-    """The error message of sampling parameters that are invalid; empty if they are valid."""
-    in_range = {
-        "temperature": 0 < sampling.temperature < math.inf,
-        "top_p": 0 < sampling.top_p <= 1,
-        "min_p": 0 <= sampling.min_p <= 1,
-        "typical_p": 0 < sampling.typical_p <= 1,
-        "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
-        "frequency_penalty": math.isfinite(sampling.frequency_penalty),
-        "presence_penalty": math.isfinite(sampling.presence_penalty),
-        "bias_values": all(map(math.isfinite, sampling.bias_values)),
-    }
-    for name, is_fine in in_range.items():
-        if not is_fine:
-            return f"{name} is out of range"
-    if len(sampling.bias_ids) != len(sampling.bias_values):
-        return "bias_ids and bias_values differ in length"
-    if max(sampling.bias_ids, default=0) >= bounds.vocab_size:
-        return f"token id {max(sampling.bias_ids)} of the logit bias is outside the vocabulary of {bounds.vocab_size}"
-    return find_mask_fault(sampling, bounds)
-
-
-def find_mask_fault(sampling: pb.Sampling, bounds: Bounds) -> str:
-    """The error message of masks that are invalid; empty if they are valid."""
-    words = [word.token_ids for word in sampling.bad_words]
-    if any(not 1 <= len(word) <= MAX_BAD_WORD for word in words):
-        return f"a bad word must have 1 to {MAX_BAD_WORD} tokens"
-    groups = [sampling.allowed_ids, sampling.min_tokens_stop_ids, *words]
-    largest = max((max(ids) for ids in groups if ids), default=0)
-    if largest >= bounds.vocab_size:
-        return f"token id {largest} of a mask is outside the vocabulary of {bounds.vocab_size}"
-    return ""
 
 
 def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lorikeet.proto.params import LogprobParams
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.sampling.block import Block
 from lorikeet.shard.sampling.filters import arg_max
@@ -17,7 +18,6 @@ from lorikeet.shard.sampling.noise import Purpose
 from lorikeet.shard.sampling.plan import Chunk
 from lorikeet.shard.sampling.rejection import DraftDistributions
 from lorikeet.shard.sampling.state import RowState
-from lorikeet.shard.scheduler.request import LogprobParams
 
 MOST_PLANS = 64
 

@@ -11,7 +11,7 @@ import torch
 from lorikeet.shard.batch.transfer import to_device
 
 _RING = 128
-"""At least the tokens before the last one of a bad word (MAX_BAD_WORD), plus the drafts of a step (MAX_DRAFTS)."""
+"""At least the tokens before the last one of a bad word (MAX_BAD_WORD_TOKENS), and a draft (MAX_DRAFT_TOKENS)."""
 
 
 class History:

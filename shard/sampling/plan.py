@@ -9,11 +9,11 @@ from math import inf, isfinite, log
 
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.sampling.masks import Allowed, BadWords, Masks, MinTokens
 from lorikeet.shard.sampling.noise import as_signed
 from lorikeet.shard.sampling.penalties import Bias, Penalties
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Scores processed at once: on CPU they stay in a core's cache, on CUDA they bound scratch memory."""

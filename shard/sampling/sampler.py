@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import GraphSampling
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.drafts.device_drafts import DeviceDrafts, StepDrafts
@@ -21,7 +22,6 @@ from lorikeet.shard.sampling.plan import Chunk, Plan, Row
 from lorikeet.shard.sampling.rejection import DraftDistributions, rejection_sample
 from lorikeet.shard.sampling.report import Sampled, SlowRows
 from lorikeet.shard.sampling.state import RowState
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 if TYPE_CHECKING:
     from lorikeet.shard.sampling.device import DeviceRows, Tile

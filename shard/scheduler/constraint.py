@@ -1,17 +1,8 @@
 """What the output of a request is constrained to. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Grammar:
-    """A grammar that a request's output follows, before it is compiled."""
-
-    text: str
-    """As llguidance serializes it."""
-    proposes: bool = False
-    """Whether the tokens that must follow are proposed as drafts."""
+from lorikeet.proto.params import Grammar
 
 
 class Unconstrained:

@@ -1,4 +1,4 @@
-"""A request, how it is sampled, and why it ended.
+"""A request, and why it ended.
 
 A request has known tokens (prompt and output) and a count of computed ones; a step makes the second catch up with
 the first. There is no prefill or decode phase. Imports no torch.
@@ -10,12 +10,10 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.scheduler.constraint import UNCONSTRAINED, Grammar, Unconstrained
+from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, SamplingParams, Speculation
+from lorikeet.shard.scheduler.constraint import UNCONSTRAINED, Unconstrained
 from lorikeet.shard.scheduler.speculation.acceptance import DraftState
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, DraftKind, DraftSource, Speculation
-
-MAX_BAD_WORD = 64
-"""Most tokens of a bad word."""
+from lorikeet.shard.scheduler.speculation.types import DraftKind, DraftSource
 
 
 class FinishReason(IntEnum):
@@ -29,72 +27,6 @@ class FinishReason(IntEnum):
     ERROR = pb.FINISH_ERROR
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a request's tokens are sampled. The neutral value of each transform is its default.
-
-    Order: excluded tokens, logit bias, watermark, repetition, frequency and presence penalty, temperature, top_k,
-    top_p, min_p, typical_p. Without `do_sample` the arg max of the penalised scores is taken; temperature and filters
-    play no part.
-    """
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    watermark: bool = False
-    allowed_ids: tuple[int, ...] = ()
-    """The only tokens that can be sampled, empty for all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that never occur in the output."""
-    min_tokens: int = 0
-    """Output tokens until which `min_tokens_stop_ids` are excluded."""
-    min_tokens_stop_ids: tuple[int, ...] = ()
-    """Tokens excluded until the output has `min_tokens` tokens."""
-    seed: int = 0
-
-    @property
-    def is_penalised(self) -> bool:
-        """Whether tokens that occurred before have other scores."""
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether masks depend on several tokens before."""
-        return any(len(word) > 1 for word in self.bad_words)
-
-    @property
-    def depends_on_history(self) -> bool:
-        """Whether the distribution depends on earlier tokens by more than the logits."""
-        return self.is_penalised or self.watermark or self.reads_history
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether any token is excluded, at least at some positions."""
-        return bool(self.allowed_ids or self.bad_words or (self.min_tokens and self.min_tokens_stop_ids))
-
-
-@dataclass(frozen=True)
-class LogprobParams:
-    """Which log probabilities a request wants: of the model's logits if `raw`, else of the sampled distribution."""
-
-    wanted: bool = False
-    alternatives: int = 0
-    """Number of other tokens listed at each position: the most likely ones, unless `alternative_ids` names them."""
-    alternative_ids: tuple[int, ...] = ()
-    """Tokens listed at each position in their place; empty or as many as `alternatives`."""
-    raw: bool = False
-    prefill: bool = False
-    prefill_alternatives: int = 0
-    prefill_ranks: bool = False
-
-
 class Rows(Enum):
     """Which hidden states of a prompt are wanted."""
 
@@ -104,8 +36,8 @@ class Rows(Enum):
     ALL = "all"
 
 
-class Pooling(NamedTuple):
-    """What a request ends with in place of tokens."""
+class PooledRows(NamedTuple):
+    """The rows of hidden states that make what a request ends with in place of tokens."""
 
     rows: Rows
     second_text: int = 0
@@ -154,7 +86,7 @@ class Request:
     """State of its draft lengths; empty with a constant schedule."""
     isolation_steps: int = 0
     """Further steps that give tokens and compute no other request, because this one may have crashed a shard."""
-    pooling: Pooling | None = None
+    pooling: PooledRows | None = None
     """Set for a request that ends with a vector or scores. To the scheduler they are its only token."""
     draft_source: DraftSource | None = None
     """Prompt lookup in its tokens, made at the first step that could use it."""

@@ -35,7 +35,7 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import Pooling, Rows
+from lorikeet.shard.scheduler.request import PooledRows, Rows
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.scheduler.speculation.history import History, NoHistory
 from lorikeet.shard.startup import prefill_calibration
@@ -163,14 +163,14 @@ def prompt_parts(config: ShardConfig, model: Model) -> tuple[bool, bool]:
     return config.prefix_caching, config.chunked_prefill
 
 
-def pooling_of(model: Model) -> Pooling | None:
+def pooling_of(model: Model) -> PooledRows | None:
     """What requests end with, of a model that generates no text."""
     pooled = model.info.pooled
     if pooled is None:
         return None
     if pooled.task == TOKEN_CLASSIFY:
-        return Pooling(Rows.ALL)
-    return Pooling(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)
+        return PooledRows(Rows.ALL)
+    return PooledRows(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)
 
 
 def build_history(config: ShardConfig) -> NoHistory:

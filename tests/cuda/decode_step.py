@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
@@ -32,7 +33,6 @@ from lorikeet.shard.sampling import Sampler, plan
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.system import gpu
 from tests.cuda.launches import recorded

@@ -12,9 +12,8 @@ from pathlib import Path
 from benchmarks.cuda.engines import configured, room
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
+from lorikeet.proto.params import Method, SamplingParams, Speculation
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests.oracles import family
 from tests.oracles.family import BASE, DRAFT, FAMILY

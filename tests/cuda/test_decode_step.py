@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.cuda.setup import LLAMA_8B
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     from tests.cuda import host_time

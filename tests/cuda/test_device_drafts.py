@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.cuda.setup import LLAMA_8B
+from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
@@ -22,7 +23,6 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.engine.test_on_a_device import begun, waited
 from tests.shard.rig import EPOCH, make_request
 

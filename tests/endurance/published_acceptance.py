@@ -10,9 +10,9 @@ import torch
 from benchmarks.models.random_llama import random_llama
 from benchmarks.speculation import published
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
+from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
 from tests.oracles.replay import iid_tokens_per_step
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 

@@ -6,10 +6,9 @@ from math import prod
 
 import pytest
 
+from lorikeet.proto.params import Method, SamplingParams, Speculation
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import SamplingParams
 from lorikeet.shard.scheduler.speculation.lookup import Lookup
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.oracles.replay import (
     NOTHING,
     Chain,

@@ -146,7 +146,7 @@ def test_what_is_outside_a_range_is_named(known: Any, name: str, value: float) -
     [
         (SamplingParams(logit_bias=((1, 101.0),)), "logit_bias of token 1 is out of range"),
         (SamplingParams(logit_bias=((1, math.nan),)), "logit_bias of token 1 is out of range"),
-        (SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), "of logit_bias is outside the vocabulary"),
+        (SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), "of the logit bias is outside the vocabulary"),
         (SamplingParams(allowed_ids=(VOCAB_SIZE,)), "of allowed_ids is outside the vocabulary"),
         (SamplingParams(min_tokens_stop_ids=(VOCAB_SIZE,)), "of min_tokens_stop_ids is outside the vocabulary"),
         (SamplingParams(bad_words=((1,), (2, VOCAB_SIZE))), "of bad_words is outside the vocabulary"),

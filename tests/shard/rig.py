@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
 from lorikeet.shard.engine.drafter import Drafter
@@ -14,7 +15,7 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 

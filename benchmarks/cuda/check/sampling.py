@@ -8,9 +8,9 @@ import torch
 from benchmarks.cuda.check.rows import Row, Rows, ceilings
 from benchmarks.cuda.setup import Setup
 from benchmarks.cuda.timing import seconds_of
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.device import Tile
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 
 SAMPLED = SamplingParams(do_sample=True, temperature=0.8)
 WAYS = {

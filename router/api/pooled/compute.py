@@ -9,12 +9,13 @@ from starlette.requests import Request
 
 from lorikeet.proto import pooling
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import LogprobParams, Pooling
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields
 from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields
 from lorikeet.router.errors import Overloaded, WrongTask
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Pooling
+from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.encoding import Encoded, Input
 
@@ -98,8 +99,7 @@ async def compute(
         shared = GenerationRequest(
             prompt_ids=[],
             max_new_tokens=1,
-            seed=0,
-            logprobs=False,
+            logprobs=LogprobParams(),
             adapter=adapter,
             caller=caller.identity,
             cache_salt=caller.cache_salt(None),

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.draft_sources import BY_VALUE
+from lorikeet.proto.params import MAX_ALTERNATIVES
 from lorikeet.router.api.service import Service
-from lorikeet.router.requests.types import MAX_ALTERNATIVES
 from lorikeet.router.streams.streams import MAX_TTL_S
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lorikeet.adapters.refs import Ref
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Pooling
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
@@ -18,7 +19,7 @@ from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.service import Service, now
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.metrics.adapters import MayName, everything
-from lorikeet.router.requests.types import GenerationRequest, Pooling
+from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
@@ -50,7 +51,6 @@ class ProbeRoutes:
         probe = GenerationRequest(
             prompt_ids,
             max_new_tokens=1,
-            seed=0,
             request_id=request.state.request_id,
             pooling=None if model is None else Pooling(model.task),
             is_probe=True,

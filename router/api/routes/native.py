@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
+from lorikeet.proto.params import LogprobParams
 from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -84,7 +85,7 @@ class NativeRoutes:
             wanted = await self._prepare(request, native, streaming=False)
             self._service.validated(timing)
             num_sequences = max(parameters.best_of or 1, 1)
-            wanted_all = [wanted] + [replace(wanted, seed=random_seed()) for _ in range(num_sequences - 1)]
+            wanted_all = [wanted] + [wanted.with_seed(random_seed()) for _ in range(num_sequences - 1)]
             generations = self._service.submit(request, wanted_all, arrived_at)
             try:
                 sequences = await collect_all(generations)
@@ -146,10 +147,10 @@ class NativeRoutes:
                     "finish_reason": chunk.finish_reason.value,
                     "prompt_tokens": len(wanted.prompt_ids),
                     "generated_tokens": num_tokens,
-                    "seed": wanted.seed if wanted.sampling.do_sample else None,
+                    "seed": wanted.sampling.seed if wanted.sampling.do_sample else None,
                     **_speculation(generation),
                 }
-            whole = Completed(seed=wanted.seed, text="".join(texts))
+            whole = Completed(seed=wanted.sampling.seed, text="".join(texts))
             last = [self._token_event(token, native) for token in chunk.tokens[:-1]]
             final = {"generated_text": self._shown_text(native, whole), "details": details}
             final = (self._token_fields(chunk.tokens[-1], native) if chunk.tokens else {"token": None}) | final
@@ -187,19 +188,22 @@ class NativeRoutes:
                 caller, adapter, parameters.heads, speculation, parameters.cache_salt
             ),
             speculation=speculation,
-            grammar=await self._service.grammar(
-                parameters.grammar, parameters.constraints, parameters.speculation, caller.identity
-            ),
-            seed=random_seed() if parameters.seed is None else parameters.seed,
-            sampling=parameters.sampling(),
+            needs_heads=parameters.speculation.needs_heads,
+            sampling=replace(parameters.sampling(), seed=random_seed() if parameters.seed is None else parameters.seed),
             stop_strings=tuple(parameters.stop),
-            num_alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
-            prefill_logprobs=parameters.decoder_input_details,
+            logprobs=LogprobParams(
+                wanted=True,
+                alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
+                prefill=parameters.decoder_input_details,
+            ),
             request_id=request_id,
             priority=parameters.priority or 0,
             receipt=parameters.receipt,
         )
-        return await self._service.constrained(wanted, parameters.constraints, caller.identity)
+        wanted = await self._service.with_grammar(
+            wanted, parameters.grammar, parameters.constraints, parameters.speculation
+        )
+        return await self._service.constrained(wanted, parameters.constraints)
 
     async def _prompt_ids(self, native: NativeRequest, caller: str) -> list[int]:
         """With `truncate` the last ones."""

@@ -12,6 +12,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto.params import LogprobParams, Speculation
 from lorikeet.router.api.collect import Completed, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -27,7 +28,7 @@ from lorikeet.router.receipts.receipt import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Grammar, Speculation
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
@@ -190,7 +191,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             )
             for number in range(wanted.best_of):
                 seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
-                requests.append(replace(one_prompt, seed=seed))
+                requests.append(one_prompt.with_seed(seed))
         return requests
 
     async def _shared_request(
@@ -204,16 +205,18 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         request = GenerationRequest(
             prompt_ids=[],
             max_new_tokens=0,
-            seed=0,
             sampling=common.sampling,
             stop_strings=common.stop,
             include_stop=False,
-            num_alternatives=len(common.report.logprob_token_ids) or count,
-            alternative_ids=common.report.logprob_token_ids,
-            prefill_logprobs=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
-            prefill_ranks=num_prompt_logprobs is not None,
-            num_prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
-            raw_logprobs=True,
+            logprobs=LogprobParams(
+                wanted=True,
+                alternatives=len(common.report.logprob_token_ids) or count,
+                alternative_ids=common.report.logprob_token_ids,
+                raw=True,
+                prefill=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
+                prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
+                prefill_ranks=num_prompt_logprobs is not None,
+            ),
             adapter=adapter,
             priority=common.priority,
             caller=caller.identity,
@@ -223,30 +226,33 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 caller, adapter, common.heads, speculation, common.cache_salt
             ),
             speculation=speculation,
-            grammar=await self._grammar(wanted, prepared, caller),
+            needs_heads=common.speculation.needs_heads,
             heads=await self._service.heads(caller, common.heads, speculation),
             receipt=common.receipt,
             is_probe=wanted.only_prompt,
         )
-        request = await self._service.constrained(request, common.constraints, caller.identity)
+        request = await self._with_grammar(request, wanted, prepared)
+        request = await self._service.constrained(request, common.constraints)
         return (
             request
             if prepared is None
             else replace(request, shown_ids=prepared.shown_ids, reasoning=prepared.reasoning)
         )
 
-    async def _grammar(self, wanted: Wanted, prepared: Prepared | None, caller: Caller) -> Grammar | None:
-        """What the output follows. What is left out of schemas that are not strict is ignored, and named."""
+    async def _with_grammar(
+        self, request: GenerationRequest, wanted: Wanted, prepared: Prepared | None
+    ) -> GenerationRequest:
+        """With what the output follows. What is left out of schemas that are not strict is ignored, and named."""
         common = wanted.common
         fields = common.grammar if prepared is None else prepared.grammar
         try:
-            made = await self._service.grammar(fields, common.constraints, common.speculation, caller.identity)
+            made = await self._service.with_grammar(request, fields, common.constraints, common.speculation)
         except ValidationError as error:
             if fields is None or fields.field != "tools":
                 raise
             if prepared is None or prepared.looser is None:
                 raise ToolError(error.message, error.param) from None
-            return await self._grammar(wanted, prepared.looser(), caller)
+            return await self._with_grammar(request, wanted, prepared.looser())
         if prepared is not None:
             wanted.ignored.extend(prepared.left_out)
         return made

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.cuda.pairs import NUM_HEADS, Pair
 from benchmarks.cuda.setup import SMOKE
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Speculation
+from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import (
@@ -24,7 +25,7 @@ from lorikeet.router.errors import (
     ValidationError,
 )
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling, Speculation
+from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard
@@ -81,7 +82,7 @@ async def stage(folder: Path, model: SimulatedModel | None = None, **fields: Any
 
 
 def request(num_tokens: int = 3, num_prompt: int = 4, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(prompt_ids=[50] * num_prompt, max_new_tokens=num_tokens, seed=1, **fields)
+    return GenerationRequest([50] * num_prompt, num_tokens, **{"sampling": SamplingParams(seed=1), **fields})
 
 
 async def ids_of(generation: Generation) -> list[int]:
@@ -179,29 +180,25 @@ async def test_a_shard_where_all_wait_for_adapters_gets_the_next_request_at_once
 async def test_large_batches_are_split_below_four_mebibytes(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(step_seconds=0.05, kv_tokens=1 << 30)) as here:
         here.dispatcher.submit(request(1))
-        made = [here.dispatcher.submit(GenerationRequest([300_000] * 200_000, 1, 1)) for _ in range(20)]
+        made = [here.dispatcher.submit(GenerationRequest([300_000] * 200_000, 1)) for _ in range(20)]
         await asyncio.gather(*(ids_of(generation) for generation in made))
         assert max(command.ByteSize() for command in here.commands) < 4 << 20
         assert sum(here.batches) == 21
 
 
 async def test_all_fields_of_a_request_are_sent(tmp_path: Path) -> None:
-    sampling = Sampling(True, 0.7, 5, 0.9, 0.1, 0.8, 1.5, 0.25, 0.5, ((7, 1.5), (9, -2.0)), True)
+    sampling = SamplingParams(True, 0.7, 5, 0.9, 0.1, 0.8, 1.5, 0.25, 0.5, ((7, 1.5), (9, -2.0)), True, seed=1 << 60)
 
     async with stage(tmp_path) as here:
         asked = GenerationRequest(
             prompt_ids=[5, 6],
             max_new_tokens=1,
-            seed=1 << 60,
             sampling=sampling,
-            num_alternatives=3,
-            prefill_logprobs=True,
-            num_prefill_alternatives=2,
-            raw_logprobs=True,
+            logprobs=LogprobParams(wanted=True, alternatives=3, raw=True, prefill=True, prefill_alternatives=2),
             cache_salt="s",
         )
         await ids_of(here.dispatcher.submit(asked, deadline=time.monotonic() + 10))
-        await ids_of(here.dispatcher.submit(request(1, ignore_eos=True, logprobs=False)))
+        await ids_of(here.dispatcher.submit(request(1, ignore_eos=True, logprobs=LogprobParams())))
         first, second = (submit for command in here.commands for submit in command.submits)
         assert list(first.prompt_ids) == [5, 6]
         assert (first.seed, first.cache_salt) == (1 << 60, "s")
@@ -310,7 +307,8 @@ async def test_draining_fails_what_takes_too_long(tmp_path: Path) -> None:
 
 async def test_malformed_output_fails_one_request(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-        broken, sound = (here.dispatcher.submit(request(20, num_alternatives=1)) for _ in range(2))
+        listed = LogprobParams(wanted=True, alternatives=1)
+        broken, sound = (here.dispatcher.submit(request(20, logprobs=listed)) for _ in range(2))
         await sound.next()
         nonsense = pb.RequestOutput(id=broken.routing.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
         here.dispatcher.links[0].on_output(pb.StepOutput(outputs=[nonsense]))
@@ -369,8 +367,8 @@ async def test_a_message_never_exceeds_the_shard_s_limit(tmp_path: Path) -> None
         with pytest.raises(ValidationError, match="fits a message") as caught:
             here.dispatcher.submit(request(1, 4 << 20))
         most = int(str(caught.value).split(" tokens together")[0].rpartition(" ")[2])
-        speculation = Speculation("lookup", 2, prediction_ids=(8191,) * (most // 2))
-        fields: dict[str, Any] = {"max_new_tokens": 1, "seed": 1, "speculation": speculation}
+        speculation = Speculation(Method.LOOKUP, 2, prediction_ids=(8191,) * (most // 2))
+        fields: dict[str, Any] = {"max_new_tokens": 1, "speculation": speculation}
         ids = [8191] * (most - most // 2)
         with pytest.raises(ValidationError):
             here.dispatcher.submit(GenerationRequest(prompt_ids=ids, **fields))

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import GenerationFailed, NoShard, PoisonRequest
@@ -68,7 +69,7 @@ class Fleet:
                 await asyncio.sleep(0.002)
 
     def submit(self, num_tokens: int, seed: int = 1, **fields: Any) -> Generation:
-        return self.dispatcher.submit(GenerationRequest([50] * 4, num_tokens, seed, **fields))
+        return self.dispatcher.submit(GenerationRequest([50] * 4, num_tokens, SamplingParams(seed=seed), **fields))
 
 
 @asynccontextmanager

@@ -18,10 +18,11 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import SamplingParams
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.routing import ISOLATION_STEPS
-from lorikeet.router.requests.types import FinishReason, GenerationRequest, Sampling
+from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
@@ -33,10 +34,12 @@ from tests.shard.sampling.oracle import Case, excluded
 EOS_IDS = frozenset({3, 17})
 TOKENIZER = Tokenizer(byte_level(), eos_ids=EOS_IDS)
 RECOVERY_S = 300.0
-MASKED = Sampling(
+MASKED = SamplingParams(
+    seed=1,
     allowed_ids=tuple(range(50)),
     bad_words=tuple((first, last) for first in range(50) for last in range(first % 4, 50, 4)),
 )
+LATE_END = SamplingParams(seed=1, min_tokens=6, min_tokens_stop_ids=(*sorted(EOS_IDS), 20, 30))
 MOST_TURNS = 4000
 
 
@@ -90,7 +93,7 @@ def undisturbed(request: GenerationRequest) -> Submitted:
     case = Case(
         allowed_ids=sampling.allowed_ids,
         bad_words=sampling.bad_words,
-        min_tokens=request.min_tokens,
+        min_tokens=sampling.min_tokens,
         min_tokens_stop_ids=(*EOS_IDS, *request.stop_token_ids),
     )
     ids = generate_alone(
@@ -133,7 +136,7 @@ class ResumptionMachine(RuleBasedStateMachine):
         include_stop=st.booleans(),
         seconds=st.sampled_from([None, None, None, 0.02, 5.0]),
         fault=st.sampled_from(["", "", "", "", "", "crashes", "fails"]),
-        constraints=st.sampled_from([{}, {}, {"sampling": MASKED}, {"min_tokens": 6, "stop_token_ids": (20, 30)}]),
+        constraints=st.sampled_from([{}, {}, {"sampling": MASKED}, {"sampling": LATE_END, "stop_token_ids": (20, 30)}]),
     )
     def submit_one(
         self,
@@ -146,7 +149,8 @@ class ResumptionMachine(RuleBasedStateMachine):
         constraints: dict[str, Any],
     ) -> None:
         stops = (stop,) if stop else ()
-        request = GenerationRequest(prompt, num_tokens, 1, stop_strings=stops, include_stop=include_stop, **constraints)
+        fields = {"sampling": SamplingParams(seed=1), "stop_strings": stops, "include_stop": include_stop}
+        request = GenerationRequest(prompt, num_tokens, **{**fields, **constraints})
         alone = undisturbed(request)
         deadline = None if seconds is None else self.fleet.clock.now + seconds
         made = self.fleet.do(self.submit, request, deadline)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Speculation
+from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest
 from lorikeet.router.text.reasoning import Reasoning, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
@@ -29,7 +30,7 @@ class Fed:
 
     def __init__(self, tokenizer: Tokenizer, **fields: Any) -> None:
         self.cancelled: list[Generation] = []
-        request = GenerationRequest(**{"prompt_ids": [40, 41], "max_new_tokens": 100, "seed": 1, **fields})
+        request = GenerationRequest(**{"prompt_ids": [40, 41], "max_new_tokens": 100, **fields})
         self.generation = Generation(1, request, tokenizer, self)
         self.backend = tokenizer.vocabulary.backend
 
@@ -51,7 +52,7 @@ class Fed:
 
 
 def test_tokens_have_the_fields_of_their_step(tokenizer: Tokenizer) -> None:
-    fed = Fed(tokenizer, num_alternatives=2)
+    fed = Fed(tokenizer, logprobs=LogprobParams(alternatives=2))
     ids = fed.ids(" the fox jumps")
     sources = bytes(range(len(ids)))
     step_ends = bytes([0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2))
@@ -182,7 +183,7 @@ def test_a_stop_string_counts_from_the_minimum_on(tokenizer: Tokenizer, per_mess
     ids = probe.ids(text)
     num_first = len(probe.ids("the fox"))
     for min_tokens, expected in ((0, "the fox"), (num_first - 1, "the fox"), (num_first, "the fox jumps over the fox")):
-        fed = Fed(tokenizer, stop_strings=("fox",), min_tokens=min_tokens)
+        fed = Fed(tokenizer, stop_strings=("fox",), sampling=SamplingParams(min_tokens=min_tokens))
         shown = ""
         for start in range(0, len(ids), per_message):
             fed.feed(ids[start : start + per_message])
@@ -239,7 +240,7 @@ def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
 
 
 def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer) -> None:
-    fed = Fed(tokenizer, prompt_ids=[40, 41, 42], prefill_logprobs=True, num_prefill_alternatives=2)
+    fed = Fed(tokenizer, prompt_ids=[40, 41, 42], logprobs=LogprobParams(prefill=True, prefill_alternatives=2))
     first = pb.RequestOutput(
         prefill_logprobs=[-1.0], prefill_alternative_ids=[50, 51], prefill_alternative_logprobs=[-1.0, -2.0]
     )
@@ -263,7 +264,7 @@ def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer
 
 
 def test_a_prompt_of_one_token_has_one_without_log_probability(tokenizer: Tokenizer) -> None:
-    fed = Fed(tokenizer, prompt_ids=[40], prefill_logprobs=True)
+    fed = Fed(tokenizer, prompt_ids=[40], logprobs=LogprobParams(prefill=True))
     fed.feed([60])
     assert fed.chunk().prefill == [(40, tokenizer.token_text(40), None)]
 
@@ -311,7 +312,7 @@ def test_a_step_may_continue_in_the_next_message(tokenizer: Tokenizer) -> None:
 
 def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None:
     """A shard that was lost in the middle of a step, and another one that takes the request over."""
-    speculation = Speculation("auto", 4)
+    speculation = Speculation(Method.AUTO, 4)
     fed = Fed(tokenizer, speculation=speculation)
     ids = fed.ids("the lazy fox jumps over")
     first = {"sources": bytes([0, 2, 2]), "step_ends": bytes([1, 0, 0]), "num_drafted": [3, 0, 0], "num_accepted": 2}

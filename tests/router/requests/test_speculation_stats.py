@@ -9,9 +9,10 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
+from lorikeet.proto.params import Method, Speculation
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.speculation_stats import num_emitted
-from lorikeet.router.requests.types import GenerationRequest, Speculation
+from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -51,8 +52,8 @@ def test_accounts_hold(seed: int) -> None:
     tokenizer = Tokenizer(backend, eos_ids=frozenset())
     stop = draw.choice(LETTERS) if seed % 2 else ""
     ids = [backend.encode(letter).ids[0] for letter in LETTERS]
-    speculation = Speculation("auto", 5)
-    request = GenerationRequest([40], 500, 1, stop_strings=(stop,) if stop else (), speculation=speculation)
+    speculation = Speculation(Method.AUTO, 5)
+    request = GenerationRequest([40], 500, stop_strings=(stop,) if stop else (), speculation=speculation)
     generation = Generation(1, request, tokenizer, Mock())
     prefill = ([ids[0]], [pb.SOURCE_PREFILL], [0] * len(DRAFTS))
     steps = [prefill, *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]

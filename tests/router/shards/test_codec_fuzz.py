@@ -16,11 +16,12 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import LogprobParams, Method, Speculation
 from lorikeet.router.api.collect import speculation_report
 from lorikeet.router.api.routes.native import token_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest, Speculation
+from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 from tests.router.unwired import Unwired
@@ -100,12 +101,14 @@ class ShardMessagesMachine(RuleBasedStateMachine):
         request = GenerationRequest(
             [5, 6, 7],
             20,
-            1,
             stop_strings=(stop,) if stop else (),
-            num_alternatives=num_alternatives,
-            prefill_logprobs=prefill,
-            num_prefill_alternatives=num_alternatives if prefill else 0,
-            speculation=Speculation("lookup", num_drafts),
+            logprobs=LogprobParams(
+                wanted=True,
+                alternatives=num_alternatives,
+                prefill=prefill,
+                prefill_alternatives=num_alternatives if prefill else 0,
+            ),
+            speculation=Speculation(Method.LOOKUP, num_drafts),
         )
         made = self.fleet.do(self.dispatcher.submit, request)
         self.all.append(made)

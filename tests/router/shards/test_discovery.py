@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import SamplingParams
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -37,13 +38,13 @@ async def test_shards_of_a_file_join_and_leave(tmp_path: Path, monkeypatch: pyte
     dispatcher = Dispatcher(RouterConfig("model", str(tmp_path), (f"file:{file}",)), tokenizer)
     await dispatcher.start()
     with pytest.raises(NoShard):
-        dispatcher.submit(GenerationRequest([5], 2, 1))
+        dispatcher.submit(GenerationRequest([5], 2))
     started = []
     for number, address in enumerate(addresses, 1):
         started.append(await simulated_shard.start(address, SimulatedModel(token_ids=tuple(range(200, 240)))))
         file.write_text(json.dumps(addresses[:number]))
         await until(lambda number=number: sum(link.ready for link in dispatcher.links) == number)  # type: ignore[misc]
-    running = [dispatcher.submit(GenerationRequest([5], 60, seed)) for seed in range(6)]
+    running = [dispatcher.submit(GenerationRequest([5], 60, SamplingParams(seed=seed))) for seed in range(6)]
     await until(lambda: all(generation.num_generated for generation in running))
     file.write_text(json.dumps(addresses[1:]))
     await asyncio.sleep(0.2)

@@ -34,10 +34,10 @@ class Replicas:
 
     def submit(self, adapter: str | None = None, num_tokens: int = 2) -> Generation:
         named = None if adapter is None else Adapter(adapter, (Pin(Source.LOCAL, adapter, "1"),))
-        return self.dispatcher.submit(GenerationRequest([5, 6], num_tokens, seed=1, adapter=named))
+        return self.dispatcher.submit(GenerationRequest([5, 6], num_tokens, adapter=named))
 
     def ask(self, prompt_ids: list[int], num_tokens: int = 2, **fields: Any) -> Generation:
-        return self.dispatcher.submit(GenerationRequest(prompt_ids, num_tokens, seed=1, **fields))
+        return self.dispatcher.submit(GenerationRequest(prompt_ids, num_tokens, **fields))
 
     def num_prompts(self, index: int, stem: list[int]) -> int:
         """Prompts with that beginning that a shard got."""

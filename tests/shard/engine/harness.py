@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from lorikeet.proto.params import NO_SPECULATION, LogprobParams, SamplingParams, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
 from lorikeet.shard.model import Model
 from lorikeet.shard.scheduler.draft_length import DraftLengthController
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Speculation
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1

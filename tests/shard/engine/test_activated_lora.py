@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.router.requests.adapter_content import last_occurrence
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
@@ -21,7 +22,6 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
 from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.types import NO_SPECULATION, Method, Speculation
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny

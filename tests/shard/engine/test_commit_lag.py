@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
 from tests.shard.engine.simulated_clock import HOST, Clock, run_staggered
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, generate_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
 from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig
 from tests.shard.engine.test_speculation import assert_accounts, assert_equal, texts_alone
 from tests.shard.fake_model import VOCAB_SIZE

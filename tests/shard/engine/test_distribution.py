@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet.proto.params import Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
@@ -19,9 +20,8 @@ from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import FinishReason, Request, SamplingParams
+from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case

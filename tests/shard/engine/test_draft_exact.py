@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lorikeet.proto.params import Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation, Verification
+from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.scheduler.speculation.types import Source
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny

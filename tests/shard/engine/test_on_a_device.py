@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.attention import AttentionSpec
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.batch.inputs import StepInputs
@@ -19,8 +20,6 @@ from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.sampling import plan
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation, Verification
 from tests import tiny
 from tests.shard.rig import Rig, Setup, make_request
 

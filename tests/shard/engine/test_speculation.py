@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.scheduler.request import FinishReason, LogprobParams, Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 from tests.shard.sampling.oracle import Case, excluded

@@ -12,13 +12,13 @@ import jsonschema
 import pytest
 from llguidance import LLParserLimits
 
+from lorikeet.proto.params import Grammar, Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import masks, matcher
 from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import FinishReason, Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation, Verification
+from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.fake_model import DraftModel
 from tests.shard.grammar import small_tokenizer
 from tests.shard.grammar.small_tokenizer import EOS, choice, regex, schema, text_of

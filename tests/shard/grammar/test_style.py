@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import read_grammar_tokenizer
+from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.matcher import MAX_MISSED, GrammarMatcher
-from lorikeet.shard.scheduler.constraint import Grammar
 from tests.shard.grammar import small_tokenizer
 
 DEMO = Path(__file__).parents[3] / "demo" / "base"

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grammar.threads import MAX_SLOW, Threads
-from lorikeet.shard.scheduler.constraint import Grammar
 from tests.shard.grammar import small_tokenizer
 
 SOON = 30.0

@@ -13,11 +13,11 @@ from hypothesis.stateful import (
 )
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Method, Schedule, Verification
 from lorikeet.shard.grpc.codec import Bounds, read_command
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Verification
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup

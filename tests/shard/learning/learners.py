@@ -8,6 +8,7 @@ from typing import Any
 
 from lorikeet.adapters.learning.rounds import Rounds
 from lorikeet.proto.learning import Job, Trained, TrainerSettings
+from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.grpc.inbox import Commands, Inbox, LearningAsked, StreamOpened
@@ -15,8 +16,7 @@ from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Schedule, Speculation
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests.shard.rig import make_request
 

@@ -15,11 +15,12 @@ from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, row_indices
+from lorikeet.proto.params import Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.learning import pairs
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.speculation.types import Schedule, Source, Speculation
+from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.learning import learners
 from tests.shard.learning.learners import HEADS, PROMPT_IDS, DirectTrainer, Learner, tokens_per_step
 

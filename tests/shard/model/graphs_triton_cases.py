@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.model import Model
@@ -16,8 +17,6 @@ from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with

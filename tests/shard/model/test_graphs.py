@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lorikeet.proto.params import Method, SamplingParams, Speculation
 from lorikeet.shard.attention import AttentionSpec, LayerKV
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Padding
@@ -22,8 +23,6 @@ from lorikeet.shard.model.graphs import CannotCapture, Launch
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import CPU, DenseAttention

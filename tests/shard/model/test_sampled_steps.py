@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lorikeet.proto.params import Grammar, LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import MOST_WANTED
 from lorikeet.shard.model import Model
@@ -19,10 +20,8 @@ from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.plan import Fused, Planner, Row
 from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
-from lorikeet.shard.scheduler.constraint import Grammar
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import LogprobParams, Request, SamplingParams
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
+from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.system.operators import operator
 from tests.shard.grammar import small_tokenizer
 from tests.shard.model.dense_attention import DenseAttention

@@ -5,8 +5,8 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.sampling import Sampler
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling.oracle import Case
 
 CPU = torch.device("cpu")

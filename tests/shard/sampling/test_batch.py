@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.sampling import HostSampled, Sampler
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU, params
 from tests.shard.sampling.oracle import Case

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from lorikeet.proto.params import LogprobParams
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.noise import Purpose, hash_bits, log_exponentials, row_keys, token_words
-from lorikeet.shard.scheduler.request import LogprobParams
 from tests.shard.sampling.test_batch import any_logprobs, any_params
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

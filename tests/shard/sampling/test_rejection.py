@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.noise import token_words
 from lorikeet.shard.sampling.rejection import rejection_sample
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU, params
 from tests.shard.sampling.oracle import Case

@@ -7,10 +7,10 @@ import pytest
 import structlog
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.filters import _descending, arg_max
 from lorikeet.shard.sampling.report import SlowRows, most_likely, prompt_logprobs
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import CPU
 from tests.shard.sampling.oracle import Case

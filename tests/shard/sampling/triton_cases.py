@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import put
 from lorikeet.shard.batch.device_tokens_triton import BLOCK, put_device_tokens
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
-from lorikeet.shard.scheduler.request import LogprobParams, SamplingParams
 from tests.shard.sampling.test_batch import any_params
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

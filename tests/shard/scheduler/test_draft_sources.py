@@ -2,8 +2,9 @@
 
 import pytest
 
+from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.speculation.types import Method, Source, Speculation
+from lorikeet.shard.scheduler.speculation.types import Source
 from tests.shard.rig import make_request
 
 REPEATS = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import load_model
 from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.types import Method, Speculation
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests.shard.engine.exactness import NEW_TOKENS, drive, prompts_of

@@ -5,9 +5,10 @@ from enum import IntEnum
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Verification
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.request import FinishReason
-from lorikeet.shard.scheduler.speculation.types import Source, Verification
+from lorikeet.shard.scheduler.speculation.types import Source
 
 
 def test_the_earlier_spelling_of_shared_noise_is_accepted() -> None:
