@@ -13,7 +13,8 @@ from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonT
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.fields import Fields
 
-METHODS = {name: name for name in methods()} | {"ngram": "lookup"}
+_ALIASES = {"lookup": ("ngram",)}
+METHODS = {name: method for method in methods() for name in (method, *_ALIASES.get(method, ()))}
 SCHEDULES = ("constant", "heuristic", "auto")
 VERIFICATIONS = {"shared-noise": "shared-noise", **dict.fromkeys(("rejection", "google", "deepmind"), "rejection")}
 """Google's and DeepMind's papers have the same rule (Leviathan et al. 2023; Chen et al. 2023)."""
