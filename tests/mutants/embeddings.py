@@ -11,7 +11,7 @@ MUTANTS = [
     Mutant(
         "CLS pooling takes the last token",
         "shard/startup/build.py",
-        'Pooling(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)',
+        'PooledRows(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)',
         "PooledRows(Rows.LAST)",
         f"{ARCHITECTURES}::test_what_follows_the_pooling_is_that_of_sentence_transformers",
     ),
