@@ -32,7 +32,7 @@ EXCEPTIONS = {"router/output/parser_worker.py": {"transformers"}}
 """Modules that run in processes of their own; no other module imports them."""
 
 WITHOUT_TORCH = (
-    "shard/scheduler/request.py",
+    "shard/requests/request.py",
     "shard/scheduler/kv_cache.py",
     "shard/scheduler/scheduler.py",
     "adapters/refs.py",
@@ -46,7 +46,7 @@ FOLDERS = {
         "live", "api/pooled", "api/routes", "api", "",
     ),
     "shard": (
-        "system", "scheduler/speculation", "scheduler", "batch", "drafts", "sampling", "attention",
+        "system", "requests", "speculation", "scheduler", "batch", "speculation/device", "sampling", "attention",
         "model/kernels", "model/quantization", "model/lora", "model/moe", "model/tensor_parallel", "model/medusa",
         "model/adapters", "model/fusion", "model/pooling", "model/gguf", "model", "ranks", "grpc", "grammar",
         "learning", "engine", "adapters", "startup", "",

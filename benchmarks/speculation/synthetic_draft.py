@@ -16,7 +16,7 @@ import torch
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 
 SEED = 20_260_711
 """Seed of the accepted positions; fixed before anything was measured."""

@@ -13,24 +13,24 @@ import torch
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.proto.params import Verification
 from lorikeet.shard.batch.inputs import Network
-from lorikeet.shard.engine.drafter import NoDrafter
 from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
 from lorikeet.shard.engine.intake import Intake
 from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs, sample
 from lorikeet.shard.engine.step_watch import StepWatch
-from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status
 from lorikeet.shard.learning.learning import NoLearning
+from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.requests.request import FinishReason, PooledRows, Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
-from lorikeet.shard.scheduler.constraint import NoGrammars
-from lorikeet.shard.scheduler.request import FinishReason, PooledRows, Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation.costs import StepCosts
+from lorikeet.shard.speculation.costs import StepCosts
+from lorikeet.shard.speculation.draft_network import NoDrafter
+from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 log = structlog.get_logger()
 

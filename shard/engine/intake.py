@@ -5,8 +5,8 @@ from lorikeet.shard.engine.step_watch import StepWatch
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAsked, Refusal, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning.learning import NoLearning
-from lorikeet.shard.scheduler.constraint import NoGrammars
-from lorikeet.shard.scheduler.request import FinishReason, Request
+from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
 MOST_PARKED = 1024

@@ -14,18 +14,18 @@ from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.batch.device_tokens import DeviceTokens
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.transfer import HostCopy, to_device
-from lorikeet.shard.drafts.device_drafts import NO_TOKEN, StepDrafts
-from lorikeet.shard.engine.timing import Phase, PhaseTimer
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.grpc.outbox import Details, Output
+from lorikeet.shard.requests.request import FinishReason, Request, Rows
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
-from lorikeet.shard.scheduler.request import FinishReason, Request, Rows
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.throughput import Load
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.device.device_drafts import NO_TOKEN, StepDrafts
+from lorikeet.shard.speculation.throughput import Load
+from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.system.timing import Phase, PhaseTimer
 
 STEP_END = b"\1"
 

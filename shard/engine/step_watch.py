@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from lorikeet.shard.grpc.outbox import MAX_DETAILS, Outbox, StepDetail
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 
 PERIOD_S = 0.1
 MAX_WATCH_S = 60.0

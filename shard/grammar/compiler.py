@@ -14,7 +14,7 @@ from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
-from lorikeet.shard.scheduler.constraint import NoGrammars
+from lorikeet.shard.requests.constraint import NoGrammars
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20

@@ -12,8 +12,8 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.grammar.matcher import GrammarMatcher, raise_unless_library, reason
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.speculation.types import Source
 
 log = structlog.get_logger()
 

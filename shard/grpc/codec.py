@@ -13,7 +13,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate
-from lorikeet.shard.scheduler.request import PooledRows, Request, Rows
+from lorikeet.shard.requests.request import PooledRows, Request, Rows
 
 MAX_MESSAGE_BYTES = 3 << 20
 """Estimated size at which a message is split; the wire's limit is 4 MiB."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from operator import add
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.request import FinishReason
 
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""

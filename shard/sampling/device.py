@@ -7,13 +7,13 @@ import torch
 
 from lorikeet.shard.batch.padding import MOST_LOGITS, MOST_WANTED
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.drafts.device_drafts import Emitted, Texts
-from lorikeet.shard.drafts.lookup_triton import propose
 from lorikeet.shard.sampling.penalties import TokenCounts
 from lorikeet.shard.sampling.plan import Fused, Row, filters_of
 from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
 from lorikeet.shard.sampling.scores_triton import FILTERS, RAW, SAMPLES, SHOWN
 from lorikeet.shard.sampling.triton import ROOM, WIDTH, Outputs, Parameters, sample_rows
+from lorikeet.shard.speculation.device.device_drafts import Emitted, Texts
+from lorikeet.shard.speculation.device.lookup_triton import propose
 
 _ALWAYS = 1 << 62
 """Later than any position."""

@@ -14,7 +14,6 @@ import torch
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import GraphSampling
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.drafts.device_drafts import DeviceDrafts, StepDrafts
 from lorikeet.shard.sampling.block import Block, num_accepted
 from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
 from lorikeet.shard.sampling.filters import arg_max
@@ -22,6 +21,7 @@ from lorikeet.shard.sampling.plan import Chunk, Plan, Row
 from lorikeet.shard.sampling.rejection import DraftDistributions, rejection_sample
 from lorikeet.shard.sampling.report import Sampled, SlowRows
 from lorikeet.shard.sampling.state import RowState
+from lorikeet.shard.speculation.device.device_drafts import DeviceDrafts, StepDrafts
 
 if TYPE_CHECKING:
     from lorikeet.shard.sampling.device import DeviceRows, Tile

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from lorikeet.shard.drafts.device_drafts import num_device_tokens
 from lorikeet.shard.sampling import filters
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.masks import History
 from lorikeet.shard.sampling.noise import Purpose, log_exponentials, row_keys, token_words
 from lorikeet.shard.sampling.penalties import TokenCounts, Watermark
 from lorikeet.shard.sampling.plan import Chunk, Filter, Planner, Row
+from lorikeet.shard.speculation.device.device_drafts import num_device_tokens
 
 
 class RowState:

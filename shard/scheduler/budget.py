@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 
 SHORTEST_S, LONGEST_S = 0.07, 0.35
 """Seconds of a step with prompts next to requests that decode: with few prompts waiting, so that streams do not

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from lorikeet.proto.params import Method, Schedule
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
-from lorikeet.shard.scheduler.speculation.acceptance import FIRST_RETRY, LIGHTER, AcceptanceRates, DraftState, Group
-from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
-from lorikeet.shard.scheduler.speculation.throughput import Candidates, Load
-from lorikeet.shard.scheduler.speculation.types import DraftKind, Source
+from lorikeet.shard.speculation.acceptance import FIRST_RETRY, LIGHTER, AcceptanceRates, DraftState, Group
+from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.throughput import Candidates, Load
+from lorikeet.shard.speculation.types import DraftKind, Source
 
 LAST_RETRY = 512
 """Most steps without drafts after which one is tried again; doubled each time it was rejected."""

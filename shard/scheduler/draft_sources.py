@@ -5,11 +5,11 @@ torch.
 from dataclasses import dataclass, field
 
 from lorikeet.proto.params import Method
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.acceptance import DraftState
-from lorikeet.shard.scheduler.speculation.history import CONTEXT, NoHistory
-from lorikeet.shard.scheduler.speculation.lookup import Lookup
-from lorikeet.shard.scheduler.speculation.types import DraftSource, Source
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.speculation.acceptance import DraftState
+from lorikeet.shard.speculation.history import CONTEXT, NoHistory
+from lorikeet.shard.speculation.lookup import Lookup
+from lorikeet.shard.speculation.types import DraftSource, Source
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
 
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 
 
 class Admission(Enum):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 
 Pair = tuple[str, str]
 """The tenant, and the digest of the adapter."""

@@ -6,13 +6,13 @@ take in are planned like a prompt; it drafts for a request only when it has caug
 
 from collections.abc import Sequence
 
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.budget import Budget
 from lorikeet.shard.scheduler.draft_length import DraftLengthController
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest, load_of
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 
 ALWAYS_FITS = 2
 """Tokens that a draft model lags behind after a step whose drafts were all accepted."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots
 from lorikeet.shard.scheduler.learned_heads import LearnedHeads, pair_of
-from lorikeet.shard.scheduler.request import Request
 
 
 class Owner(Protocol):

@@ -9,6 +9,8 @@ from bisect import insort
 from collections.abc import Container, Sequence
 from math import inf
 
+from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, PromptChunks
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
@@ -16,9 +18,7 @@ from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
 from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.proposer import Proposer
-from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.request_slots import RequestSlots
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 
 
 class Scheduler:

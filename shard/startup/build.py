@@ -14,8 +14,6 @@ from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
-from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.codec import Bounds
@@ -30,14 +28,16 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.commands import WarmUpAdapters
 from lorikeet.shard.ranks.leader import Leader
+from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.requests.request import PooledRows, Rows
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import PooledRows, Rows
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.scheduler.speculation.history import History, NoHistory
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
+from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.history import History, NoHistory
 from lorikeet.shard.startup import prefill_calibration
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles

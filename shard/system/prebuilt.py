@@ -60,7 +60,7 @@ LEVELS = (
 
 LIBRARIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("system/cores.c", ()),
-    ("scheduler/speculation/history.c", ()),
+    ("speculation/history.c", ()),
     ("attention/cpu.c", ("BF16=0", "PAIRED=1")),
     ("attention/cpu.c", ("BF16=1", "PAIRED=1")),
     ("model/lora/targets.c", ("BF16=0",)),

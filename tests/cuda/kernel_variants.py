@@ -9,8 +9,6 @@ from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch import device_tokens_triton
-from lorikeet.shard.drafts import lookup_triton
-from lorikeet.shard.drafts.device_drafts import BLOCK, MOST_DRAFTS, SOURCES, Emitted, Texts
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import (
     device_integers,
@@ -26,6 +24,8 @@ from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
 from lorikeet.shard.model.medusa.loading import MOST_HEADS
 from lorikeet.shard.sampling import triton as sampling
+from lorikeet.shard.speculation.device import lookup_triton
+from lorikeet.shard.speculation.device.device_drafts import BLOCK, MOST_DRAFTS, SOURCES, Emitted, Texts
 from tests.cuda.launches import Launch, recorded
 
 BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64

@@ -11,11 +11,11 @@ from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.attention.layerwise import trial_steps
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
-from lorikeet.shard.drafts.device_drafts import StepDrafts
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.model import Model
 from lorikeet.shard.sampling import Sampler
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.device.device_drafts import StepDrafts
+from lorikeet.shard.speculation.types import Source
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     from lorikeet.shard.sampling.device import Tile

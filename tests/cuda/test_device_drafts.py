@@ -14,7 +14,6 @@ from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.transfer import HostCopy
-from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
@@ -23,6 +22,7 @@ from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
 from tests.shard.engine.test_on_a_device import begun, waited
 from tests.shard.rig import EPOCH, make_request
 

@@ -274,9 +274,9 @@ MUTANTS = [
     ),
     Mutant(
         "time without requests counts as idle time of the device",
-        "shard/engine/timing.py",
+        "shard/system/timing.py",
         'until the next step."""\n        self._started = None',
         'until the next step."""',
-        "tests/shard/engine/test_timing.py::test_time_without_requests_does_not_count",
+        "tests/shard/system/test_timing.py::test_time_without_requests_does_not_count",
     ),
 ]

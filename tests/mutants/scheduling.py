@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 CACHE, SCHEDULER, REQUEST = (
     "shard/scheduler/kv_cache.py",
     "shard/scheduler/scheduler.py",
-    "shard/scheduler/request.py",
+    "shard/requests/request.py",
 )
 DEVICE_DRAFTS = "tests/shard/engine/test_device_drafts.py"
 CACHE_TEST, ENGINE_TEST = "tests/shard/scheduler/test_kv_cache.py", "tests/shard/engine/test_engine.py"

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
 PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
-PROPOSER, DRAFTER = "shard/scheduler/proposer.py", "shard/engine/drafter.py"
+PROPOSER, DRAFTER = "shard/scheduler/proposer.py", "shard/speculation/draft_network.py"
 DISTRIBUTION = "tests/shard/sampling/test_rejection.py"
 KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_what_is_emitted_follows_the_target",

@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.proto.params import Method, SamplingParams, Speculation
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.speculation.lookup import Lookup
+from lorikeet.shard.speculation.lookup import Lookup
 from tests.oracles.replay import (
     NOTHING,
     Chain,

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.inputs import Network
-from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS
-from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
+from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.constraint import NoGrammars
 from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
+from lorikeet.shard.speculation.draft_network import Drafter
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.shard.apart import KernelsApart, run
 from tests.shard.attention import test_paged
-from tests.shard.drafts import test_lookup
 from tests.shard.grammar import test_triton as test_masks
 from tests.shard.model.fusion import test_cuda_parts
 from tests.shard.model.lora import test_triton as test_lora
@@ -14,6 +13,7 @@ from tests.shard.model.medusa import test_triton as test_medusa
 from tests.shard.model.moe import test_triton as test_moe
 from tests.shard.model.quantization import test_eight_bits
 from tests.shard.sampling import test_triton as test_sampling
+from tests.shard.speculation.device import test_lookup
 
 KINDS: tuple[type[KernelsApart], ...] = (
     test_paged.TestPaged,

@@ -22,7 +22,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 from tests.shard.engine.exactness import MIN_DISTINCT, MOST_SEEDS, NEW_TOKENS, TIE, prompts_of

@@ -15,7 +15,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 

@@ -10,8 +10,8 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
 from lorikeet.shard.model import Model
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.draft_length import DraftLengthController
-from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1

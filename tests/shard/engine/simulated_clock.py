@@ -13,9 +13,9 @@ import torch
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.engine.step import HostResults, Step
 from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import FakeModel
 from tests.shard.rig import Rig
 
@@ -76,9 +76,9 @@ def simulated(rig: Rig, host: float = HOST) -> Iterator[Clock]:
         return timed
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("engine", "timing"):
+        for module in ("engine.engine", "system.timing"):
             times = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
-            patch.setattr(f"lorikeet.shard.engine.{module}.time", times)
+            patch.setattr(f"lorikeet.shard.{module}.time", times)
         patch.setattr(Engine, "_launch", launch_timed)
         patch.setattr(Step, "to_host", wait_for_step)
         patch.setattr(DraftDraws, "to_host", wait_for_drafts)

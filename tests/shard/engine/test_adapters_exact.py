@@ -11,8 +11,8 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import layers, load_model
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
-from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 from tests.shard.engine import adapter_exactness

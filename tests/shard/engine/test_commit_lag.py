@@ -8,13 +8,13 @@ import pytest
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.request import Request
 from tests.shard.engine.simulated_clock import HOST, Clock, run_staggered
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, generate_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import Rig, Setup, make_request
-from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
 
 HEADS = "b" * 64
 CHANCE = 0.85

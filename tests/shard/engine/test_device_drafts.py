@@ -9,13 +9,13 @@ import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig
 from tests.shard.engine.test_speculation import assert_accounts, assert_equal, texts_alone
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SCORED, Rig, Setup, make_request
-from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
 
 SETUPS = {
     "default": Setup(commit_lag=1, drafts_on_device=True),

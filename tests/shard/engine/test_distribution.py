@@ -12,16 +12,16 @@ import torch
 
 from lorikeet.proto.params import Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.engine.drafter import Drafter
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.speculation.draft_network import Drafter
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case

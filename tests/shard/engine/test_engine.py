@@ -11,8 +11,8 @@ import torch
 
 from lorikeet.shard.grpc.inbox import StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
-from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 

@@ -3,8 +3,8 @@
 import pytest
 
 from lorikeet.proto.params import Method, Speculation
+from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import FinishReason
 from tests.shard.fake_model import generate_alone
 from tests.shard.rig import Rig, Setup, make_request
 

@@ -8,10 +8,10 @@ import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_distributions, texts_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup, make_request

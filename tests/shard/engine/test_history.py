@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
-from lorikeet.shard.scheduler.constraint import Unconstrained
+from lorikeet.shard.requests.constraint import Unconstrained
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.history import MIN_BYTES, History
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.history import MIN_BYTES, History
+from lorikeet.shard.speculation.types import Source
 from tests.shard.fake_model import DraftModel
 from tests.shard.rig import SAMPLED, Rig, Setup, copy_of, make_request
 

@@ -7,12 +7,12 @@ import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.speculation.types import Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 from tests.shard.sampling.oracle import Case, excluded
-from tests.shard.scheduler.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
 
 SETUPS = {
     "default": Setup(),

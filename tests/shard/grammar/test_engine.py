@@ -16,9 +16,9 @@ from lorikeet.proto.params import Grammar, Method, SamplingParams, Speculation, 
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import masks, matcher
 from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 from tests.shard.fake_model import DraftModel
 from tests.shard.grammar import small_tokenizer
 from tests.shard.grammar.small_tokenizer import EOS, choice, regex, schema, text_of

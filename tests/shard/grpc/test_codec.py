@@ -8,8 +8,8 @@ import pytest
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import write_update
 from lorikeet.shard.grpc.outbox import AdapterEvents, Details, Output, Status, StreamUpdate
+from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.request import FinishReason
 
 SECONDS = ("draft_seconds", "verify_seconds", "accept_seconds")
 

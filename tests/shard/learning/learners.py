@@ -16,7 +16,7 @@ from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model import Model
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine
 from tests.shard.rig import make_request
 

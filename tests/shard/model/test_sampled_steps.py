@@ -17,11 +17,11 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture
 from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.plan import Fused, Planner, Row
 from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.system.operators import operator
 from tests.shard.grammar import small_tokenizer
 from tests.shard.model.dense_attention import DenseAttention

@@ -2,10 +2,10 @@
 
 import pytest
 
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.adapter_slots import NoAdapters
 from lorikeet.shard.scheduler.budget import LEAST_TOKENS, RECENT_STEPS, Limits, PromptChunks
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
 

@@ -5,15 +5,15 @@ import random
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler import draft_length
 from lorikeet.shard.scheduler.draft_length import DraftLengthController
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
-from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
-from lorikeet.shard.scheduler.speculation.throughput import Load
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.throughput import Load
+from lorikeet.shard.speculation.types import Source
 from tests.shard.rig import make_request
 
 MOST = 8

@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 from tests.shard.rig import make_request
 
 REPEATS = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
-from lorikeet.shard.scheduler.request import Request
 
 
 def make_request(token_ids: list[int], **values: str) -> Request:

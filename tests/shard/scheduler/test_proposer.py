@@ -3,12 +3,12 @@
 from unittest.mock import create_autospec
 
 from lorikeet.proto.params import Method, Schedule, Speculation
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.budget import Budget
 from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.speculation.throughput import Load
+from lorikeet.shard.speculation.throughput import Load
 from tests.shard.rig import make_request
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
+from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import FinishReason, Request
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 from tests.shard.engine.test_speculation import (
     DISTRIBUTIONS,
     SETUPS,

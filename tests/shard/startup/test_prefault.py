@@ -13,8 +13,8 @@ import torch
 
 from lorikeet.shard.attention.base import LayerKV, Region
 from lorikeet.shard.attention.cpu import fresh_zeros
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.scheduler.request import Request
 from lorikeet.shard.startup import prefault
 from lorikeet.shard.startup.prefault import Prefault
 

@@ -12,7 +12,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.scheduler.request import FinishReason, Request, Rows
+from lorikeet.shard.requests.request import FinishReason, Request, Rows
 from lorikeet.shard.startup.build import build_engine, pooling_of
 from tests import tiny_pooled
 

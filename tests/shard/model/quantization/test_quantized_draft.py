@@ -10,7 +10,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import load_model
-from lorikeet.shard.scheduler.request import Request
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests.shard.engine.exactness import NEW_TOKENS, drive, prompts_of

@@ -10,10 +10,10 @@ import torch
 
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.shard.batch.inputs import Network, Segment
-from lorikeet.shard.engine.timing import IdleTime, Phase, PhaseTimer
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
-from lorikeet.shard.scheduler.scheduled_request import ScheduledRequest
+from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 
 class NoDrafter:

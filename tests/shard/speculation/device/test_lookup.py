@@ -8,4 +8,4 @@ from tests.shard.apart import KernelsApart
 class TestLookup(KernelsApart):
     cases = (Path(__file__).with_name("lookup_cases.py"),)
     sample = "equal and 5 and ngrams0"
-    compiles = "tests.shard.drafts.compile_lookup"
+    compiles = "tests.shard.speculation.device.compile_lookup"

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from lorikeet.shard.scheduler.speculation.costs import StepCosts
+from lorikeet.shard.speculation.costs import StepCosts
 
 
 def seen(*numbers: int, seconds: float = 1.0) -> StepCosts:

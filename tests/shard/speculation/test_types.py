@@ -6,9 +6,9 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Verification
+from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.request import FinishReason
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 
 
 def test_the_earlier_spelling_of_shared_noise_is_accepted() -> None:

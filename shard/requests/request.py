@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, SamplingParams, Speculation
-from lorikeet.shard.scheduler.constraint import UNCONSTRAINED, Unconstrained
-from lorikeet.shard.scheduler.speculation.acceptance import DraftState
-from lorikeet.shard.scheduler.speculation.types import DraftKind, DraftSource
+from lorikeet.shard.requests.constraint import UNCONSTRAINED, Unconstrained
+from lorikeet.shard.speculation.acceptance import DraftState
+from lorikeet.shard.speculation.types import DraftKind, DraftSource
 
 
 class FinishReason(IntEnum):

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from lorikeet.shard.engine.timing import IdleTime
+from lorikeet.shard.system.timing import IdleTime
 
 PAUSE_S = 0.02
 

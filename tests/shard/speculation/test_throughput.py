@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lorikeet.shard.scheduler.draft_length import DraftLengthController
 from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
-from lorikeet.shard.scheduler.speculation.acceptance import AcceptanceRates
-from lorikeet.shard.scheduler.speculation.throughput import Candidates, Load
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.speculation.throughput import Candidates, Load
+from lorikeet.shard.speculation.types import Source
 from tests.shard.scheduler.test_draft_length import make
 
 OFFERS = st.lists(

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from lorikeet.shard.drafts.device_drafts import (
+from lorikeet.shard.speculation.device.device_drafts import (
     BLOCK,
     MOST_DRAFTS,
     NO_TOKEN,
@@ -15,8 +15,8 @@ from lorikeet.shard.drafts.device_drafts import (
     num_device_tokens,
     propose,
 )
-from lorikeet.shard.drafts.lookup_triton import propose as by_kernel
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.device.lookup_triton import propose as by_kernel
+from lorikeet.shard.speculation.types import Source
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 MAX_ROWS = 6

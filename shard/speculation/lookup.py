@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.types import Source
 
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -10,7 +10,7 @@ tokens of the heads at the last emitted token. Integers only: nothing depends on
 import triton
 import triton.language as tl
 
-from lorikeet.shard.drafts.device_drafts import MOST_DRAFTS, Emitted, Texts
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, Emitted, Texts
 
 WIDTH = 1024
 """Tokens of a text that are compared at once."""

@@ -8,7 +8,7 @@ Casella 1985).
 from dataclasses import dataclass, field
 
 from lorikeet.proto.draft_sources import BY_VALUE
-from lorikeet.shard.scheduler.speculation.types import DraftKind, Source
+from lorikeet.shard.speculation.types import DraftKind, Source
 
 PRIOR_WEIGHT = 6.0
 REQUEST_DECAY, GROUP_DECAY, VARIANCE_DECAY = 0.96, 0.995, 0.999

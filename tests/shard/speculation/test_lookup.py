@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.shard.scheduler.speculation.lookup import Lookup
+from lorikeet.shard.speculation.lookup import Lookup
 
 TOKENS = st.integers(0, 3)
 

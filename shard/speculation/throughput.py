@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.scheduler.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
 
 
 @dataclass(frozen=True)

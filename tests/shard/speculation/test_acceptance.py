@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lorikeet.shard.scheduler.speculation.acceptance import FIRST_WEIGHT, WEIGHTS, Acceptance, Group
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.acceptance import FIRST_WEIGHT, WEIGHTS, Acceptance, Group
+from lorikeet.shard.speculation.types import Source
 
 WIDTH = 8
 

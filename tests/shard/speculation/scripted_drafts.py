@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lorikeet.shard.drafts import device_drafts
-from lorikeet.shard.drafts.device_drafts import Emitted, Texts
+from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.speculation.device import device_drafts
+from lorikeet.shard.speculation.device.device_drafts import Emitted, Texts
+from lorikeet.shard.speculation.types import Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import Rig
 

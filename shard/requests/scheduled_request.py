@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.shard.scheduler.request import Request
-from lorikeet.shard.scheduler.speculation.acceptance import DraftState
-from lorikeet.shard.scheduler.speculation.throughput import Load
-from lorikeet.shard.scheduler.speculation.types import Source
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.speculation.acceptance import DraftState
+from lorikeet.shard.speculation.throughput import Load
+from lorikeet.shard.speculation.types import Source
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""Speculative decoding apart from requests: its parameters, acceptance rates, costs, and prompt lookup."""
