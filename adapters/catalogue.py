@@ -57,7 +57,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One alias."""
 
     alias: str
@@ -91,7 +91,7 @@ class Entry:
 class Catalogue:
     """One file: valid entries by alias, and the problems of the others by alias."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, CatalogueEntry]
     problems: dict[str, str]
 
 
@@ -124,7 +124,7 @@ def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Pat
         values = {}
     if not isinstance(values, dict):
         raise CatalogueError("it must be a mapping of aliases")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CatalogueEntry] = {}
     problems: dict[str, str] = {}
     for alias, fields in values.items():
         name = str(alias)[: refs.LONGEST_ALIAS]
@@ -165,7 +165,7 @@ def _are_entries(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
 
 
-def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> Entry:
+def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> CatalogueEntry:
     """Raises ValueError with a sentence."""
     refs.check_alias(alias if isinstance(alias, str) else "")
     if not isinstance(fields, dict):
@@ -181,7 +181,7 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
     learn_heads = fields.get("learn_heads")
     if not isinstance(learn_heads, bool | None):
         raise ValueError(f"`learn_heads` must be true or false, not {learn_heads!r}")
-    return Entry(
+    return CatalogueEntry(
         alias=alias,
         versions=tuple(_versions(fields, _source(fields, default_source))),
         weight=float(weight),

@@ -26,7 +26,7 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE_HUB_API_TOKEN")
 
 
 @dataclass
-class Row:
+class CheckRow:
     """One adapter of the catalogue."""
 
     alias: str
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-async def _check(options: argparse.Namespace) -> list[Row]:
+async def _check(options: argparse.Namespace) -> list[CheckRow]:
     listed = catalogue.read(options.file, Source(options.default_adapter_source))
     sources = Sources(_settings(options))
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
@@ -118,7 +118,7 @@ async def _check(options: argparse.Namespace) -> list[Row]:
         ]
     finally:
         await sources.close()
-    return [*rows, *(Row(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
+    return [*rows, *(CheckRow(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
 
 
 @dataclass(frozen=True)
@@ -158,27 +158,27 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
     return Path(found)
 
 
-def _row(alias: str, ref: Ref, found: _Found | AdapterError, validated: Callable[[_Found], Validation]) -> Row:
+def _row(alias: str, ref: Ref, found: _Found | AdapterError, validated: Callable[[_Found], Validation]) -> CheckRow:
     try:
         if isinstance(found, AdapterError):
             raise found
         validation = validated(found)
     except AdapterError as error:
-        return Row(alias, str(ref), "refused", str(error))
+        return CheckRow(alias, str(ref), "refused", str(error))
     state, reason = "served", "; ".join(validation.warnings)
     if not validation.has_headers:
         state, reason = "unseen", "a file without a header (.bin, .pt) is checked when it is loaded"
     elif validation.unread:
         state, reason = "unseen", f"{validation.unread[0]} is compared with the base's when it is loaded"
     sizes = (validation.rank, validation.num_modules, validation.num_heads, validation.num_bytes)
-    return Row(alias, str(ref), state, reason, *sizes)
+    return CheckRow(alias, str(ref), state, reason, *sizes)
 
 
-def _json(rows: Sequence[Row]) -> str:
+def _json(rows: Sequence[CheckRow]) -> str:
     return "\n".join(json.dumps(asdict(row)) for row in rows)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[CheckRow]) -> str:
     lines: list[tuple[str, ...]] = [("ALIAS", "STATE", "RANK", "MODULES", "HEADS", "BYTES", "ADAPTER", "REASON")]
     for row in rows:
         numbers = (row.rank, row.modules, row.heads, row.num_bytes)

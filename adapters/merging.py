@@ -21,7 +21,7 @@ _MERGED = ("linear", "embedding")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WeightedChange:
     """One adapter's change to one module."""
 
     found: ModuleChange
@@ -35,11 +35,11 @@ class _Part:
 
 def merge(adapters: Sequence[Sequence[ModuleChange]], wanted: Merge, digest: str) -> list[ModuleChange]:
     """One list per adapter, in the order of `wanted.pins`. Raises AdapterInvalid or NotServed with the reason."""
-    modules: dict[str, list[_Part]] = {}
+    modules: dict[str, list[_WeightedChange]] = {}
     for number, adapter in enumerate(adapters):
         for found in adapter:
             _check(found, str(wanted.pins[number].id))
-            modules.setdefault(found.module, []).append(_Part(found, wanted.weights[number]))
+            modules.setdefault(found.module, []).append(_WeightedChange(found, wanted.weights[number]))
     if wanted.strategy != "cat":
         _check_ranks(adapters, wanted)
     return [_merged(module, parts, wanted, digest) for module, parts in sorted(modules.items())]
@@ -64,7 +64,7 @@ def _check_ranks(adapters: Sequence[Sequence[ModuleChange]], wanted: Merge) -> N
         raise AdapterInvalid(f"`{wanted.strategy}` merges only adapters of equal rank: {named}; use `cat`")
 
 
-def _merged(module: str, parts: list[_Part], wanted: Merge, digest: str) -> ModuleChange:
+def _merged(module: str, parts: list[_WeightedChange], wanted: Merge, digest: str) -> ModuleChange:
     kinds = {part.found.kind for part in parts}
     if len(kinds) > 1:
         raise AdapterInvalid(f"the adapters contain different kinds of changes to {module}")
@@ -95,7 +95,7 @@ def _combined(tensors: list[torch.Tensor], weights: torch.Tensor, wanted: Merge,
         return merged(tensors, weights, wanted.density, wanted.majority_sign_method)
 
 
-def _factors(parts: list[_Part]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _factors(parts: list[_WeightedChange]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Every A and every B in float32."""
     found = [(part.found.a, part.found.b) for part in parts]
     pairs = [(a.float(), b.float()) for a, b in found if a is not None and b is not None]

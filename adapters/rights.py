@@ -38,7 +38,7 @@ def rejected_versions() -> RejectedVersions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _CachedAnswer:
     """One positive answer of a source and its time."""
 
     at: float
@@ -63,7 +63,7 @@ class Rights:
         self._rejected = rejected_versions() if rejected is None else rejected
         self.sources, self._clock = sources, clock
         self._ttl_s, self._stale_s = ttl_s, stale_s
-        self._answers: SizedCache[_Key, _Answer] = SizedCache(
+        self._answers: SizedCache[_Key, _CachedAnswer] = SizedCache(
             MAX_RESOLVED_BYTES, lambda key, answer: 3 * len(key[0].id) + len(answer.resolved.real_id)
         )
         """Without a token's hash: for everyone, as the adapter is public."""
@@ -98,7 +98,7 @@ class Rights:
                     is_known = is_known or cache is self._answers
         return is_known
 
-    def _is_rejected(self, answer: _Answer, now: float) -> bool:
+    def _is_rejected(self, answer: _CachedAnswer, now: float) -> bool:
         """Whether the version cannot be served, and another one may have replaced it."""
         pin = answer.resolved.pin
         rejected_at = self._rejected.get(pin)
@@ -120,7 +120,7 @@ class Rights:
         if not resolved.is_public:
             self._answers.pop((ref, None))
         self._refusals.pop(caller)
-        self._answers.put(key, _Answer(self._clock(), resolved))
+        self._answers.put(key, _CachedAnswer(self._clock(), resolved))
         return resolved
 
     def _without_source(self, ref: Ref, caller: _Key, error: SourceUnreachable) -> Resolved:

@@ -32,14 +32,14 @@ from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa.format import HeadsShape, expected_shapes
 from lorikeet.adapters.medusa.hidden import labels_of
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.training import HeadsOptimizer, Recipe
+from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe
 from lorikeet.adapters.store import Store
 from lorikeet.proto.base_files import base_key
 from lorikeet.proto.learning import Job, Trained, TrainerSettings
 
 log = structlog.get_logger()
 
-RECIPE = Recipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
+RECIPE = HeadsRecipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
 """Training settings of one round. The dtype is float32 where bfloat16 products are slower."""
 WIDTH_OF_LR = 256
 """Hidden size above which the learning rate falls as 1/H, as Adam's should (Yang et al. 2022, arXiv 2203.03466)."""
@@ -86,7 +86,7 @@ class _Facts:
 
     head: BaseHead
     base: Base
-    recipe: Recipe
+    recipe: HeadsRecipe
 
 
 class Rounds:

@@ -145,10 +145,10 @@ def _target(options: argparse.Namespace) -> "TargetOptions":
 
 def _train(options: argparse.Namespace) -> int:
     from lorikeet.adapters.medusa import report, run
-    from lorikeet.adapters.medusa.training import Recipe
+    from lorikeet.adapters.medusa.training import HeadsRecipe
 
     names = ("num_heads", "num_layers", "epochs", "rows_per_step", "lr", "seed")
-    recipe = Recipe(**_fields(options, *names), bf16=options.dtype != "float32")
+    recipe = HeadsRecipe(**_fields(options, *names), bf16=options.dtype != "float32")
     work = options.work or options.out.with_name(options.out.name + ".work")
     fields = _fields(options, "out", "held_out", "join", "base_name")
     found, digest = run.train(run.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields))

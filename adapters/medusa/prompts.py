@@ -26,7 +26,7 @@ class EncodedPrompt:
     """Text that a server tokenizes to the same ids; None if there is none."""
 
 
-def read(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """Every prompt of the file, in order. Raises HeadsError."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def read(path: Path) -> list[Prompt]:
     return prompts
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[EncodedPrompt]:
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[EncodedPrompt]:
     """Tokens of every prompt. Raises HeadsError if the tokenizer has no chat template for messages."""
     return [_encode(prompt, tokenizer) for prompt in prompts]
 

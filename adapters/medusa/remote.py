@@ -19,7 +19,9 @@ BUSY_TIMEOUT_S = 120.0
 READ_TIMEOUT_S = 600.0
 
 
-def write(url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store: TextStore, writing: Writing) -> None:
+def write_with_server(
+    url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store: TextStore, writing: Writing
+) -> None:
     """Let the server at `url` generate the missing texts greedily; LORIKEET_TOKEN is its key. Raises HeadsError."""
     missing = [number for number in range(len(encoded)) if number not in store.outputs]
     limits = httpx.Limits(max_connections=writing.batch_size)

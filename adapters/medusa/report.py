@@ -20,7 +20,7 @@ MAX_LOGITS = 2**22
 
 
 @dataclass(frozen=True)
-class Replay:
+class ChainReplay:
     """A chain replayed over generated tokens. The first token of a text comes from its prompt, not from a step."""
 
     tokens: int
@@ -28,7 +28,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Report:
+class HeadsReport:
     """The results of one set of heads on some texts."""
 
     num_texts: int
@@ -47,7 +47,7 @@ class Report:
         return fields | rounded | {"top1": [round(share, 4) for share in self.top1]}
 
 
-def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Replay:
+def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> ChainReplay:
     """`proposals[i]` are the draft tokens of the row of output i for outputs i + 1, i + 2, …"""
     at, steps = 0, 0
     while at + 1 < len(output_ids):
@@ -58,20 +58,20 @@ def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> Rep
             accepted += 1
         at = min(at + 1 + accepted, len(output_ids) - 1)  # the target's own token follows the accepted ones
         steps += 1
-    return Replay(max(0, len(output_ids) - 1), steps)
+    return ChainReplay(max(0, len(output_ids) - 1), steps)
 
 
-def replay_accepted(accepted: Sequence[int]) -> Replay:
+def replay_accepted(accepted: Sequence[int]) -> ChainReplay:
     """The same from the number of accepted draft tokens of each output's row."""
     at, steps, last = 0, 0, len(accepted) - 1
     while at < last:
         at = min(at + 1 + accepted[at], last)
         steps += 1
-    return Replay(max(0, last), steps)
+    return ChainReplay(max(0, last), steps)
 
 
 @torch.no_grad()
-def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report:
+def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> HeadsReport:
     """Compute every row once, apply every head to it, and replay. Raises HeadsError if there is nothing to measure."""
     num_heads = heads.shape.num_heads
     right, places = [0] * num_heads, [0] * num_heads
@@ -90,7 +90,7 @@ def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> Report
     if not steps:
         raise HeadsError("the target generated at most one token after each prompt, so there is nothing to predict")
     shares = tuple(r / max(1, p) for r, p in zip(right, places, strict=True))
-    return Report(len(texts), num_tokens, shares, tokens / steps, agreed / num_tokens)
+    return HeadsReport(len(texts), num_tokens, shares, tokens / steps, agreed / num_tokens)
 
 
 def _best(target: Target, heads: MedusaHeads, rows: torch.Tensor) -> tuple[list[int], list[list[int]]]:
@@ -103,7 +103,7 @@ def _best(target: Target, heads: MedusaHeads, rows: torch.Tensor) -> tuple[list[
     return best, proposals
 
 
-def table(report: Report) -> str:
+def table(report: HeadsReport) -> str:
     """The report as a Markdown table."""
     lines = [f"{report.num_texts} held-out texts, {report.num_tokens:,} tokens", "", "| | measured |", "|---|---|"]
     lines += [f"| head {head}, {head + 2} positions ahead: top-1 | {p:.1%} |" for head, p in enumerate(report.top1)]

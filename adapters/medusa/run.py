@@ -18,10 +18,10 @@ from lorikeet.adapters.medusa.format import HeadsFile
 from lorikeet.adapters.medusa.hidden import HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.prompts import EncodedPrompt
-from lorikeet.adapters.medusa.report import Report
-from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.report import HeadsReport
+from lorikeet.adapters.medusa.target import Placement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
-from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
+from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
 CHECKPOINT_S = 60.0
 PROGRESS_S = 5.0
@@ -54,7 +54,7 @@ class TrainOptions:
     target: TargetOptions
     out: Path
     work: Path
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: HeadsRecipe = field(default_factory=HeadsRecipe)
     held_out: float = 0.05
     """Share of the texts that are only used for evaluation."""
     join: bool = False
@@ -62,7 +62,7 @@ class TrainOptions:
     """Name of the base in the files; None: its model id."""
 
 
-class Progress:
+class ProgressPrinter:
     """Prints to stderr at most once in PROGRESS_S seconds, and at the end of each part."""
 
     def __init__(self, what: str, unit: str) -> None:
@@ -82,7 +82,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def train(options: TrainOptions) -> tuple[Report, str]:
+def train(options: TrainOptions) -> tuple[HeadsReport, str]:
     """Generate texts, compute rows, train, write files; returns the report on held-out texts and the heads' digest."""
     if options.join and options.target.adapter_id is None:
         raise HeadsError("--join needs --adapter-id, the adapter to join with the heads")
@@ -99,7 +99,7 @@ def train(options: TrainOptions) -> tuple[Report, str]:
     return found, digest(saved)
 
 
-def evaluate(options: TargetOptions, heads: str, work: Path | None = None) -> Report:
+def evaluate(options: TargetOptions, heads: str, work: Path | None = None) -> HeadsReport:
     """Measure heads, a folder or hub id, on the target's texts."""
     folder = sources.heads_folder(heads)
     heads_file = files.read(folder, say)
@@ -146,7 +146,7 @@ def _target(options: TargetOptions) -> Target:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise HeadsError(f"the device {options.device} is not available: {first_line(error)}") from None
-    return Target(options.model_id, options.adapter_id, Place(device, getattr(torch, options.dtype)))
+    return Target(options.model_id, options.adapter_id, Placement(device, getattr(torch, options.dtype)))
 
 
 def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[list[Text], dict[str, Any]]:
@@ -157,13 +157,13 @@ def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[l
         count = len(encoded) - len(fitting)
         say(f"{count} prompts are left out: they leave no room for {options.max_new_tokens} tokens")
     settings = texts.settings_of(target, fitting, options.max_new_tokens)
-    writing = Writing(options.max_new_tokens, options.batch_size, Progress("texts", "texts"))
+    writing = Writing(options.max_new_tokens, options.batch_size, ProgressPrinter("texts", "texts"))
     store = TextStore(None if work is None else work / "texts.jsonl", settings)
     try:
         if options.url is None:
-            texts.write(target, fitting, store, writing)
+            texts.write_with_target(target, fitting, store, writing)
         else:
-            remote.write(options.url, options.adapter_id, fitting, store, writing)
+            remote.write_with_server(options.url, options.adapter_id, fitting, store, writing)
     finally:
         store.close()
     return texts.texts(fitting, store), settings
@@ -171,7 +171,7 @@ def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[l
 
 def _prompts(target: Target, options: TargetOptions) -> list[EncodedPrompt]:
     if options.prompts is not None:
-        return prompts.encode(prompts.read(options.prompts), target.tokenizer)
+        return prompts.encode_prompts(prompts.read_prompts(options.prompts), target.tokenizer)
     say("no prompt file: the target samples its own prompts, which suits general heads, not those of one task")
     sampled = texts.own_prompts(target, options.num_own_prompts, options.batch_size, options.seed)
     if len(sampled) < options.num_own_prompts:
@@ -183,7 +183,7 @@ def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings
     seed = options.target.seed
     settings = settings | {"seed": seed, "held_out": options.held_out, "dtype": options.target.dtype}
     rows = HiddenFiles(options.work / "rows", kept, target.hidden_size, seed)
-    rows.compute(target, settings, Progress("hidden rows", "rows"))
+    rows.compute(target, settings, ProgressPrinter("hidden rows", "rows"))
     trainer = HeadsTrainer(options.recipe, rows, target)
     checkpoint = options.work / "checkpoint.pt"
     if checkpoint.exists():
@@ -191,7 +191,7 @@ def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings
             say(f"resuming after step {trainer.step}")
         else:
             say(f"{checkpoint} belongs to another run: training starts from the beginning")
-    progress, saved, recent = Progress("training", "steps"), time.monotonic(), list[float]()
+    progress, saved, recent = ProgressPrinter("training", "steps"), time.monotonic(), list[float]()
     for loss in trainer.run():
         recent = [*recent[-49:], loss]
         progress(trainer.step, trainer.num_steps, f", loss {sum(recent) / len(recent):.3f} nats")

@@ -42,7 +42,7 @@ def heads_folder(name: str) -> Path:
     return _folder(name, "heads", [*_ADAPTER, "*.safetensors"], ["*/*"])
 
 
-def identity(folder: Path) -> str:
+def folder_identity(folder: Path) -> str:
     """A hash that changes with every file of the folder that affects the generated text."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

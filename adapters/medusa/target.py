@@ -24,7 +24,7 @@ _PROBE_LEN = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Device and precision."""
 
     device: torch.device
@@ -42,7 +42,7 @@ class _Reached(Exception):
 class Target:
     """The model whose text the heads predict."""
 
-    def __init__(self, base: str, adapter: str | None, place: Place) -> None:
+    def __init__(self, base: str, adapter: str | None, place: Placement) -> None:
         self.place = place
         self.base_folder = sources.model_folder(base)
         self.adapter_folder = None if adapter is None else sources.adapter_folder(adapter)
@@ -62,8 +62,8 @@ class Target:
     @property
     def identity(self) -> dict[str, str | None]:
         """Hashes of the files that the target's text depends on."""
-        adapter = None if self.adapter_folder is None else sources.identity(self.adapter_folder)
-        return {"model": sources.identity(self.base_folder), "adapter": adapter}
+        adapter = None if self.adapter_folder is None else sources.folder_identity(self.adapter_folder)
+        return {"model": sources.folder_identity(self.base_folder), "adapter": adapter}
 
     @property
     def max_len(self) -> int | None:
@@ -176,7 +176,7 @@ def _chat_template(folder: Path) -> str | None:
     return None
 
 
-def _load(name: str, folder: Path, place: Place) -> Any:
+def _load(name: str, folder: Path, place: Placement) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=place.dtype, use_safetensors=True)
         return model.to(place.device)

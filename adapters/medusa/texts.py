@@ -94,7 +94,7 @@ def fitting(encoded: Sequence[EncodedPrompt], target: Target, max_new_tokens: in
     return kept
 
 
-def write(target: Target, encoded: Sequence[EncodedPrompt], store: TextStore, writing: "Writing") -> None:
+def write_with_target(target: Target, encoded: Sequence[EncodedPrompt], store: TextStore, writing: "Writing") -> None:
     """Let the target generate the missing texts. Batches have prompts of similar length, because padding costs time."""
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number].ids))
     for start in range(0, len(order), writing.batch_size):
@@ -131,7 +131,7 @@ def own_prompts(target: Target, number: int, batch_size: int, seed: int) -> list
                 found[text] = None
         if len(found) >= number:
             break
-    return prompts.encode(list(found)[:number], target.tokenizer)
+    return prompts.encode_prompts(list(found)[:number], target.tokenizer)
 
 
 def texts(encoded: Sequence[EncodedPrompt], store: TextStore) -> list[Text]:

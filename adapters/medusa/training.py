@@ -22,7 +22,7 @@ LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HeadsRecipe:
     """Everything that the heads depend on, except the rows."""
 
     num_heads: int = 3
@@ -75,7 +75,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
 class HeadsOptimizer:
     """Heads in training, and their optimizer."""
 
-    def __init__(self, heads: MedusaHeads, recipe: Recipe, output_head: OutputHead, vocab_size: int) -> None:
+    def __init__(self, heads: MedusaHeads, recipe: HeadsRecipe, output_head: OutputHead, vocab_size: int) -> None:
         """`output_head`: of the target, with what follows it."""
         self.heads, self.recipe = heads, recipe
         self.output = output_head, vocab_size
@@ -103,7 +103,7 @@ class HeadsOptimizer:
 class HeadsTrainer:
     """The heads, their optimizer and the number of steps done."""
 
-    def __init__(self, recipe: Recipe, files: HiddenFiles, target: Target) -> None:
+    def __init__(self, recipe: HeadsRecipe, files: HiddenFiles, target: Target) -> None:
         self.recipe = recipe
         self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
         self.heads.to(target.place.device)

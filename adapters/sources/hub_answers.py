@@ -31,22 +31,22 @@ Commit = Annotated[str, Field(pattern=_COMMIT)]
 Size = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
 
 
-class _Answer(BaseModel):
+class _HubAnswer(BaseModel):
     """Fields have the types that the hub documents; others are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", regex_engine="python-re")
 
 
-T = TypeVar("T", bound=BaseModel)
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class LargeFile(_Answer):
+class LargeFile(_HubAnswer):
     """What is known of a file that is stored by its hash."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class HubFile(_Answer):
+class HubFile(_HubAnswer):
     """One file of a repository."""
 
     rfilename: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -54,7 +54,7 @@ class HubFile(_Answer):
     lfs: LargeFile | None = None
 
 
-class Repository(_Answer):
+class Repository(_HubAnswer):
     """A repository at one commit."""
 
     sha: Commit
@@ -83,7 +83,7 @@ def is_commit(text: str) -> bool:
     return re.match(_COMMIT, text) is not None
 
 
-def parse(answer: bytes, schema: type[T], name: str) -> T:
+def parse(answer: bytes, schema: type[Schema], name: str) -> Schema:
     """The answer about the repository `name`. Raises AdapterInvalid for too many files, and InvalidAnswer."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise AdapterInvalid(f"the hub describes {name} in more than {MAX_ANSWER_BYTES} bytes")
@@ -139,8 +139,8 @@ def _check_headers(headers: Any) -> None:
 
 
 def describe(
-    ref: Ref, schema: type[T], token: str | bool | None, timeout_s: float, limit_s: float, endpoint: str | None = None
-) -> T:
+    ref: Ref, schema: type[Schema], token: str | bool | None, timeout_s: float, limit_s: float, endpoint: str | None = None
+) -> Schema:
     """The hub's description of a repository, with its files where the schema has them.
 
     `token` is as the library takes it: False is none, None is that of this machine's user. Raises the library's errors,

@@ -286,22 +286,22 @@ def _offline(
 
     from lorikeet.adapters.medusa import format as files
     from lorikeet.adapters.medusa.hidden import HiddenFiles
-    from lorikeet.adapters.medusa.target import Place, Target
+    from lorikeet.adapters.medusa.target import Placement, Target
     from lorikeet.adapters.medusa.texts import Text
-    from lorikeet.adapters.medusa.training import HeadsTrainer, Recipe
+    from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
     folder = servers.LOGS.parent / "learning"
     with contextlib.ExitStack() as stack:
         for server in running.values():
             stack.enter_context(server.frozen())
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        target = Target(str(family.BASE), None, Place(torch.device("cpu"), torch.float32))
+        target = Target(str(family.BASE), None, Placement(torch.device("cpu"), torch.float32))
         pairs = zip(family.encode(prompts), outputs, strict=True)
         rows = HiddenFiles(
             folder / "rows", [Text(tuple(ids), tuple(output)) for ids, output in pairs], target.hidden_size, 0
         )
         rows.compute(target, {}, lambda done, of: None)
-        trainer = HeadsTrainer(Recipe(bf16=False), rows, target)
+        trainer = HeadsTrainer(HeadsRecipe(bf16=False), rows, target)
         for _ in trainer.run():
             pass
         tensors = trainer.heads.tensors(torch.float32)

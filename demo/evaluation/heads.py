@@ -15,8 +15,8 @@ from lorikeet.adapters.medusa import format as heads_format
 from lorikeet.adapters.medusa import prompts as prompt_files
 from lorikeet.adapters.medusa import report, texts
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.report import Report
-from lorikeet.adapters.medusa.target import Place, Target
+from lorikeet.adapters.medusa.report import HeadsReport
+from lorikeet.adapters.medusa.target import Placement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_device_argument
@@ -32,7 +32,7 @@ class Row:
 
     heads: str
     text: str
-    report: Report
+    report: HeadsReport
 
     def as_json(self) -> dict[str, object]:
         return {"heads": self.heads, "text": self.text, **self.report.as_json()}
@@ -61,16 +61,16 @@ def measure(kind: str, options: argparse.Namespace) -> list[Row]:
     adapter = ALL[kind].adapter
     names = ["base"] if adapter is None else ["base", kind, f"{kind}-joined"]
     folder = None if adapter is None else str(options.adapters / adapter)
-    target = Target(str(options.base), folder, Place(torch.device(options.device), torch.float32))
+    target = Target(str(options.base), folder, Placement(torch.device(options.device), torch.float32))
     written = write(target, kind, options.texts)
     return [Row(name, kind, report.measure(target, load(options.heads / name, target), written)) for name in names]
 
 
 def write(target: Target, kind: str, count: int) -> list[Text]:
     """The target's texts for the held-out prompts of this kind."""
-    encoded = prompt_files.encode(ALL[kind].held_out_prompts(count), target.tokenizer)
+    encoded = prompt_files.encode_prompts(ALL[kind].held_out_prompts(count), target.tokenizer)
     store = TextStore(None, {})
-    texts.write(target, encoded, store, Writing(ALL[kind].max_new_tokens, 50, lambda done, of: None))
+    texts.write_with_target(target, encoded, store, Writing(ALL[kind].max_new_tokens, 50, lambda done, of: None))
     return texts.texts(encoded, store)
 
 

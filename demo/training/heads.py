@@ -13,9 +13,9 @@ import torch
 
 from lorikeet.adapters.medusa import report
 from lorikeet.adapters.medusa import run as tool
-from lorikeet.adapters.medusa.report import Report
+from lorikeet.adapters.medusa.report import HeadsReport
 from lorikeet.adapters.medusa.run import TargetOptions, TrainOptions
-from lorikeet.adapters.medusa.training import Recipe
+from lorikeet.adapters.medusa.training import HeadsRecipe
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.pieces import pieces
 from lorikeet.demo.data.tasks import citation
@@ -37,7 +37,7 @@ class Heads:
     held_out_prompts: Callable[[int], list[str]]
     num_prompts: int
     max_new_tokens: int
-    recipe: Recipe
+    recipe: HeadsRecipe
 
 
 def code(count: int, seed: int) -> list[str]:
@@ -62,8 +62,8 @@ def held_out_citations(count: int) -> list[str]:
 
 
 ALL = {
-    "base": Heads(None, code, held_out_code, 4000, 128, Recipe(num_heads=3, epochs=6, lr=2e-3)),
-    "citation": Heads("citation", citations, held_out_citations, 3000, 128, Recipe(num_heads=3)),
+    "base": Heads(None, code, held_out_code, 4000, 128, HeadsRecipe(num_heads=3, epochs=6, lr=2e-3)),
+    "citation": Heads("citation", citations, held_out_citations, 3000, 128, HeadsRecipe(num_heads=3)),
 }
 
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps({"out": str(options.out), "heads_sha256": digests}), flush=True)
 
 
-def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tuple[Report, str]:
+def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tuple[HeadsReport, str]:
     """Like `lorikeet-heads train`; returns its report and the heads' digest."""
     heads = ALL[name]
     work.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from lorikeet.adapters.catalogue import Entry
+from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.keys import Key
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.base import Resolved
@@ -31,14 +31,14 @@ class Access:
         """Links in local folders are followed anew after `ttl_s`."""
         self._directory, self._sources = directory, sources
         self._ttl_s, self._clock = ttl_s, clock
-        self._closed: dict[_RealId, list[Entry]] = {}
+        self._closed: dict[_RealId, list[CatalogueEntry]] = {}
         """The entries with `keys`, by what they name."""
         self._made_at = -math.inf
         self._resolved: dict[Ref, str] = {}
         """What the operator's names turned out to be at their sources."""
         directory.on_change.append(self._forget)
 
-    def may_use(self, entry: Entry, key: Key | None) -> bool:
+    def may_use(self, entry: CatalogueEntry, key: Key | None) -> bool:
         """Whether the holder of `key` may use or list an alias."""
         if key is not None and key.admin:
             return True
@@ -75,7 +75,7 @@ class Access:
             self._resolved[ref] = resolved.real_id
             self._forget()
 
-    async def _index(self) -> dict[_RealId, list[Entry]]:
+    async def _index(self) -> dict[_RealId, list[CatalogueEntry]]:
         if self._clock() - self._made_at >= self._ttl_s:
             began_at = self._clock()
             entries = [entry for entry in self._directory.entries() if entry.keys is not None]
@@ -83,8 +83,8 @@ class Access:
             self._closed = await asyncio.to_thread(self._indexed, entries)
         return self._closed
 
-    def _indexed(self, entries: list[Entry]) -> dict[_RealId, list[Entry]]:
-        found: defaultdict[_RealId, list[Entry]] = defaultdict(list)
+    def _indexed(self, entries: list[CatalogueEntry]) -> dict[_RealId, list[CatalogueEntry]]:
+        found: defaultdict[_RealId, list[CatalogueEntry]] = defaultdict(list)
         for entry in entries:
             for ref in {version.ref for version in entry.versions}:
                 assert self._sources is not None

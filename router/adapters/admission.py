@@ -9,7 +9,7 @@ from itertools import islice
 
 import structlog
 
-from lorikeet.adapters.catalogue import Entry
+from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loader_client import LoaderClient
@@ -177,7 +177,7 @@ class Admission:
         self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), tier)
         self._popularity.add(adapter_pin(adapter, generation.digest), generation.adapters.affinity_key)
 
-    def note_gauges(self, entries: Iterable[Entry], queued: Iterable[Generation]) -> None:
+    def note_gauges(self, entries: Iterable[CatalogueEntry], queued: Iterable[Generation]) -> None:
         """Update the gauges before they are exported; `entries` are the operator's aliases."""
         known, loading, pinned = self.loading.num_known, self.loading.num_loading, len(self._pins)
         resident = sum(link.residency.num_resident for link in self._links)

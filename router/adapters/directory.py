@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.catalogue import Catalogue, Entry, Version
+from lorikeet.adapters.catalogue import Catalogue, CatalogueEntry, Version
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.adapter_ref import Heads
@@ -26,7 +26,7 @@ class Listed:
     """One line of the directory."""
 
     alias: str
-    entry: Entry | None
+    entry: CatalogueEntry | None
     """None for an alias whose entry in the file could not be parsed."""
     problem: str
     """Why it is not served; "" for one that is."""
@@ -38,7 +38,7 @@ class Listed:
 class DefaultHeads:
     """The default adapter, where it has only heads, as it was when it was loaded."""
 
-    entry: Entry
+    entry: CatalogueEntry
     versions: Mapping[Ref, Heads]
 
     def choose(self, who: str) -> Heads:
@@ -56,7 +56,7 @@ class Directory:
 
     def __init__(self, config: RouterConfig, catalogue: Catalogue | None = None) -> None:
         self.default = config.adapter_id
-        self._flags: dict[str, Entry] = {}
+        self._flags: dict[str, CatalogueEntry] = {}
         if config.adapter_id is not None:
             self._add_flag(config.adapter_id, Source(config.adapter_source))
         preloaded = Source(config.preloaded_adapter_source or config.adapter_source)
@@ -64,21 +64,21 @@ class Directory:
             self._add_flag(name, preloaded)
         for alias, (source, id) in config.lora_modules.items():
             self._flags[alias] = single(alias, refs.parse(id, Source(source)))
-        self._added: dict[str, Entry] = {}
-        self._file: dict[str, Entry] = {}
+        self._added: dict[str, CatalogueEntry] = {}
+        self._file: dict[str, CatalogueEntry] = {}
         self._entries = ChainMap(self._added, self._file, self._flags)
         self._unread: dict[str, str] = {}
-        self._wrong: dict[str, tuple[Entry, str]] = {}
+        self._wrong: dict[str, tuple[CatalogueEntry, str]] = {}
         """Problems that the validation of an entry's adapter has found."""
         self._heads: DefaultHeads | None = None
         self._created = int(time.time())
-        self._loaded_at: dict[str, tuple[Entry, int]] = {}
+        self._loaded_at: dict[str, tuple[CatalogueEntry, int]] = {}
         """When an entry's contents were loaded, or the entry was added."""
         self.on_change: list[Callable[[], None]] = []
         if catalogue is not None:
             self.replace(catalogue)
 
-    def find(self, alias: str) -> Entry | None:
+    def find(self, alias: str) -> CatalogueEntry | None:
         return self._entries.get(alias)
 
     def problem(self, alias: str) -> str:
@@ -89,7 +89,7 @@ class Directory:
         found = self._wrong.get(alias)
         return found[1] if found is not None and found[0] == entry else ""
 
-    def nearest(self, name: str, may_see: Callable[[Entry], bool]) -> list[str]:
+    def nearest(self, name: str, may_see: Callable[[CatalogueEntry], bool]) -> list[str]:
         """Aliases that are served and spelled like `name`, the nearest first."""
         first = name[:1].casefold()
         alike = (
@@ -100,7 +100,7 @@ class Directory:
         likely = sorted(alike, key=lambda alias: abs(len(alias) - len(name)))[:_MOST_COMPARED]
         return difflib.get_close_matches(name[:_LONGEST_COMPARED], likely, n=3, cutoff=0.5)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CatalogueEntry]:
         """Every alias once."""
         yield from self._entries.values()
 
@@ -114,7 +114,7 @@ class Directory:
             if self.find(alias) is None:
                 yield Listed(alias, None, problem, self._created)
 
-    def set_problem(self, entry: Entry, problem: str) -> None:
+    def set_problem(self, entry: CatalogueEntry, problem: str) -> None:
         """The result of validating an entry's adapter; "" for none."""
         if self.find(entry.alias) != entry:
             return
@@ -123,7 +123,7 @@ class Directory:
         else:
             self._wrong.pop(entry.alias, None)
 
-    def set_loaded(self, entry: Entry, versions: Mapping[Ref, Heads]) -> None:
+    def set_loaded(self, entry: CatalogueEntry, versions: Mapping[Ref, Heads]) -> None:
         """The contents of an entry's versions, which are loaded and pinned."""
         if self.find(entry.alias) == entry:
             self._loaded_at.setdefault(entry.alias, (entry, int(time.time())))
@@ -138,7 +138,7 @@ class Directory:
         heads = self._heads
         return heads if heads is not None and self.find(heads.entry.alias) == heads.entry else None
 
-    def changed_entries(self, catalogue: Catalogue) -> list[Entry]:
+    def changed_entries(self, catalogue: Catalogue) -> list[CatalogueEntry]:
         """Entries of a new file that are not in the current one, or differ there."""
         return [entry for alias, entry in catalogue.entries.items() if self._file.get(alias) != entry]
 
@@ -160,7 +160,7 @@ class Directory:
         """Whether no entry may be added."""
         return len(self._added) >= MAX_ADDED
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CatalogueEntry) -> None:
         """Add a loaded entry until the server ends or the entry is removed."""
         self._loaded_at[entry.alias] = (entry, int(time.time()))
         self._added[entry.alias] = entry
@@ -178,13 +178,13 @@ class Directory:
 
     def _add_flag(self, name: str, source: Source) -> None:
         ref = refs.parse(name, source)
-        self._flags[name] = Entry(name, (Version(ref, 1.0),), pin=True)
+        self._flags[name] = CatalogueEntry(name, (Version(ref, 1.0),), pin=True)
 
     def _changed(self) -> None:
         for callback in self.on_change:
             callback()
 
 
-def single(alias: str, ref: Ref) -> Entry:
+def single(alias: str, ref: Ref) -> CatalogueEntry:
     """An alias of one adapter, with default settings."""
-    return Entry(alias, (Version(ref, 1.0),))
+    return CatalogueEntry(alias, (Version(ref, 1.0),))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from lorikeet.adapters.catalogue import Entry
+from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import Admission
@@ -35,9 +35,9 @@ class AdapterPreloader:
         self._directory = selection.directory
         self._admission = admission
         self._changed = asyncio.Event()
-        self._checked: dict[str, Entry] = {}
+        self._checked: dict[str, CatalogueEntry] = {}
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
-        self._pinned: dict[str, Entry] = {}
+        self._pinned: dict[str, CatalogueEntry] = {}
         """By digest."""
         self._directory.on_change.append(self._changed.set)
 
@@ -58,7 +58,7 @@ class AdapterPreloader:
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
 
-    async def validate(self, entries: Iterable[Entry]) -> dict[str, str]:
+    async def validate(self, entries: Iterable[CatalogueEntry]) -> dict[str, str]:
         """The problems by alias, found without loading anything. A source without an answer is not a problem."""
         wanted = list(entries)
         found = await asyncio.gather(*(self._validate(entry) for entry in wanted))
@@ -84,11 +84,11 @@ class AdapterPreloader:
                 self._admission.unpin(digest)
         return all(each is not None for each in loaded)
 
-    def _is_pinned(self, entry: Entry) -> bool:
+    def _is_pinned(self, entry: CatalogueEntry) -> bool:
         """The default adapter stays loaded, whatever its entry says."""
         return entry.pin or entry.alias == self._directory.default
 
-    async def _load(self, entry: Entry) -> list[str] | None:
+    async def _load(self, entry: CatalogueEntry) -> list[str] | None:
         """Load and pin all versions of an entry; return their digests, None where it should be tried again."""
         digests = []
         versions: dict[Ref, Heads] = {}
@@ -111,7 +111,7 @@ class AdapterPreloader:
         self._directory.set_loaded(entry, versions)
         return digests
 
-    async def _validate(self, entry: Entry) -> str:
+    async def _validate(self, entry: CatalogueEntry) -> str:
         try:
             for version in entry.versions:
                 async with self._places:

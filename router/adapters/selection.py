@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.catalogue import SOURCES, Entry
+from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref, Source
@@ -69,23 +69,23 @@ class Selection:
             return self.directory.default is None or self.directory.default_heads is not None
         return name in self._config.model_names or name in BASE_NAMES
 
-    def entry(self, name: str | None, source: str | None = None) -> Entry | None:
+    def entry(self, name: str | None, source: str | None = None) -> CatalogueEntry | None:
         """The operator's entry of that name, if any. A source that is given must be the entry's own."""
         entry = self.directory.find(name or self.directory.default or "")
         if entry is None or source is None or all(version.ref.source == source for version in entry.versions):
             return entry
         return None
 
-    def usable(self, name: str | None, source: str | None, caller: Caller) -> Entry | None:
+    def usable(self, name: str | None, source: str | None, caller: Caller) -> CatalogueEntry | None:
         """As `entry`; for the caller, an entry that it may not use does not exist."""
         entry = self.entry(name, source)
         return entry if entry is not None and self.access.may_use(entry, caller.key) else None
 
-    async def named(self, entry: Entry, who: str) -> Adapter:
+    async def named(self, entry: CatalogueEntry, who: str) -> Adapter:
         """The adapter of an alias, accessed with the operator's token. Raises AdapterError."""
         return await self.opened(entry, entry.choose(who).ref)
 
-    async def opened(self, entry: Entry, ref: Ref) -> Adapter:
+    async def opened(self, entry: CatalogueEntry, ref: Ref) -> Adapter:
         """One version of an alias, for any caller. Raises AdapterError."""
         token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.adapters.catalogue import CatalogueError, Entry, Version, parse, read
+from lorikeet.adapters.catalogue import CatalogueEntry, CatalogueError, Version, parse, read
 from lorikeet.adapters.refs import Ref, Source
 
 WHOLE = """
@@ -30,7 +30,7 @@ def test_a_catalogue() -> None:
     catalogue = parse(WHOLE)
     assert catalogue.problems == {}
     entries = catalogue.entries
-    assert entries["plain"] == Entry("plain", (Version(Ref(Source.HUB, "owner/plain"), 1.0),))
+    assert entries["plain"] == CatalogueEntry("plain", (Version(Ref(Source.HUB, "owner/plain"), 1.0),))
     full = entries["full"]
     assert full.versions[0].ref == Ref(Source.HUB, "owner/full", "v7")
     assert (full.weight, full.pin, full.keys) == (3.0, True, frozenset({"team-a", "team-b"}))

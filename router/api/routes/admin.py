@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.catalogue import Entry
+from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import Admission
@@ -178,13 +178,13 @@ class AdminRoutes:
             return Fields({})
         return Fields(await self._service.body(request))
 
-    def _named(self, fields: Fields) -> tuple[str, Entry, list[Ref]]:
+    def _named(self, fields: Fields) -> tuple[str, CatalogueEntry, list[Ref]]:
         """The name in a body, its entry, and all its versions."""
         name = fields.required_text("adapter_id")
         entry = self._entry(name, fields.text("adapter_source"))
         return name, entry, [version.ref for version in entry.versions]
 
-    async def _check_exists(self, entry: Entry) -> None:
+    async def _check_exists(self, entry: CatalogueEntry) -> None:
         """Raises AdapterProblem if the entry is not the operator's, and its source has no such adapter."""
         if self._service.selection.directory.find(entry.alias) is entry:
             return
@@ -194,7 +194,7 @@ class AdminRoutes:
         except AdapterError as error:
             raise adapter_problem(error) from None
 
-    def _entry(self, name: str, source: str | None) -> Entry:
+    def _entry(self, name: str, source: str | None) -> CatalogueEntry:
         selection = self._service.selection
         entry = selection.entry(name, source) if name else None
         if entry is not None:
@@ -224,7 +224,7 @@ class AdminRoutes:
         shown = [{"digest": each.digest, "num_bytes": each.num_bytes, "rank": each.rank} for each, _ in contents]
         return _json({"adapter_id": name, key: shown})
 
-    async def _contents(self, entry: Entry) -> list[tuple[Loaded, Adapter]]:
+    async def _contents(self, entry: CatalogueEntry) -> list[tuple[Loaded, Adapter]]:
         """(content, adapter) of all versions, loaded. Raises AdapterProblem."""
         try:
             adapters = [await self._service.selection.opened(entry, version.ref) for version in entry.versions]

@@ -65,8 +65,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def ask(target: Target, url: str, store: TextStore, adapter: str | None = None) -> list[EncodedPrompt]:
-    encoded = prompts.encode(small.PROMPTS, target.tokenizer)
-    remote.write(url, adapter, encoded, store, Writing(6, 3, lambda done, of: None))
+    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
+    remote.write_with_server(url, adapter, encoded, store, Writing(6, 3, lambda done, of: None))
     return encoded
 
 

@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 )
 def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) -> None:
     (tmp_path / name).write_text(content)
-    assert prompts.read(tmp_path / name) == wanted
+    assert prompts.read_prompts(tmp_path / name) == wanted
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) 
 def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(HeadsError, match=sentence):
-        prompts.read(tmp_path / name)
+        prompts.read_prompts(tmp_path / name)
 
 
 def test_messages_go_through_the_chat_template(target: Target) -> None:
     target.tokenizer.chat_template = None
     with pytest.raises(HeadsError, match="neither base nor adapter has a chat template"):
-        prompts.encode([MESSAGES], target.tokenizer)
+        prompts.encode_prompts([MESSAGES], target.tokenizer)
     target.tokenizer.chat_template = TEMPLATE
-    (found,) = prompts.encode([MESSAGES], target.tokenizer)
+    (found,) = prompts.encode_prompts([MESSAGES], target.tokenizer)
     assert target.tokenizer.decode(found.ids) == "<|endoftext|>hello. "
     assert found.inputs is not None
     assert tuple(target.tokenizer(found.inputs)["input_ids"]) == found.ids
@@ -71,11 +71,11 @@ def writing(batch_size: int = 2, num: int = 6) -> Writing:
 
 
 def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Path) -> None:
-    encoded = prompts.encode(small.PROMPTS, target.tokenizer)
+    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
     settings = texts.settings_of(target, encoded, 6)
     path = tmp_path / "texts.jsonl"
     store = TextStore(path, settings)
-    texts.write(target, encoded, store, writing())
+    texts.write_with_target(target, encoded, store, writing())
     store.close()
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
@@ -85,7 +85,7 @@ def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Pa
     asked = []
     plain = target.write
     target.write = lambda batch, *rest: asked.append(len(batch)) or plain(batch, *rest)
-    texts.write(target, encoded, again, writing())
+    texts.write_with_target(target, encoded, again, writing())
     again.close()
     target.write = plain
     assert asked == [2, 2]
@@ -95,7 +95,7 @@ def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Pa
 
 
 def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> None:
-    encoded = prompts.encode(small.PROMPTS, target.tokenizer)
+    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
     TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 6)).close()
     with pytest.raises(HeadsError, match=r"texts of another run \(other length\): use another --work"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 7))
@@ -104,7 +104,7 @@ def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> No
 
 
 def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
-    encoded = prompts.encode(["short", "hello " * 300], target.tokenizer)
+    encoded = prompts.encode_prompts(["short", "hello " * 300], target.tokenizer)
     assert texts.fitting(encoded, target, 20) == encoded[:1]
     with pytest.raises(HeadsError, match="no prompt leaves room for 128 tokens in the model's 128 positions"):
         texts.fitting(encoded, target, 128)

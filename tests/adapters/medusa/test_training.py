@@ -12,10 +12,10 @@ from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
-from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsTrainer, Recipe
+from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe, HeadsTrainer
 from tests.adapters.medusa import small
 
-RECIPE = Recipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)
+RECIPE = HeadsRecipe(num_heads=2, epochs=3, rows_per_step=16, lr=0.01, bf16=False)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def rows_of(target: Target, texts: list[Text], folder: Path, seed: int = 0) -> H
     return files
 
 
-def trainer_of(target: Target, files: HiddenFiles, recipe: Recipe = RECIPE) -> HeadsTrainer:
+def trainer_of(target: Target, files: HiddenFiles, recipe: HeadsRecipe = RECIPE) -> HeadsTrainer:
     return HeadsTrainer(recipe, files, target)
 
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_ends_with_the_same_heads(
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    recipe = Recipe(lr=2.0, warmup=0.1)
+    recipe = HeadsRecipe(lr=2.0, warmup=0.1)
     rates = [recipe.lr_at(step, 100) for step in range(100)]
     assert rates[0] == 0.2
     assert max(rates) == rates[10] == 2.0
