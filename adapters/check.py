@@ -17,7 +17,7 @@ from pathlib import Path
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources import hub_answers
+from lorikeet.adapters.sources import hub
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
 from lorikeet.adapters.validation import AdapterValidator, Headers, Validation, read_headers
 
@@ -145,7 +145,7 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
         return Path(options.model_id)
     ref = refs.parse(options.model_id)
     try:
-        found = hub_answers.library().snapshot_download(
+        found = hub.library().snapshot_download(
             ref.id,
             revision=ref.revision or options.revision,
             allow_patterns=["*.json", "*.model", "*.py", "*.txt"],

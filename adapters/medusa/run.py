@@ -13,11 +13,13 @@ import torch
 
 from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa import prompts, remote, report, sources, texts
+from lorikeet.adapters.medusa import report, sources, texts
+from lorikeet.adapters.medusa import texts
+from lorikeet.adapters.medusa import texts
 from lorikeet.adapters.medusa.format import HeadsFile
 from lorikeet.adapters.medusa.hidden import HiddenFiles
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa.texts import EncodedPrompt
 from lorikeet.adapters.medusa.report import HeadsReport
 from lorikeet.adapters.medusa.target import Placement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
@@ -163,7 +165,7 @@ def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[l
         if options.url is None:
             texts.write_with_target(target, fitting, store, writing)
         else:
-            remote.write_with_server(options.url, options.adapter_id, fitting, store, writing)
+            texts.write_with_server(options.url, options.adapter_id, fitting, store, writing)
     finally:
         store.close()
     return texts.texts(fitting, store), settings
@@ -171,7 +173,7 @@ def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[l
 
 def _prompts(target: Target, options: TargetOptions) -> list[EncodedPrompt]:
     if options.prompts is not None:
-        return prompts.encode_prompts(prompts.read_prompts(options.prompts), target.tokenizer)
+        return texts.encode_prompts(texts.read_prompts(options.prompts), target.tokenizer)
     say("no prompt file: the target samples its own prompts, which suits general heads, not those of one task")
     sampled = texts.own_prompts(target, options.num_own_prompts, options.batch_size, options.seed)
     if len(sampled) < options.num_own_prompts:

@@ -8,7 +8,7 @@ from huggingface_hub import errors
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.errors import HeadsError, first_line
-from lorikeet.adapters.sources import hub_answers
+from lorikeet.adapters.sources import hub
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _MODEL = [*_SMALL, "*.safetensors"]
@@ -69,7 +69,7 @@ def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Pat
         raise HeadsError(f"the {kind} {name!r} is not a folder here, and {error}") from None
     patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
     try:
-        found = hub_answers.library().snapshot_download(ref.id, revision=ref.revision, **patterns)
+        found = hub.library().snapshot_download(ref.id, revision=ref.revision, **patterns)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise HeadsError(f"the {kind} {name} is neither a folder nor visible at the hub with this token") from None
     except errors.GatedRepoError:

@@ -14,9 +14,107 @@ from typing import IO, Any
 import torch
 
 from lorikeet.adapters.errors import HeadsError
-from lorikeet.adapters.medusa import prompts
-from lorikeet.adapters.medusa.prompts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorikeet.adapters.errors import HeadsError, first_line
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorikeet.adapters.errors import HeadsError, first_line
+
+
+
+
+Prompt = str | list[dict[str, Any]]
+"""Text, or the messages of a conversation for the target to continue."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """One prompt in tokens."""
+
+    ids: tuple[int, ...]
+    inputs: str | None
+    """Text that a server tokenizes to the same ids; None if there is none."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Every prompt of the file, in order. Raises HeadsError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise HeadsError(f"the prompt file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise HeadsError(f"the prompt file {path} is not UTF-8 text") from None
+    if path.suffix == ".json":
+        prompts = _list(path, text)
+    elif path.suffix == ".jsonl":
+        lines = enumerate(text.split("\n"), 1)
+        prompts = [_prompt(_json(line, path, number), path, number) for number, line in lines if line.strip()]
+    else:
+        prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise HeadsError(f"the prompt file {path} is empty")
+    return prompts
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[EncodedPrompt]:
+    """Tokens of every prompt. Raises HeadsError if the tokenizer has no chat template for messages."""
+    return [_encode(prompt, tokenizer) for prompt in prompts]
+
+
+def _encode(prompt: Prompt, tokenizer: Any) -> EncodedPrompt:
+    if isinstance(prompt, str):
+        return EncodedPrompt(tuple(tokenizer(prompt)["input_ids"]), prompt)
+    if not tokenizer.chat_template:
+        raise HeadsError("there are prompts with messages, but neither base nor adapter has a chat template")
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise HeadsError(f"the chat template refuses a prompt's messages: {first_line(error)}") from None
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    without = text.removeprefix(tokenizer.bos_token or "")
+    sendable = (candidate for candidate in (text, without) if tuple(tokenizer(candidate)["input_ids"]) == ids)
+    return EncodedPrompt(ids, next(sendable, None))
+
+
+def _list(path: Path, text: str) -> list[Prompt]:
+    values = _json(text, path, 1) if text.strip() else []
+    if not isinstance(values, list):
+        raise HeadsError(f"the prompt file {path} is not a JSON list; use .jsonl for one value per line")
+    return [_prompt(value, path, number) for number, value in enumerate(values, 1)]
+
+
+def _json(text: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise HeadsError(f"the prompt file {path} is not JSON at line {number}: {first_line(error)}") from None
+
+
+def _prompt(value: Any, path: Path, number: int) -> Prompt:
+    fields = value if isinstance(value, dict) else {"prompt": value}
+    text = fields.get("prompt", fields.get("inputs"))
+    if isinstance(text, str) and text:
+        return text
+    messages = fields.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return messages
+    raise HeadsError(f"the prompt file {path} has an invalid entry {number}: give a text or an object with messages")
+
 
 OWN_PROMPT_LEN = 24
 """Tokens of a prompt that the target samples."""
@@ -131,10 +229,87 @@ def own_prompts(target: Target, number: int, batch_size: int, seed: int) -> list
                 found[text] = None
         if len(found) >= number:
             break
-    return prompts.encode_prompts(list(found)[:number], target.tokenizer)
+    return encode_prompts(list(found)[:number], target.tokenizer)
 
 
 def texts(encoded: Sequence[EncodedPrompt], store: TextStore) -> list[Text]:
     """All texts in order of prompts, without empty ones."""
     found = [Text(prompt.ids, store.outputs[number]) for number, prompt in enumerate(encoded)]
     return [text for text in found if text.output_ids]
+
+
+BUSY = (429, 503)
+BUSY_TIMEOUT_S = 120.0
+"""How long a server may answer that it is busy."""
+READ_TIMEOUT_S = 600.0
+
+
+def write_with_server(
+    url: str, adapter: str | None, encoded: Sequence[EncodedPrompt], store: TextStore, writing: Writing
+) -> None:
+    """Let the server at `url` generate the missing texts greedily; LORIKEET_TOKEN is its key. Raises HeadsError."""
+    missing = [number for number in range(len(encoded)) if number not in store.outputs]
+    limits = httpx.Limits(max_connections=writing.batch_size)
+    timeout = httpx.Timeout(10.0, read=READ_TIMEOUT_S, pool=None)
+    token = os.environ.get("LORIKEET_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    with (
+        httpx.Client(base_url=url, limits=limits, timeout=timeout, headers=headers) as client,
+        ThreadPoolExecutor(writing.batch_size) as pool,
+    ):
+        bodies = (_body(encoded[number], adapter, writing.max_new_tokens) for number in missing)
+        asked = {pool.submit(_ask, client, body, encoded[i]): i for body, i in zip(bodies, missing, strict=True)}
+        try:
+            for answer in as_completed(asked):
+                store.add([(asked[answer], answer.result())])
+                writing.progress(len(store.outputs), len(encoded))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _body(prompt: EncodedPrompt, adapter: str | None, max_new_tokens: int) -> dict[str, Any]:
+    if prompt.inputs is None:
+        raise HeadsError("no text gives the tokens of a prompt's chat template: leave out --url")
+    parameters: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "details": True}
+    if adapter is not None:
+        local = (folder := Path(adapter).expanduser()).is_dir()
+        parameters["adapter_id"] = str(folder.resolve()) if local else adapter
+        parameters["adapter_source"] = "local" if local else "hub"
+    return {"inputs": prompt.inputs, "parameters": parameters}
+
+
+def _ask(client: httpx.Client, body: dict[str, Any], prompt: EncodedPrompt) -> list[int]:
+    """Output ids of one prompt."""
+    started = time.monotonic()
+    while True:
+        try:
+            answer = client.post("/generate", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise HeadsError(f"the server {client.base_url} cannot be reached: {first_line(error)}") from None
+        if answer.status_code not in BUSY or time.monotonic() - started > BUSY_TIMEOUT_S:
+            break
+        time.sleep(0.5)
+    if answer.status_code != 200:
+        raise HeadsError(f"the server {client.base_url} answers with status {answer.status_code}: {_reason(answer)}")
+    return _output(answer, prompt, str(client.base_url))
+
+
+def _output(answer: httpx.Response, prompt: EncodedPrompt, url: str) -> list[int]:
+    try:
+        details = answer.json()["details"]
+        ids = [int(token["id"]) for token in details["tokens"]]
+        num_prompt = details.get("prompt_tokens", len(details.get("prefill", ())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise HeadsError(f"the server {url} answers without details.tokens: it has no /generate like LoRAX's") from None
+    if num_prompt and num_prompt != len(prompt.ids):
+        problem = f"counts {num_prompt} tokens in a prompt of {len(prompt.ids)}"
+        raise HeadsError(f"the server {url} {problem}: it serves another model")
+    return ids
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200].replace("\n", " ")

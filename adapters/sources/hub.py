@@ -2,27 +2,201 @@
 
 Public files go through the library's cache, which operators may fill beforehand; files that need a token never do.
 Therefore with HF_HUB_OFFLINE everything in the cache is available to every caller.
+
+No hub is trusted. A schema reads its description of a repository. The library names files in its cache by headers, so
+its HTTP client checks those headers first.
 """
 
 import asyncio
 import hashlib
 import json
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lorikeet.adapters import errors
-from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, InvalidAnswer
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources import base, hub_answers
+from lorikeet.adapters.sources import base
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
-from lorikeet.adapters.sources.hub_answers import HubFile, Listing, Repository
 from lorikeet.proto.numbers import whole_number
+
+MAX_ANSWER_BYTES = 16 << 20
+MAX_FILES = 10_000
+MAX_FILE_BYTES = 1 << 50
+_COMMIT = r"^(?:[0-9a-f]{40}|[0-9a-f]{64})\Z"
+_ETAG = re.compile(r'(?:W/)?"?(?P<digest>[0-9A-Fa-f]{32,128})(?:-[0-9]{1,5})?"?')
+"""A digest of the content; `-N` follows that of a file that was uploaded in N parts."""
+IS_PARSED = "lorikeet_is_parsed"
+"""Marks requests whose answers are parsed by a schema of this module."""
+
+Commit = Annotated[str, Field(pattern=_COMMIT)]
+Size = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+
+
+class _HubAnswer(BaseModel):
+    """Fields have the types that the hub documents; others are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", regex_engine="python-re")
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+class LargeFile(_HubAnswer):
+    """What is known of a file that is stored by its hash."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class HubFile(_HubAnswer):
+    """One file of a repository."""
+
+    rfilename: Annotated[str, Field(min_length=1, max_length=1024)]
+    size: Size | None = None
+    lfs: LargeFile | None = None
+
+
+class Repository(_HubAnswer):
+    """A repository at one commit."""
+
+    sha: Commit
+    id: Annotated[str, Field(max_length=512)] | None = None
+    private: bool | None = None
+    gated: bool | Annotated[str, Field(max_length=64)] | None = None
+
+    @property
+    def needs_token(self) -> bool:
+        return bool(self.private) or bool(self.gated)
+
+
+class Listing(Repository):
+    """A repository with its files."""
+
+    siblings: Annotated[list[HubFile], Field(max_length=MAX_FILES)] | None = None
+
+    def top_level(self) -> dict[str, HubFile]:
+        """The files outside of folders, by name. Names that no file of this machine may have are left out."""
+        names = ((file.rfilename, file) for file in self.siblings or ())
+        return {name: file for name, file in names if "/" not in name and name.isprintable() and len(name) <= 255}
+
+
+def is_commit(text: str) -> bool:
+    """Whether `text` can be the id of a commit: it becomes a part of paths."""
+    return re.match(_COMMIT, text) is not None
+
+
+def parse(answer: bytes, schema: type[Schema], name: str) -> Schema:
+    """The answer about the repository `name`. Raises AdapterInvalid for too many files, and InvalidAnswer."""
+    if len(answer) > MAX_ANSWER_BYTES:
+        raise AdapterInvalid(f"the hub describes {name} in more than {MAX_ANSWER_BYTES} bytes")
+    try:
+        return schema.model_validate_json(answer)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    field = ".".join(map(str, problem["loc"]))[:80]
+    if problem["type"] == "too_long" and field == "siblings":
+        raise AdapterInvalid(f"{name} has more than {MAX_FILES} files at the hub")
+    where = f"`{field}`: " if field else ""
+    raise InvalidAnswer(f"the hub's description of {name} is invalid: {where}{problem['msg']}")
+
+
+@cache
+def library() -> Any:
+    """huggingface_hub, with a client that checks every answer from which the library makes names of files."""
+    import huggingface_hub
+    from huggingface_hub.utils import _http
+
+    def make_client() -> Any:
+        client = _http.default_client_factory()
+        hooks = client.event_hooks
+        client.event_hooks = {**hooks, "response": [*hooks.get("response", ()), check_answer]}
+        return client
+
+    huggingface_hub.set_client_factory(make_client)
+    return huggingface_hub
+
+
+def check_answer(response: Any) -> None:
+    """Check the headers that describe a file, or the commit of a repository's description. Raises InvalidAnswer."""
+    if response.request.method == "HEAD":
+        _check_headers(response.headers)
+    elif "/api/models/" in response.request.url.path and not response.request.extensions.get(IS_PARSED):
+        response.read()
+        with suppress(ValueError, RecursionError):  # the library's own error says that it is not JSON
+            values = json.loads(response.content)
+            commit = values.get("sha") if isinstance(values, dict) else None
+            if commit is not None and not (isinstance(commit, str) and is_commit(commit)):
+                raise InvalidAnswer("the hub's description of a repository is invalid: `sha` is not a commit")
+
+
+def _check_headers(headers: Any) -> None:
+    for name in ("etag", "x-linked-etag"):
+        if name in headers and not _ETAG.fullmatch(headers[name]):
+            raise InvalidAnswer(f"the hub's header `{name}` of a file is not a digest")
+    if "x-repo-commit" in headers and not is_commit(headers["x-repo-commit"]):
+        raise InvalidAnswer("the hub's header `x-repo-commit` of a file is not a commit")
+    for name in ("content-length", "x-linked-size"):
+        if name in headers and whole_number(headers[name], 0, MAX_FILE_BYTES) is None:
+            raise InvalidAnswer(f"the hub's header `{name}` of a file is not a size")
+
+
+def describe(
+    ref: Ref,
+    schema: type[Schema],
+    token: str | bool | None,
+    timeout_s: float,
+    limit_s: float,
+    endpoint: str | None = None,
+) -> Schema:
+    """The hub's description of a repository, with its files where the schema has them.
+
+    `token` is as the library takes it: False is none, None is that of this machine's user. Raises the library's errors,
+    TimeoutError, AdapterInvalid and InvalidAnswer.
+    """
+    hub = library()
+    url = f"{endpoint or hub.constants.ENDPOINT}/api/models/{ref.id}"
+    if ref.revision is not None:
+        url += f"/revision/{quote(ref.revision, safe='')}"
+    if schema is Listing:
+        url += "?blobs=true"
+    headers = hub.utils.build_hf_headers(token=token)
+    return parse(read_first(url, headers, MAX_ANSWER_BYTES + 1, timeout_s, limit_s), schema, str(ref))
+
+
+def read_first(url: str, headers: dict[str, str], num_bytes: int, timeout_s: float, limit_s: float) -> bytes:
+    """At most the first `num_bytes` bytes of an answer; no more are transferred.
+
+    The hub may send nothing for `timeout_s`, and all of it within `limit_s`. Raises the library's errors, TimeoutError
+    and InvalidAnswer.
+    """
+    hub, end = library(), time.monotonic() + limit_s
+    # a part of a compressed answer cannot be read, and a small one may unpack to gigabytes
+    headers = {**headers, "Accept-Encoding": "identity"}
+    options = {"headers": headers, "follow_redirects": True, "timeout": timeout_s, "extensions": {IS_PARSED: True}}
+    with hub.get_session().stream("GET", url, **options) as response:
+        hub.utils.hf_raise_for_status(response)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidAnswer("the hub sends compressed content that was not asked for")
+        content = bytearray()
+        for chunk in response.iter_raw():
+            content += chunk
+            if len(content) >= num_bytes:
+                break
+            if time.monotonic() > end:
+                raise TimeoutError
+        return bytes(content[:num_bytes])
+
 
 T = TypeVar("T")
 Described = TypeVar("Described", bound=Repository)
@@ -162,12 +336,12 @@ class HubSource:
     def _ask(self, ref: Ref, token: str | None, schema: type[Described]) -> Described:
         """The hub's description of a repository. Raises leaves of AdapterError."""
         # False: never the token of this machine's user, which the library uses if none is given
-        wanted = partial(hub_answers.describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
+        wanted = partial(describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
         return _translated(partial(wanted, self._endpoint), ref, token)
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
         where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}
-        hub = hub_answers.library()
+        hub = library()
         download: Any = partial(hub.hf_hub_download, pin.id, name, revision=pin.revision, **where)
         return Path(_translated(download, Ref(Source.HUB, pin.id, pin.revision), token))
 
@@ -178,19 +352,19 @@ class HubSource:
         """The first bytes of a file; no more are transferred."""
         if num_bytes == 0:  # an empty range cannot be requested
             return b""
-        hub = hub_answers.library()
+        hub = library()
         url = hub.hf_hub_url(pin.id, name, revision=pin.revision, endpoint=self._endpoint)
         headers = {**hub.utils.build_hf_headers(token=token or False), "Range": f"bytes=0-{num_bytes - 1}"}
         limit_s = _time_limit_s(num_bytes)
         return _translated(
-            lambda: hub_answers.read_first(url, headers, num_bytes, _read_timeout_s(), limit_s),
+            lambda: read_first(url, headers, num_bytes, _read_timeout_s(), limit_s),
             Ref(Source.HUB, pin.id, pin.revision),
             token,
         )
 
     def _snapshot(self, id: str, revision: str | None) -> Path | None:
         """The folder in the cache, if any."""
-        hub = hub_answers.library()
+        hub = library()
         for name in (base.CONFIG, *base.HEADS, base.HEADS_CONFIG):
             found = hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
             if isinstance(found, str):
@@ -222,7 +396,7 @@ class HubSource:
             commit = json.loads((self._notes / _file_name(ref)).read_bytes())["commit"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return commit if isinstance(commit, str) and hub_answers.is_commit(commit) else None
+        return commit if isinstance(commit, str) and is_commit(commit) else None
 
 
 def _file_name(ref: Ref) -> str:

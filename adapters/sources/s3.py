@@ -19,7 +19,7 @@ from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import FileHead, ListedFile, ListedSource, Within, unbounded
-from lorikeet.adapters.sources.hub_answers import MAX_FILE_BYTES
+from lorikeet.adapters.sources.hub import MAX_FILE_BYTES
 
 T = TypeVar("T")
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa import prompts as prompt_files
+from lorikeet.adapters.medusa import texts as prompt_files
 from lorikeet.adapters.medusa import report, texts
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.report import HeadsReport

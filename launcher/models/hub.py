@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import constants, errors
 
 from lorikeet.adapters.refs import Ref
-from lorikeet.adapters.sources import hub_answers
+from lorikeet.adapters.sources import hub
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import model
 from lorikeet.launcher.models.model import ModelFolder, Use, configuration, is_weights
@@ -77,7 +77,7 @@ class Hub:
     def _listed(self, ref: Ref) -> dict[str, int]:
         """Names and sizes of all files of the repository."""
         timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        listing = hub_answers.describe(ref, hub_answers.Listing, self._token, timeout_s, _LISTING_S)
+        listing = hub.describe(ref, hub.Listing, self._token, timeout_s, _LISTING_S)
         return {file.rfilename: file.size or 0 for file in listing.siblings or ()}
 
     def _progress(self, ref: Ref, total: int) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Hub:
         return logged(cache / f"models--{ref.id.replace('/', '--')}" / "blobs", total, self._log)
 
     def _snapshot(self, ref: Ref, names: Iterable[str] | None, offline: bool) -> str:
-        path = hub_answers.library().snapshot_download(
+        path = hub.library().snapshot_download(
             ref.id,
             revision=ref.revision,
             cache_dir=self._cache,

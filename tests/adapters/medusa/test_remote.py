@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import HeadsError
-from lorikeet.adapters.medusa import prompts, remote
-from lorikeet.adapters.medusa.prompts import EncodedPrompt
+from lorikeet.adapters.medusa import texts
+from lorikeet.adapters.medusa import texts
+from lorikeet.adapters.medusa.texts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small
@@ -65,8 +66,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def ask(target: Target, url: str, store: TextStore, adapter: str | None = None) -> list[EncodedPrompt]:
-    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
-    remote.write_with_server(url, adapter, encoded, store, Writing(6, 3, lambda done, of: None))
+    encoded = texts.encode_prompts(small.PROMPTS, target.tokenizer)
+    texts.write_with_server(url, adapter, encoded, store, Writing(6, 3, lambda done, of: None))
     return encoded
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.errors import HeadsError
-from lorikeet.adapters.medusa import prompts, texts
+from lorikeet.adapters.medusa import texts
+from lorikeet.adapters.medusa import texts
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small
@@ -33,7 +34,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 )
 def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) -> None:
     (tmp_path / name).write_text(content)
-    assert prompts.read_prompts(tmp_path / name) == wanted
+    assert texts.read_prompts(tmp_path / name) == wanted
 
 
 @pytest.mark.parametrize(
@@ -52,15 +53,15 @@ def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) 
 def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(HeadsError, match=sentence):
-        prompts.read_prompts(tmp_path / name)
+        texts.read_prompts(tmp_path / name)
 
 
 def test_messages_go_through_the_chat_template(target: Target) -> None:
     target.tokenizer.chat_template = None
     with pytest.raises(HeadsError, match="neither base nor adapter has a chat template"):
-        prompts.encode_prompts([MESSAGES], target.tokenizer)
+        texts.encode_prompts([MESSAGES], target.tokenizer)
     target.tokenizer.chat_template = TEMPLATE
-    (found,) = prompts.encode_prompts([MESSAGES], target.tokenizer)
+    (found,) = texts.encode_prompts([MESSAGES], target.tokenizer)
     assert target.tokenizer.decode(found.ids) == "<|endoftext|>hello. "
     assert found.inputs is not None
     assert tuple(target.tokenizer(found.inputs)["input_ids"]) == found.ids
@@ -71,7 +72,7 @@ def writing(batch_size: int = 2, num: int = 6) -> Writing:
 
 
 def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Path) -> None:
-    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
+    encoded = texts.encode_prompts(small.PROMPTS, target.tokenizer)
     settings = texts.settings_of(target, encoded, 6)
     path = tmp_path / "texts.jsonl"
     store = TextStore(path, settings)
@@ -95,7 +96,7 @@ def test_a_resumed_run_generates_only_missing_texts(target: Target, tmp_path: Pa
 
 
 def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> None:
-    encoded = prompts.encode_prompts(small.PROMPTS, target.tokenizer)
+    encoded = texts.encode_prompts(small.PROMPTS, target.tokenizer)
     TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 6)).close()
     with pytest.raises(HeadsError, match=r"texts of another run \(other length\): use another --work"):
         TextStore(tmp_path / "t.jsonl", texts.settings_of(target, encoded, 7))
@@ -104,7 +105,7 @@ def test_texts_of_another_run_are_rejected(target: Target, tmp_path: Path) -> No
 
 
 def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
-    encoded = prompts.encode_prompts(["short", "hello " * 300], target.tokenizer)
+    encoded = texts.encode_prompts(["short", "hello " * 300], target.tokenizer)
     assert texts.fitting(encoded, target, 20) == encoded[:1]
     with pytest.raises(HeadsError, match="no prompt leaves room for 128 tokens in the model's 128 positions"):
         texts.fitting(encoded, target, 128)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge, InvalidAnswer, SourceUnreachable
 from lorikeet.adapters.refs import parse
-from lorikeet.adapters.sources import hub_answers
+from lorikeet.adapters.sources import hub as hub_source
 from lorikeet.adapters.sources.hub import HubSource
 from tests.hub_server import HubServer, Repository, hub
 
@@ -133,11 +133,11 @@ async def test_answers_are_checked_by_type_and_range(case: str, server: HubServe
 async def test_a_listing_without_end_is_refused(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
     pin = (await here.resolve(parse("a/public"), None)).pin
-    more = [{"rfilename": f"file-{number}"} for number in range(hub_answers.MAX_FILES)]
+    more = [{"rfilename": f"file-{number}"} for number in range(hub_source.MAX_FILES)]
     server.change_answer = lambda answer: {**answer, "siblings": answer["siblings"] + more}
     with pytest.raises(AdapterInvalid, match="more than 10000 files"):
         await here.small_files(pin, None)
-    server.change_answer = changed(note="x" * hub_answers.MAX_ANSWER_BYTES)
+    server.change_answer = changed(note="x" * hub_source.MAX_ANSWER_BYTES)
     with pytest.raises(AdapterInvalid, match="in more than 16777216 bytes"):
         await here.small_files(pin, None)
 
@@ -179,7 +179,7 @@ async def test_noted_commits_are_checked_too(server: HubServer, tmp_path: Path) 
 async def test_the_library_of_models_and_heads_is_guarded(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = hub_answers.library()
+    library = hub_source.library()
     assert library is huggingface_hub
     for change, headers in ((changed(sha=f"{OUT}/x"), {}), (None, {"ETag": f'"{OUT}/etag"'})):
         server.change_answer, server.more_headers = change, headers
