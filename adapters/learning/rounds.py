@@ -28,7 +28,7 @@ from lorikeet.adapters.formats.layout import Base, Layout, served_file
 from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rows import HeldOut, JobRows
-from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa import measurement
 from lorikeet.adapters.medusa.format import HeadsShape, expected_shapes
 from lorikeet.adapters.medusa.hidden import labels_of
 from lorikeet.adapters.medusa.model import MedusaHeads
@@ -272,5 +272,7 @@ def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead, thro
         if not len(right):
             break
         accepted[right] += 1
-    chains = [report.replay_accepted(part.tolist()) for part in accepted.split(list(map(len, held_out.output_ids)))]
+    chains = [
+        measurement.replay_accepted(part.tolist()) for part in accepted.split(list(map(len, held_out.output_ids)))
+    ]
     return sum(chain.tokens for chain in chains) / max(1, sum(chain.steps for chain in chains))

@@ -144,7 +144,7 @@ def _target(options: argparse.Namespace) -> "TargetOptions":
 
 
 def _train(options: argparse.Namespace) -> int:
-    from lorikeet.adapters.medusa import report, run
+    from lorikeet.adapters.medusa import measurement, run
     from lorikeet.adapters.medusa.training import HeadsRecipe
 
     names = ("num_heads", "num_layers", "epochs", "rows_per_step", "lr", "seed")
@@ -152,16 +152,16 @@ def _train(options: argparse.Namespace) -> int:
     work = options.work or options.out.with_name(options.out.name + ".work")
     fields = _fields(options, "out", "held_out", "join", "base_name")
     found, digest = run.train(run.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields))
-    print(report.table(found))
+    print(measurement.table(found))
     print(json.dumps({"out": str(options.out), **found.as_json(), "heads_sha256": digest}), flush=True)
     return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from lorikeet.adapters.medusa import report, run
+    from lorikeet.adapters.medusa import measurement, run
 
     found = run.evaluate(_target(options), options.heads, options.work)
-    print(report.table(found))
+    print(measurement.table(found))
     print(json.dumps({"heads": options.heads, **found.as_json()}), flush=True)
     return 0
 

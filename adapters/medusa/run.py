@@ -13,16 +13,13 @@ import torch
 
 from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa import report, sources, texts
-from lorikeet.adapters.medusa import texts
-from lorikeet.adapters.medusa import texts
+from lorikeet.adapters.medusa import measurement, texts
 from lorikeet.adapters.medusa.format import HeadsFile
 from lorikeet.adapters.medusa.hidden import HiddenFiles
+from lorikeet.adapters.medusa.measurement import HeadsReport
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.texts import EncodedPrompt
-from lorikeet.adapters.medusa.report import HeadsReport
-from lorikeet.adapters.medusa.target import Placement, Target
-from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
+from lorikeet.adapters.medusa.target import Placement, Target, heads_folder
+from lorikeet.adapters.medusa.texts import EncodedPrompt, Text, TextStore, Writing
 from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
 CHECKPOINT_S = 60.0
@@ -97,20 +94,20 @@ def train(options: TrainOptions) -> tuple[HeadsReport, str]:
     if options.join and target.adapter_folder is not None:
         files.join(options.out, target.adapter_folder)
     saved = files.read(options.out, say)
-    found = report.measure(target, MedusaHeads.of(saved).to(target.place.device), held_out)
+    found = measurement.measure(target, MedusaHeads.of(saved).to(target.place.device), held_out)
     return found, digest(saved)
 
 
 def evaluate(options: TargetOptions, heads: str, work: Path | None = None) -> HeadsReport:
     """Measure heads, a folder or hub id, on the target's texts."""
-    folder = sources.heads_folder(heads)
+    folder = heads_folder(heads)
     heads_file = files.read(folder, say)
     if options.adapter_id is None and (folder / files.ADAPTER_FILES[0]).is_file():
         options = replace(options, adapter_id=heads)  # joined: one name for both
     target = _target(options)
     check_fit(heads_file, target, heads, options.model_id)
     written, _ = _texts(target, options, work)
-    return report.measure(target, MedusaHeads.of(heads_file).to(target.place.device), written)
+    return measurement.measure(target, MedusaHeads.of(heads_file).to(target.place.device), written)
 
 
 def check_fit(heads: HeadsFile, target: Target, name: str, base: str) -> None:

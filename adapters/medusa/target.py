@@ -3,6 +3,7 @@
 Hidden rows are captured at the input of the output head; what the model does to logits after that head is detected.
 """
 
+import hashlib
 import json
 import re
 import warnings
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import errors
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lorikeet.adapters import refs
 from lorikeet.adapters.errors import HeadsError, first_line
-from lorikeet.adapters.medusa import sources
+from lorikeet.adapters.sources import hub
 
 _PROBE_LEN = 12
 
@@ -44,8 +47,8 @@ class Target:
 
     def __init__(self, base: str, adapter: str | None, place: Placement) -> None:
         self.place = place
-        self.base_folder = sources.model_folder(base)
-        self.adapter_folder = None if adapter is None else sources.adapter_folder(adapter)
+        self.base_folder = model_folder(base)
+        self.adapter_folder = None if adapter is None else adapter_folder(adapter)
         self.tokenizer = _tokenizer(self.base_folder, self.adapter_folder)
         self.model = _load(base, self.base_folder, place)
         self.stored_dtype = _stored_dtype(self.base_folder)
@@ -62,8 +65,8 @@ class Target:
     @property
     def identity(self) -> dict[str, str | None]:
         """Hashes of the files that the target's text depends on."""
-        adapter = None if self.adapter_folder is None else sources.folder_identity(self.adapter_folder)
-        return {"model": sources.folder_identity(self.base_folder), "adapter": adapter}
+        adapter = None if self.adapter_folder is None else folder_identity(self.adapter_folder)
+        return {"model": folder_identity(self.base_folder), "adapter": adapter}
 
     @property
     def max_len(self) -> int | None:
@@ -221,3 +224,72 @@ def _adapted(model: Any, folder: Path, name: str, base: str) -> Any:
     plain = type(adapted.get_output_embeddings()) is nn.Linear and type(adapted.get_input_embeddings()) is nn.Embedding
     mergeable = model.dtype == torch.float32 and plain
     return adapted.merge_and_unload() if mergeable else adapted
+
+
+_SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_MODEL = [*_SMALL, "*.safetensors"]
+_NOT_THE_MODEL = ["*/*", "consolidated*", "medusa_*", "adapter_*", "optimizer*"]
+_ADAPTER = [*_SMALL, "adapter_model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt"]
+_HASHED_WHOLE = 64 * 2**20
+"""Files up to this many bytes are identified by content, larger ones by size and modification time."""
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model with configuration and safetensors. Raises HeadsError."""
+    folder = _folder(name, "model", _MODEL, _NOT_THE_MODEL)
+    if not (folder / "config.json").is_file():
+        raise HeadsError(f"{name} is not a model: {folder} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise HeadsError(f"{name} has no safetensors in {folder}: other formats are not supported")
+    return folder
+
+
+def adapter_folder(name: str) -> Path:
+    """The folder of a LoRA adapter. Raises HeadsError."""
+    folder = _folder(name, "adapter", _ADAPTER, ["*/*"])
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise HeadsError(f"{name} is not an adapter in safetensors: {folder} has no {file}")
+    return folder
+
+
+def heads_folder(name: str) -> Path:
+    """The folder of Medusa heads, which may be an adapter's too. Raises HeadsError."""
+    return _folder(name, "heads", [*_ADAPTER, "*.safetensors"], ["*/*"])
+
+
+def folder_identity(folder: Path) -> str:
+    """A hash that changes with every file of the folder that affects the generated text."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt"):
+            continue
+        state = path.stat()
+        if state.st_size <= _HASHED_WHOLE:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            content = f"{state.st_size} {state.st_mtime_ns}"
+        digest.update(f"{path.name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.startswith(("/", "./", "../", "~")):
+        raise HeadsError(f"the {kind} {name} does not exist: there is no such folder")
+    try:
+        ref = refs.parse(name)
+    except ValueError as error:
+        raise HeadsError(f"the {kind} {name!r} is not a folder here, and {error}") from None
+    patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+    try:
+        found = hub.library().snapshot_download(ref.id, revision=ref.revision, **patterns)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise HeadsError(f"the {kind} {name} is neither a folder nor visible at the hub with this token") from None
+    except errors.GatedRepoError:
+        raise HeadsError(f"the {kind} {name} is gated at the hub: request access there and set HF_TOKEN") from None
+    except Exception as error:  # the library passes on errors of the HTTP client that it is built on
+        raise HeadsError(f"the {kind} {name} is not a folder and cannot be downloaded: {first_line(error)}") from None
+    return Path(found)

@@ -6,37 +6,19 @@
 import hashlib
 import io
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import httpx
 import torch
 
-from lorikeet.adapters.errors import HeadsError
+from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.medusa.target import Target
-
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from lorikeet.adapters.errors import HeadsError, first_line
-
-import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any
-
-import httpx
-
-from lorikeet.adapters.errors import HeadsError, first_line
-
-
-
 
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation for the target to continue."""

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa import texts as prompt_files
-from lorikeet.adapters.medusa import report, texts
+from lorikeet.adapters.medusa import measurement, texts
+from lorikeet.adapters.medusa.measurement import HeadsReport
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.report import HeadsReport
 from lorikeet.adapters.medusa.target import Placement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
 from lorikeet.demo.training import lora
@@ -63,12 +62,12 @@ def measure(kind: str, options: argparse.Namespace) -> list[Row]:
     folder = None if adapter is None else str(options.adapters / adapter)
     target = Target(str(options.base), folder, Placement(torch.device(options.device), torch.float32))
     written = write(target, kind, options.texts)
-    return [Row(name, kind, report.measure(target, load(options.heads / name, target), written)) for name in names]
+    return [Row(name, kind, measurement.measure(target, load(options.heads / name, target), written)) for name in names]
 
 
 def write(target: Target, kind: str, count: int) -> list[Text]:
     """The target's texts for the held-out prompts of this kind."""
-    encoded = prompt_files.encode_prompts(ALL[kind].held_out_prompts(count), target.tokenizer)
+    encoded = texts.encode_prompts(ALL[kind].held_out_prompts(count), target.tokenizer)
     store = TextStore(None, {})
     texts.write_with_target(target, encoded, store, Writing(ALL[kind].max_new_tokens, 50, lambda done, of: None))
     return texts.texts(encoded, store)

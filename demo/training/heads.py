@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa import measurement
 from lorikeet.adapters.medusa import run as tool
-from lorikeet.adapters.medusa.report import HeadsReport
+from lorikeet.adapters.medusa.measurement import HeadsReport
 from lorikeet.adapters.medusa.run import TargetOptions, TrainOptions
 from lorikeet.adapters.medusa.training import HeadsRecipe
 from lorikeet.demo.data import corpus
@@ -99,5 +99,5 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
     )
     recipe = replace(heads.recipe, seed=options.seed)
     found, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
-    print(f"{name}\n\n{report.table(found)}\n", flush=True)
+    print(f"{name}\n\n{measurement.table(found)}\n", flush=True)
     return found, digest

@@ -12,10 +12,8 @@ import pytest
 
 from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import texts
-from lorikeet.adapters.medusa import texts
-from lorikeet.adapters.medusa.texts import EncodedPrompt
 from lorikeet.adapters.medusa.target import Target
-from lorikeet.adapters.medusa.texts import TextStore, Writing
+from lorikeet.adapters.medusa.texts import EncodedPrompt, TextStore, Writing
 from tests.adapters.medusa import small
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]

@@ -7,7 +7,6 @@ import pytest
 
 from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.medusa import texts
-from lorikeet.adapters.medusa import texts
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import TextStore, Writing
 from tests.adapters.medusa import small

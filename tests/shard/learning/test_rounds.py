@@ -15,7 +15,7 @@ from lorikeet.adapters.learning import rounds as module
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rounds import BUSY_SHARE, Rounds, Throttle
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
-from lorikeet.adapters.medusa import report
+from lorikeet.adapters.medusa import measurement
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.medusa.hidden import NOTHING
 from lorikeet.adapters.medusa.model import MedusaHeads
@@ -82,7 +82,7 @@ def test_a_replay_head_by_head_equals_one_of_all_proposals(head: BaseHead, has_m
         first += count
     tokens = steps = first = 0
     for ids in output_ids:
-        chain = report.replay(ids, proposals[first : first + len(ids)].tolist())
+        chain = measurement.replay(ids, proposals[first : first + len(ids)].tolist())
         tokens, steps, first = tokens + chain.tokens, steps + chain.steps, first + len(ids)
     found = module._tokens_per_step(heads, HeldOut(rows, output_ids), head, Throttle())
     assert found == tokens / steps > 1.2
