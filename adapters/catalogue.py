@@ -49,7 +49,7 @@ class CatalogueError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One of the adapters behind an alias."""
+    """One of the adapters of an alias."""
 
     ref: Ref
     share: float
@@ -127,7 +127,7 @@ def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Pat
     entries: dict[str, CatalogueEntry] = {}
     problems: dict[str, str] = {}
     for alias, fields in values.items():
-        name = str(alias)[: refs.LONGEST_ALIAS]
+        name = str(alias)[: refs.MAX_ALIAS_LEN]
         try:
             entries[name] = _entry(alias, fields, default_source, folder)
         except ValueError as error:
@@ -162,7 +162,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def _are_entries(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+    return isinstance(value, dict) and all(isinstance(entry, dict) for entry in value.values())
 
 
 def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> CatalogueEntry:
@@ -194,10 +194,10 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
 
 
 def _source(fields: dict[str, Any], default: Source) -> Source:
-    given = fields.get("source", default.value)
-    if given not in [source.value for source in SOURCES]:
-        raise ValueError(f"`source` must be one of {', '.join(SOURCES)}, not {given!r}")
-    return Source(given)
+    text = fields.get("source", default.value)
+    if text not in [source.value for source in SOURCES]:
+        raise ValueError(f"`source` must be one of {', '.join(SOURCES)}, not {text!r}")
+    return Source(text)
 
 
 def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
@@ -281,7 +281,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -61,26 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="lorikeet-adapters",
         description="Check adapters before serving them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check = made.add_subparsers(dest="verb", required=True).add_parser(
+    check = result.add_subparsers(dest="verb", required=True).add_parser(
         "check", help="list which adapters of a catalogue would be served, and why not others"
     )
     check.add_argument("file", help="the catalogue: a YAML file of aliases")
     check.add_argument("--model-id", required=True, help="base model: folder or hub id")
     check.add_argument("--revision", help="revision of the base model at the hub")
-    check.add_argument("--default-adapter-source", default="hub", choices=[each.value for each in catalogue.SOURCES])
+    check.add_argument(
+        "--default-adapter-source", default="hub", choices=[source.value for source in catalogue.SOURCES]
+    )
     check.add_argument("--local-adapter-root", action="append", help="folder of local adapters; repeatable")
     check.add_argument("--huggingface-hub-cache", help="cache folder of the hub library")
     check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="limit in bytes")
     check.add_argument("--read-weights", action="store_true", help="read all weights, and download those of hubs")
     check.add_argument("--trust-remote-code", action="store_true", help="run code from the base model's repository")
     check.add_argument("--json", action="store_true", help="one JSON object per adapter")
-    return made
+    return result
 
 
 async def _check(options: argparse.Namespace) -> list[CheckRow]:
@@ -98,23 +100,23 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
             except AdapterError as error:
                 return error
 
-    def validated(found: _Found, validator: AdapterValidator) -> Validation:
-        validation, pin = validator.validate(found.headers), found.pin
+    def validated(adapter: _Found, validator: AdapterValidator) -> Validation:
+        validation, pin = validator.validate(adapter.headers), adapter.pin
         if not options.read_weights and not (validation.unread and pin.source is Source.LOCAL):
             return validation
         with tempfile.TemporaryDirectory() as folder:
             fetched = sources[pin.source].fetch(pin, token, Path(folder))
             return validator.validate_folder(fetched, options.max_adapter_size)
 
-    wanted = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
+    refs = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
     # while sources answer, the libraries load and the base's skeleton is built
     loading = asyncio.create_task(asyncio.to_thread(_validator, options, token))
     try:
-        found = await asyncio.gather(*(read(ref) for _, ref in wanted))
+        adapters = await asyncio.gather(*(read(ref) for _, ref in refs))
         validator = await loading
         rows = [
-            await asyncio.to_thread(_row, alias, ref, each, lambda found: validated(found, validator))
-            for (alias, ref), each in zip(wanted, found, strict=True)
+            await asyncio.to_thread(_row, alias, ref, adapter, lambda found: validated(found, validator))
+            for (alias, ref), adapter in zip(refs, adapters, strict=True)
         ]
     finally:
         await sources.close()
@@ -145,7 +147,7 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
         return Path(options.model_id)
     ref = refs.parse(options.model_id)
     try:
-        found = hub.library().snapshot_download(
+        folder = hub.library().snapshot_download(
             ref.id,
             revision=ref.revision or options.revision,
             allow_patterns=["*.json", "*.model", "*.py", "*.txt"],
@@ -155,14 +157,14 @@ def _base(options: argparse.Namespace, token: str | None) -> Path:
         )
     except Exception as error:  # any error of the library's HTTP client
         raise ValueError(f"the base {options.model_id} cannot be downloaded: {type(error).__name__}") from None
-    return Path(found)
+    return Path(folder)
 
 
-def _row(alias: str, ref: Ref, found: _Found | AdapterError, validated: Callable[[_Found], Validation]) -> CheckRow:
+def _row(alias: str, ref: Ref, adapter: _Found | AdapterError, validated: Callable[[_Found], Validation]) -> CheckRow:
     try:
-        if isinstance(found, AdapterError):
-            raise found
-        validation = validated(found)
+        if isinstance(adapter, AdapterError):
+            raise adapter
+        validation = validated(adapter)
     except AdapterError as error:
         return CheckRow(alias, str(ref), "refused", str(error))
     state, reason = "served", "; ".join(validation.warnings)

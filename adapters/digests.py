@@ -11,7 +11,7 @@ from lorikeet.proto.numbers import is_number
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
-MOST_MERGED = 32
+MAX_MERGED = 32
 
 
 def of_adapter(configuration: bytes, files: bytes) -> str:
@@ -39,8 +39,8 @@ class Merge:
         strategy = values.get("strategy", "linear")
         density: Any = values.get("density")
         method = values.get("majority_sign_method") or "total"
-        if not 1 <= len(pins) <= MOST_MERGED:
-            raise AdapterInvalid(f"{len(pins)} adapters cannot be merged: give 1 to {MOST_MERGED}")
+        if not 1 <= len(pins) <= MAX_MERGED:
+            raise AdapterInvalid(f"{len(pins)} adapters cannot be merged: give 1 to {MAX_MERGED}")
         if not isinstance(weights, list) or len(weights) != len(pins) or not all(map(_is_weight, weights)):
             raise AdapterInvalid(f"`weights` must be a list of {len(pins)} numbers, one per adapter")
         if strategy not in STRATEGIES:

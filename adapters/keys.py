@@ -21,7 +21,7 @@ _FIELDS = ("name", "sha256", "admin", "isolate", "adapters", *_LIMITS, "removed"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. Limits are None where there is none."""
+    """One API key. A limit is None if there is none."""
 
     name: str
     admin: bool = False
@@ -158,7 +158,7 @@ def _limit(name: str, limit: str, value: Any) -> Any:
 def _adapters(name: str, value: Any) -> frozenset[str] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise CatalogueError(f"`adapters` of key {name} must be a list of aliases or ids")
     return frozenset(value)
 

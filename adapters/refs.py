@@ -12,7 +12,7 @@ from typing import Any, Self
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 _LONGEST = 512
-LONGEST_ALIAS = 256
+MAX_ALIAS_LEN = 256
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Unicode's categories of control, format and direction characters, halves of pairs, and ends of lines."""
 HUB_PREFIX = "hub:"
@@ -96,13 +96,13 @@ def is_visible(text: str) -> bool:
 
 def check_alias(name: str) -> None:
     """Raises ValueError with a sentence for a name that clients and logs could not show."""
-    if not name or len(name) > LONGEST_ALIAS or not is_visible(name):
+    if not name or len(name) > MAX_ALIAS_LEN or not is_visible(name):
         raise ValueError(
-            f"an alias must be a text of 1 to {LONGEST_ALIAS} characters, without control and direction characters"
+            f"an alias must be a text of 1 to {MAX_ALIAS_LEN} characters, without control and direction characters"
         )
 
 
 def is_plain(name: str) -> bool:
     """Whether a name is one part, as aliases and a few old hub ids are, without its revision."""
-    found = _HUB_ID.fullmatch(name.partition("@")[0])
-    return found is not None and found[1] is None
+    match = _HUB_ID.fullmatch(name.partition("@")[0])
+    return match is not None and match[1] is None

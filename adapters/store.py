@@ -61,7 +61,7 @@ class Entry:
         if not isinstance(digest, str) or not all(isinstance(number, int) for number in numbers):
             raise ValueError("not an entry of the store")
         ids = values.get("invocation_ids", ())
-        if not isinstance(ids, list | tuple) or not all(isinstance(each, int) for each in ids):
+        if not isinstance(ids, list | tuple) or not all(isinstance(token, int) for token in ids):
             raise ValueError("not an entry of the store")
         num_bytes, rank, num_heads = (number for number in numbers if isinstance(number, int))
         return cls(digest, num_bytes, rank, num_heads, tuple(ids))
@@ -248,7 +248,7 @@ class Store:
         return True
 
     def sweep(self) -> None:
-        """Delete what earlier processes left behind: partial files, and records of files that no longer exist."""
+        """Delete what earlier processes did not delete: partial files, and records of files that no longer exist."""
         old = time.time() - _ABANDONED_S
         for path in (self.root / "work").iterdir():
             if path.stat().st_mtime < old:

@@ -35,8 +35,8 @@ class BaseValues:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(key)
-        found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return found[key]
+        tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return tensors[key]
 
     def has(self, parameter: str) -> bool | None:
         """Whether the checkpoint has a parameter in its own form; None if the folder has no checkpoint."""
@@ -48,16 +48,16 @@ class BaseValues:
         tied: defaultdict[int, list[str]] = defaultdict(list)
         with self._skeleton.borrowed() as network:
             mapping = get_model_conversion_mapping(network)
-            own = dict(network.state_dict())
+            parameters = dict(network.state_dict())
             prefix = network.base_model_prefix
             for name, parameter in network.named_parameters(remove_duplicate=False):
                 tied[id(parameter)].append(name)
-        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
         locations: dict[str, tuple[Path, str]] = {}
         for path, key in self._keys():
-            name, converted = rename_source_key(key, renamings, converters, prefix, own)
-            if converted is None and name in own:
+            name, converted = rename_source_key(key, renamings, converters, prefix, parameters)
+            if converted is None and name in parameters:
                 locations[name] = (path, key)
         for names in tied.values():
             # a checkpoint stores one of several names of a parameter, such as a tied output head
@@ -68,13 +68,13 @@ class BaseValues:
 
     def _keys(self) -> list[tuple[Path, str]]:
         folder = self._skeleton.model_path
-        for whole in ("model.safetensors", "pytorch_model.bin"):
-            index = folder / f"{whole}.index.json"
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            index = folder / f"{name}.index.json"
             if index.is_file():
                 parts: dict[str, Any] = json.loads(index.read_text())["weight_map"]
                 return [(folder / part, key) for key, part in parts.items()]
-            if (folder / whole).is_file():
-                return [(folder / whole, key) for key in _keys_of(folder / whole)]
+            if (folder / name).is_file():
+                return [(folder / name, key) for key in _keys_of(folder / name)]
         return []
 
 

@@ -15,13 +15,13 @@ from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 from lorikeet.proto import pooling
 from lorikeet.proto.numbers import is_number
 
-MOST_RANK = 512
+MAX_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")
 """Kinds of changes to a module that shards support, and Medusa heads."""
-_MOST_NAMES = 20_000
-_LONGEST_NAME = 512
+_MAX_NAMES = 20_000
+_MAX_NAME_LEN = 512
 _LARGEST = 1e9
-_LONGEST_PATTERN = 8192
+_MAX_PATTERN_LEN = 8192
 _DEEPEST = 8
 _PLAIN = re.compile(r"[\w.-]*")
 """Names, in which no repetition can be nested."""
@@ -44,7 +44,7 @@ INVOCATION = "alora_invocation_tokens"
 """The token ids from whose last occurrence in the prompt on an activated LoRA (aLoRA) applies: Greenewald et al. 2025
 (arXiv 2504.12397), in PEFT's format.
 """
-_MOST_INVOCATION = 256
+_MAX_INVOCATION = 256
 _NOT_ACTIVATED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules (`modules_to_save`)",
@@ -73,7 +73,7 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
 
 
 def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MOST_RANK
+    return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def _is_number(value: Any) -> bool:
@@ -85,7 +85,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_LEN
 
 
 def _is_index(value: Any) -> bool:
@@ -93,7 +93,7 @@ def _is_index(value: Any) -> bool:
 
 
 def _are(check: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MOST_NAMES and all(map(check, value))
+    return isinstance(value, list) and len(value) <= _MAX_NAMES and all(map(check, value))
 
 
 def _are_names(value: Any) -> bool:
@@ -101,7 +101,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_targets(value: Any) -> bool:
-    return _are_names(value) or (isinstance(value, str) and len(value) <= _LONGEST_PATTERN)
+    return _are_names(value) or (isinstance(value, str) and len(value) <= _MAX_PATTERN_LEN)
 
 
 def _are_layers(value: Any) -> bool:
@@ -109,20 +109,20 @@ def _are_layers(value: Any) -> bool:
 
 
 def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
-    if not isinstance(value, dict) or len(value) > _MOST_NAMES:
+    if not isinstance(value, dict) or len(value) > _MAX_NAMES:
         return False
-    return all(len(key) <= _LONGEST_PATTERN and check(each) for key, each in value.items())
+    return all(len(key) <= _MAX_PATTERN_LEN and check(element) for key, element in value.items())
 
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_is_rank, f"a whole number from 1 to {MOST_RANK}"),
+    "r": (_is_rank, f"a whole number from 1 to {MAX_RANK}"),
     "lora_alpha": (_is_number, f"a number up to {_LARGEST:g}"),
     "lora_dropout": (_is_probability, "a number from 0 to 1"),
     **dict.fromkeys(("target_modules", "exclude_modules"), (_are_targets, "a list of names or a pattern")),
     **dict.fromkeys(("target_parameters", "modules_to_save"), (_are_names, "a list of names")),
     "layers_to_transform": (_are_layers, "layer numbers"),
     "layers_pattern": (_are_targets, "names of layer lists"),
-    "rank_pattern": (partial(_pattern, _is_rank), f"ranks from 1 to {MOST_RANK} by pattern"),
+    "rank_pattern": (partial(_pattern, _is_rank), f"ranks from 1 to {MAX_RANK} by pattern"),
     "alpha_pattern": (partial(_pattern, _is_number), f"numbers up to {_LARGEST:g} by pattern"),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
@@ -148,7 +148,7 @@ def parse(content: bytes) -> dict[str, Any]:
 
 
 def canonical(values: dict[str, Any]) -> bytes:
-    """The same bytes for equal configurations, regardless of order and white space."""
+    """The canonical form of a configuration: equal bytes regardless of order and white space."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -185,8 +185,8 @@ def invocation_ids(values: dict[str, Any]) -> tuple[int, ...]:
     ids = values.get(INVOCATION)
     if not ids:
         return ()
-    if not _are(_is_index, ids) or len(ids) > _MOST_INVOCATION:
-        raise AdapterInvalid(f"`{INVOCATION}` of {CONFIG} must be a list of at most {_MOST_INVOCATION} token ids")
+    if not _are(_is_index, ids) or len(ids) > _MAX_INVOCATION:
+        raise AdapterInvalid(f"`{INVOCATION}` of {CONFIG} must be a list of at most {_MAX_INVOCATION} token ids")
     for field, meaning in _NOT_ACTIVATED.items():
         if values.get(field):
             raise NotServed(f"{meaning} together with `{INVOCATION}` (aLoRA) is not served")
@@ -196,7 +196,7 @@ def invocation_ids(values: dict[str, Any]) -> tuple[int, ...]:
 
 
 def check_activated(kinds: Iterable[str], ids: Sequence[int]) -> None:
-    """Raises NotServed where an activated LoRA changes anything but linear layers."""
+    """Raises NotServed if an activated LoRA changes anything but linear layers."""
     other = next((kind for kind in kinds if kind != "linear"), None)
     if ids and other is not None:
         raise NotServed(f"an adapter of the kind `{other}` together with `{INVOCATION}` (aLoRA) is not served")
@@ -228,10 +228,10 @@ def check_task(values: dict[str, Any], task: str | None) -> None:
     """Raise NotServed for an adapter that was made for another task than the base's (None: the base generates text)."""
     if task is not None and values.get(INVOCATION):
         raise NotServed(f"activation by invocation tokens (`{INVOCATION}`) is not served with this base")
-    given, served_tasks = values.get("task_type"), _TASKS_OF[task]
-    if given is not None and given not in served_tasks:
+    task_type, served_tasks = values.get("task_type"), _TASKS_OF[task]
+    if task_type is not None and task_type not in served_tasks:
         known = " and ".join(served_tasks)
-        raise NotServed(f"an adapter for the task {_short(given)} is not served with this base, only {known}")
+        raise NotServed(f"an adapter for the task {_short(task_type)} is not served with this base, only {known}")
 
 
 def _check_version(values: dict[str, Any]) -> None:
@@ -239,11 +239,11 @@ def _check_version(values: dict[str, Any]) -> None:
     fields, saved_by = unknown(values), values.get("peft_version")
     if not fields or not isinstance(saved_by, str):
         return
-    own = metadata.version("peft")
-    if _major_minor(saved_by) > _major_minor(own):
+    installed = metadata.version("peft")
+    if _major_minor(saved_by) > _major_minor(installed):
         raise NotServed(
-            f"`{fields[0][:60]}` of {CONFIG} is not a setting of PEFT {own}, which this server has, and the adapter "
-            f"was saved by PEFT {saved_by[:20]}: remove it if it has no effect, or update the server's PEFT"
+            f"`{fields[0][:60]}` of {CONFIG} is not a setting of PEFT {installed}, which this server has, and the "
+            f"adapter was saved by PEFT {saved_by[:20]}: remove it if it has no effect, or update the server's PEFT"
         )
 
 
@@ -272,7 +272,7 @@ def _depth(value: Any) -> int:
             break
         if isinstance(current, dict | list):
             inner = current.values() if isinstance(current, dict) else current
-            waiting.extend((each, depth + 1) for each in inner if isinstance(each, dict | list))
+            waiting.extend((child, depth + 1) for child in inner if isinstance(child, dict | list))
     return deepest
 
 

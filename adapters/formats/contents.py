@@ -19,7 +19,7 @@ from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYT
 DEFAULT_RANK = 8
 """PEFT's, for a configuration without one."""
 _HEADS_ALONE = b"medusa heads"
-"""Replaces the configuration in the digest of heads alone, whose config.json does not affect the result."""
+"""Replaces the configuration in the digest of heads only, because their config.json does not affect the result."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ServedContents:
     """An adapter that is served, as far as its files were read."""
 
     decision: Decision | None
-    """None for heads alone, and for a `.bin` of which only the headers were asked for."""
+    """None for heads without an adapter, and for a `.bin` of which only the headers were asked for."""
     heads: ParsedHeads | None
     invocation_ids: tuple[int, ...]
     warnings: tuple[str, ...]
@@ -40,20 +40,20 @@ class Contents:
     """The open files of one adapter."""
 
     values: dict[str, Any] | None
-    """The configuration, not yet validated; None for heads alone."""
+    """The configuration, not yet validated; None for heads without an adapter."""
     changes: Weights | None
-    """None for heads alone, and if only headers were read and there are none."""
+    """None for heads without an adapter, and if only headers were read and there are none."""
     heads: Weights | None
     heads_name: str = ""
     heads_config: bytes | None = None
 
     @property
     def _files(self) -> list[Weights]:
-        return [each for each in (self.changes, self.heads) if each is not None]
+        return [file for file in (self.changes, self.heads) if file is not None]
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._files)
+        return sum(file.num_bytes for file in self._files)
 
     @property
     def has_patterns(self) -> bool:
@@ -64,7 +64,7 @@ class Contents:
     def digest(self) -> str:
         """The name of the adapter below the router."""
         known = _HEADS_ALONE if self.values is None else configuration.canonical(self.values)
-        return digests.of_adapter(known, b"".join(each.hash.digest() for each in self._files))
+        return digests.of_adapter(known, b"".join(file.hash.digest() for file in self._files))
 
     def decide(self, reader: PlannedReader, base: Base) -> ServedContents:
         """Whether and how the adapter is served. Raises AdapterInvalid or NotServed."""
@@ -106,25 +106,25 @@ class Contents:
 
     def check_unchanged(self) -> None:
         """Raises AdapterChanged if a file has changed since it was read."""
-        for each in self._files:
-            each.check_unchanged()
+        for file in self._files:
+            file.check_unchanged()
 
 
 def of_headers(small: Mapping[str, bytes], heads: Mapping[str, FileHead]) -> Contents:
-    """The same without values: `small` are the small files, `heads` the beginnings of the weight files, by name.
+    """Contents without values: `small` are the small files, `heads` the beginnings of the weight files, by name.
 
     Raises AdapterInvalid or AdapterTooLarge.
     """
     heads_name = find_heads(small.keys() | heads.keys(), lambda name: heads[name].content)
     if CONFIG not in small and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
-    values = changes = found = None
+    values = changes = heads_file = None
     if CONFIG in small:
         values = configuration.parse(small[CONFIG])
         changes = _header_only({name: head for name, head in heads.items() if name != heads_name})
     if heads_name is not None:
-        found = _header_only({heads_name: heads[heads_name]})
-    return Contents(values, changes, found, heads_name or "", small.get(HEADS_CONFIG))
+        heads_file = _header_only({heads_name: heads[heads_name]})
+    return Contents(values, changes, heads_file, heads_name or "", small.get(HEADS_CONFIG))
 
 
 def _header_only(heads: Mapping[str, FileHead]) -> Weights | None:
@@ -143,12 +143,12 @@ def opened(folder: Path, limit: int) -> Iterator[Contents]:
     if CONFIG not in names and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
     with ExitStack() as held:
-        values = changes = found = None
+        values = changes = heads_file = None
         if CONFIG in names:
             values = configuration.parse(weights.read_small(folder / CONFIG))
             changes = held.enter_context(weights.opened(folder, limit))
         if heads_name is not None:
-            left = limit if changes is None else limit - changes.num_bytes
-            found = held.enter_context(weights.opened(folder, left, [heads_name]))
-        config = weights.read_small(folder / HEADS_CONFIG) if found is not None and HEADS_CONFIG in names else None
-        yield Contents(values, changes, found, heads_name or "", config)
+            remaining = limit if changes is None else limit - changes.num_bytes
+            heads_file = held.enter_context(weights.opened(folder, remaining, [heads_name]))
+        config = weights.read_small(folder / HEADS_CONFIG) if heads_file is not None and HEADS_CONFIG in names else None
+        yield Contents(values, changes, heads_file, heads_name or "", config)

@@ -93,10 +93,10 @@ def _entries(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise AdapterInvalid(f"the header of {name} contains a name twice")
-    return found
+    return values
 
 
 def _info(key: str, entry: Any, begin: int, name: str) -> TensorInfo:

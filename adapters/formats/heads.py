@@ -20,8 +20,8 @@ from lorikeet.adapters.sources.base import HEADS_CONFIG, MAX_CONFIG_BYTES
 
 KIND = "heads"
 """In SERVED_KINDS."""
-MOST_HEADS = 32
-MOST_BLOCKS = 8
+MAX_HEADS = 32
+MAX_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def _check(shape: HeadsShape, name: str, output_shape: tuple[int, int] | None, w
     if shape.hidden_size != hidden_size:
         problem = f"the heads in {name} take hidden rows of {shape.hidden_size}, the base has {hidden_size}"
         raise AdapterInvalid(f"made for another base: {problem}")
-    if shape.num_heads > MOST_HEADS or shape.num_layers > MOST_BLOCKS:
+    if shape.num_heads > MAX_HEADS or shape.num_layers > MAX_BLOCKS:
         size = f"{shape.num_heads} heads of {shape.num_layers} blocks ({name})"
-        raise NotServed(f"{size} are not served, only up to {MOST_HEADS} of {MOST_BLOCKS}")
+        raise NotServed(f"{size} are not served, only up to {MAX_HEADS} of {MAX_BLOCKS}")
     if shape.vocab_size == 0:
         raise AdapterInvalid(f"the output matrices in {name} have no rows")
     if shape.vocab_size is not None and 2 * shape.vocab_size < vocab_size:
@@ -101,13 +101,13 @@ def _config(content: bytes | None, warn: Callable[[str], None]) -> dict[str, Any
     if content is None:
         return {}
     try:
-        found = json.loads(content) if len(content) <= MAX_CONFIG_BYTES else None
+        values = json.loads(content) if len(content) <= MAX_CONFIG_BYTES else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        values = None
+    if not isinstance(values, dict):
         warn(f"{HEADS_CONFIG} cannot be read and is ignored")
         return {}
-    return found
+    return values
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -122,10 +122,10 @@ def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleCha
     assert change.weight is not None
     num_out, num_in = change.weight.shape
     rank = min(num_out, num_in)
-    if rank > configuration.MOST_RANK:
+    if rank > configuration.MAX_RANK:
         raise NotServed(
             f"replacing {change.module}, which has {num_out} outputs and {num_in} inputs, is not served: one of them "
-            f"must be at most {configuration.MOST_RANK}"
+            f"must be at most {configuration.MAX_RANK}"
         )
     difference = change.weight
     if has_values:
@@ -138,7 +138,7 @@ def _without_unread(change: ModuleChange, base: Base) -> tuple[ModuleChange, lis
     """Leave out whole parameters that are only served if they equal the base's, and name them."""
     names: list[str] = []
     if change.weight is not None:
-        is_small = min(change.weight.shape, default=0) <= configuration.MOST_RANK
+        is_small = min(change.weight.shape, default=0) <= configuration.MAX_RANK
         if not (change.kind == "replace" and base.is_head(change.module) and is_small):
             change, names = replace(change, weight=None), [f"{change.module}.weight"]
     if change.new_bias is not None and change.kind == "other":
@@ -168,12 +168,12 @@ _TRAINED_IN = (torch.bfloat16, torch.float16)
 def _is_own(saved: torch.Tensor, name: str, base: Base) -> bool:
     """Whether a saved parameter is the base's, unchanged but for the rounding of the type that it was trained in."""
     try:
-        own = base.values[name]
+        value = base.values[name]
     except NotServed:
         return False
     served = saved.to(base.dtype)
-    types = dict.fromkeys((own.dtype, *_TRAINED_IN))
-    return any(torch.equal(own.to(dtype).to(saved.dtype).to(base.dtype), served) for dtype in types)
+    types = dict.fromkeys((value.dtype, *_TRAINED_IN))
+    return any(torch.equal(value.to(dtype).to(saved.dtype).to(base.dtype), served) for dtype in types)
 
 
 _DESCRIPTIONS = {
@@ -226,48 +226,48 @@ def served_file(layout: Layout, digest: str, base: Base) -> ServedFile:
     return ServedFile((memoryview(checksum.added(head, values)), *values))
 
 
-def _module(found: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
+def _module(change: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
     """The module's parts, contiguous."""
     parts: dict[str, torch.Tensor] = {}
-    if found.a is not None and found.b is not None:
-        parts["A"], parts["B"] = _factors(found, base.dtype)
-    if found.magnitude is not None:
-        parts["magnitude"] = found.magnitude.float().reshape(-1)
-    if (bias := _added_bias(found, base.values)) is not None:
+    if change.a is not None and change.b is not None:
+        parts["A"], parts["B"] = _factors(change, base.dtype)
+    if change.magnitude is not None:
+        parts["magnitude"] = change.magnitude.float().reshape(-1)
+    if (bias := _added_bias(change, base.values)) is not None:
         parts["bias"] = bias
-    if found.weight is not None:
-        parts["weight"] = found.weight.to(base.dtype)
+    if change.weight is not None:
+        parts["weight"] = change.weight.to(base.dtype)
     for tensor in parts.values():
         if not is_finite(tensor):
-            raise AdapterInvalid(_not_finite_message(found, base.dtype))
+            raise AdapterInvalid(_not_finite_message(change, base.dtype))
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def _factors(found: ModuleChange, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(change: ModuleChange, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B, with the scaling in B, computed in float32 and rounded once."""
-    assert found.a is not None and found.b is not None
-    a, b = found.a, found.b if found.b.dtype == dtype else found.b.float()
-    b = torch.mul(b, found.scaling, out=torch.empty_like(b, dtype=dtype))  # in float32 whatever the dtypes are
-    if found.kind == "experts":
-        a = a.reshape(found.num_experts, -1, a.shape[-1])
-        b = b.reshape(b.shape[0], -1, found.num_experts).permute(2, 0, 1)
+    assert change.a is not None and change.b is not None
+    a, b = change.a, change.b if change.b.dtype == dtype else change.b.float()
+    b = torch.mul(b, change.scaling, out=torch.empty_like(b, dtype=dtype))  # in float32 whatever the dtypes are
+    if change.kind == "experts":
+        a = a.reshape(change.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, change.num_experts).permute(2, 0, 1)
     return a.to(dtype), b
 
 
-def _added_bias(found: ModuleChange, values: BaseValues) -> torch.Tensor | None:
+def _added_bias(change: ModuleChange, values: BaseValues) -> torch.Tensor | None:
     """[out] float32, or None if nothing is added."""
     added: torch.Tensor | None = None
-    if found.b_bias is not None:
-        added = found.b_bias.float() * found.scaling
-    if found.new_bias is not None:
-        difference = found.new_bias.float() - values[f"{found.module}.bias"].float()
+    if change.b_bias is not None:
+        added = change.b_bias.float() * change.scaling
+    if change.new_bias is not None:
+        difference = change.new_bias.float() - values[f"{change.module}.bias"].float()
         added = difference if added is None else added + difference
     return added
 
 
-def _not_finite_message(found: ModuleChange, dtype: torch.dtype) -> str:
-    tensors = (getattr(found, field) for field in TENSORS)
-    return not_finite(found.module, all(tensor is None or is_finite(tensor) for tensor in tensors), dtype)
+def _not_finite_message(change: ModuleChange, dtype: torch.dtype) -> str:
+    tensors = (getattr(change, field) for field in TENSORS)
+    return not_finite(change.module, all(tensor is None or is_finite(tensor) for tensor in tensors), dtype)
 
 
 def not_finite(where: str, was_finite: bool, dtype: torch.dtype) -> str:
@@ -281,5 +281,5 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers are."""
     if tensor.numel() == 0:
         return True
-    least, most = tensor.aminmax()
-    return math.isfinite(least.item()) and math.isfinite(most.item())
+    lowest, highest = tensor.aminmax()
+    return math.isfinite(lowest.item()) and math.isfinite(highest.item())

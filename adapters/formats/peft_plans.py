@@ -19,14 +19,14 @@ from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.formats.weights import Weights
 from lorikeet.proto.pooling import EMBED
 
-_MOST_PLANS = 256
+_MAX_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedChange:
     """One module: the result without tensors, and the file's tensor for each field."""
 
-    found: ModuleChange
+    change: ModuleChange
     keys: dict[str, str]
 
 
@@ -40,7 +40,9 @@ class PlannedReader:
     def warm(self) -> None:
         """Read a made-up adapter, so that all imports and caches of PEFT's first use are done."""
         with self.skeleton.borrowed() as network:
-            linears = ((name, each) for name, each in network.named_modules() if isinstance(each, torch.nn.Linear))
+            linears = (
+                (name, module) for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)
+            )
             name, linear = next(linears, (None, None))
         if name is None or linear is None:
             return
@@ -59,12 +61,12 @@ class PlannedReader:
         if (plan := self._plans.get(form)) is not None:
             self._plans.move_to_end(form)
             return [_filled(step, weights.tensors) for step in plan]
-        found = read(self.skeleton, settings, weights.tensors)
-        if (plan := _plan(found, weights.tensors) if weights.share_no_memory else None) is not None:
+        changes = read(self.skeleton, settings, weights.tensors)
+        if (plan := _plan(changes, weights.tensors) if weights.share_no_memory else None) is not None:
             self._plans[form] = plan
-            if len(self._plans) > _MOST_PLANS:
+            if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        return found
+        return changes
 
 
 def _without_head(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
@@ -78,7 +80,7 @@ def _without_head(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 
 def _filled(step: _PlannedChange, tensors: Tensors) -> ModuleChange:
     values: dict[str, Any] = {field: tensors[key] for field, key in step.keys.items()}
-    return replace(step.found, **values)
+    return replace(step.change, **values)
 
 
 def _form(settings: dict[str, Any], tensors: Tensors) -> bytes:
@@ -87,19 +89,19 @@ def _form(settings: dict[str, Any], tensors: Tensors) -> bytes:
     return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).digest()
 
 
-def _plan(found: Sequence[ModuleChange], tensors: Tensors) -> list[_PlannedChange] | None:
+def _plan(changes: Sequence[ModuleChange], tensors: Tensors) -> list[_PlannedChange] | None:
     """None if a tensor of the result is not a tensor of the file, unchanged."""
     keys = {tensor.data_ptr(): key for key, tensor in tensors.items()}
     steps = []
-    for each in found:
+    for change in changes:
         chosen: dict[str, str] = {}
         for field in TENSORS:
-            if (tensor := getattr(each, field)) is None:
+            if (tensor := getattr(change, field)) is None:
                 continue
             key = keys.get(tensor.data_ptr())
             if key is None or tensors[key].shape != tensor.shape or tensors[key].stride() != tensor.stride():
                 return None
             chosen[field] = key
         empty: dict[str, Any] = dict.fromkeys(chosen)
-        steps.append(_PlannedChange(replace(each, **empty), chosen))
+        steps.append(_PlannedChange(replace(change, **empty), chosen))
     return steps

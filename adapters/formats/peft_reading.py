@@ -69,11 +69,11 @@ def read(skeleton: Skeleton, configuration: dict[str, Any], tensors: Tensors) ->
         _check_rows(network, names, tensors)
         wrapped = _inject(network, configuration)
         _load(wrapped, tensors)
-        found = {each.module: each for each in _layers(wrapped, names)}
-        for each in _replaced(network, names, skeleton.parameter_ids(), wrapped):
-            before = found.get(each.module)
-            found[each.module] = each if before is None else _joined(before, each)
-    return list(found.values())
+        changes = {change.module: change for change in _layers(wrapped, names)}
+        for change in _replaced(network, names, skeleton.parameter_ids(), wrapped):
+            earlier = changes.get(change.module)
+            changes[change.module] = change if earlier is None else _joined(earlier, change)
+    return list(changes.values())
 
 
 def _inject(network: Any, configuration: dict[str, Any]) -> PeftModel:
@@ -154,61 +154,61 @@ def _layers(wrapped: PeftModel, names: dict[int, str]) -> Iterator[ModuleChange]
 def _layer(layer: Any, names: dict[int, str]) -> ModuleChange:
     base = layer.get_base_layer()
     name = names[id(base)]
-    found = ModuleChange(name, "linear", layer.r[NAME], float(layer.scaling[NAME]))
+    change = ModuleChange(name, "linear", layer.r[NAME], float(layer.scaling[NAME]))
     if isinstance(layer, ParamWrapper):
-        return _parameter(layer, base, found)
+        return _parameter(layer, base, change)
     variant = layer.lora_variant.get(NAME)
     if variant is not None and NAME not in layer.lora_magnitude_vector:
         raise NotServed(f"{type(variant).__name__} on {name} is not served")
     if isinstance(layer, Embedding):
         if variant is not None:
             raise NotServed(f"DoRA on the embedding {name} is not served")
-        scaling = found.scaling * float(getattr(base, "scalar_embed_scale", 1.0))
+        scaling = change.scaling * float(getattr(base, "scalar_embed_scale", 1.0))
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
-        return replace(found, kind="embedding", scaling=scaling, a=a, b=b)
+        return replace(change, kind="embedding", scaling=scaling, a=a, b=b)
     if not isinstance(layer, Linear) or isinstance(layer, Conv2d | Conv3d):
         raise NotServed(f"an adapter on {name}, a {type(base).__name__}, is not served")
     magnitude = None if variant is None else layer.lora_magnitude_vector[NAME].weight
-    return replace(_with_factors(layer, found), b_bias=layer.lora_B[NAME].bias, magnitude=magnitude)
+    return replace(_with_factors(layer, change), b_bias=layer.lora_B[NAME].bias, magnitude=magnitude)
 
 
-def _with_factors(layer: Any, found: ModuleChange) -> ModuleChange:
-    return replace(found, a=layer.lora_A[NAME].weight, b=layer.lora_B[NAME].weight)
+def _with_factors(layer: Any, change: ModuleChange) -> ModuleChange:
+    return replace(change, a=layer.lora_A[NAME].weight, b=layer.lora_B[NAME].weight)
 
 
-def _parameter(layer: Any, base: nn.Module, found: ModuleChange) -> ModuleChange:
+def _parameter(layer: Any, base: nn.Module, change: ModuleChange) -> ModuleChange:
     """A parameter that is itself a target: the stacked weights of experts, or those of their router."""
-    name = f"{found.module}.{layer.parameter_name}"
+    name = f"{change.module}.{layer.parameter_name}"
     if layer.get_param().dim() == 2 and layer.parameter_name == "weight":
         kind = "linear" if isinstance(base, nn.Linear) else "router"
-        return replace(_with_factors(layer, found), kind=kind)
+        return replace(_with_factors(layer, change), kind=kind)
     if layer.get_param().dim() != 3:
         raise NotServed(f"an adapter on the parameter {name} is not served")
-    return replace(_with_factors(layer, found), module=name, kind="experts", num_experts=layer.num_experts)
+    return replace(_with_factors(layer, change), module=name, kind="experts", num_experts=layer.num_experts)
 
 
 def _saved(wrapper: Any, names: dict[int, str]) -> Iterator[ModuleChange]:
     """The wrapper's module and those inside it that have parameters, such as the layers of a classifier's head."""
     outer, saved = names[id(wrapper.original_module)], wrapper.modules_to_save[NAME]
     for inner, module in saved.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
         name = f"{outer}.{inner}" if inner else outer
-        if set(own) - {"weight", "bias"}:
+        if set(parameters) - {"weight", "bias"}:
             raise NotServed(f"`modules_to_save` with {name}, a {type(module).__name__}, is not served")
-        if own:
+        if parameters:
             kind = "replace" if isinstance(module, nn.Linear | nn.Embedding) else "other"
-            yield ModuleChange(name, kind, weight=own.get("weight"), new_bias=own.get("bias"))
+            yield ModuleChange(name, kind, weight=parameters.get("weight"), new_bias=parameters.get("bias"))
 
 
-def _replaced(network: Any, names: dict[int, str], own: set[int], wrapped: PeftModel) -> Iterator[ModuleChange]:
+def _replaced(network: Any, names: dict[int, str], base_ids: set[int], wrapped: PeftModel) -> Iterator[ModuleChange]:
     """The base's own parameters that the adapter's file contains too: biases, embeddings saved with it."""
     saved = (module for module in wrapped.modules() if isinstance(module, ModulesToSaveWrapper))
-    inside = {id(each) for module in saved for each in module.modules_to_save.modules()}
+    inside = {id(submodule) for module in saved for submodule in module.modules_to_save.modules()}
     for module in network.modules():
         if id(module) not in names or id(module) in inside:
             continue
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in own:
+            if parameter is not None and id(parameter) not in base_ids:
                 yield _replacement(module, names[id(module)], key, parameter)
 
 

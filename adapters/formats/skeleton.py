@@ -93,13 +93,13 @@ class Skeleton:
 
     @property
     def model_prefix(self) -> str:
-        """The same in a model of its architecture that has a head."""
+        """The name under which a model of this architecture that has a head keeps the other modules, with a dot."""
         return f"{self._network.base_model_prefix}."
 
     def parameter_ids(self) -> set[int]:
         """Identities of the base's own parameters: all others in the network come from an adapter."""
-        own = (parameter for _, parameters in self._parameters for parameter in parameters.values())
-        return {id(parameter) for parameter in own if parameter is not None}
+        tensors = (parameter for _, parameters in self._parameters for parameter in parameters.values())
+        return {id(parameter) for parameter in tensors if parameter is not None}
 
 
 def choose_dtype(name: str | None, config: Any, device: str) -> torch.dtype:

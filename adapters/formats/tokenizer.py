@@ -31,7 +31,7 @@ class Tokenizers:
         self.check_files({name: content for name, content in files.items() if content is not None})
 
     def check_files(self, files: dict[str, bytes]) -> None:
-        """The same for files by name; other files are ignored."""
+        """Check files by name; other files are ignored. Raises AdapterInvalid with the first token that differs."""
         files = {name: content for name, content in files.items() if name in (_WHOLE, _ADDED, _SETTINGS)}
         if not files or files.get(_WHOLE) == self._own_file:
             return
@@ -61,8 +61,8 @@ class Tokenizers:
 
     def _difference(self, files: dict[str, bytes]) -> str | None:
         """The end of a sentence, or None if every token of the adapter is one of the base."""
-        own = self._own
-        if not own:
+        base_tokens = self._own
+        if not base_tokens:
             return None
         try:
             settings = json.loads(files.get(_SETTINGS, b"{}"))
@@ -72,8 +72,8 @@ class Tokenizers:
             return "its tokenizer files cannot be read"
         for token, number in tokens.items():
             # a token that is only used for padding in training never reaches the adapter
-            if own.get(token) != number and (token != padding or token in own):
-                has = f"{own[token]} in the base's" if token in own else "is not in the base's"
+            if base_tokens.get(token) != number and (token != padding or token in base_tokens):
+                has = f"{base_tokens[token]} in the base's" if token in base_tokens else "is not in the base's"
                 return (
                     f"it was trained with another tokenizer: token {token[:40]!r} is {str(number)[:40]} there and {has}"
                 )
@@ -91,10 +91,10 @@ def _all_tokens(files: dict[str, bytes], settings: Any) -> dict[str, int]:
     return tokens
 
 
-def _tokens(whole: Any) -> dict[str, int]:
-    vocab = whole["model"]["vocab"]
+def _tokens(content: Any) -> dict[str, int]:
+    vocab = content["model"]["vocab"]
     tokens = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): number for number, entry in enumerate(vocab)}
-    tokens.update({str(entry["content"]): entry["id"] for entry in whole.get("added_tokens") or ()})
+    tokens.update({str(entry["content"]): entry["id"] for entry in content.get("added_tokens") or ()})
     return tokens
 
 

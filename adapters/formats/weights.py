@@ -46,8 +46,8 @@ class Weights:
 
     def check_unchanged(self) -> None:
         """Raises AdapterChanged if a file has changed since it was read."""
-        for path, descriptor, before in self._files:
-            if _version(os.fstat(descriptor)) != before:
+        for path, descriptor, version in self._files:
+            if _version(os.fstat(descriptor)) != version:
                 raise AdapterChanged(f"{path.name} changed while it was read")
 
 
@@ -94,30 +94,30 @@ def header_only(heads: Mapping[str, FileHead]) -> Weights:
 
     Raises AdapterInvalid. Files without a header (`.bin`) are skipped.
     """
-    found = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True, has_values=False)
+    weights = Weights({}, hashlib.sha256(), sum(head.size for head in heads.values()), True, has_values=False)
     for name, head in heads.items():
         if not name.endswith(".safetensors"):
             continue
         infos = header.parse(head.content, head.size, name)
         # address space without memory: nothing is read from it
         memory = mmap.mmap(-1, max(1, head.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        found.tensors.update({key: _view(memory, info) for key, info in infos.items()})
-    return found
+        weights.tensors.update({key: _view(memory, info) for key, info in infos.items()})
+    return weights
 
 
 def weight_files(folder: Path) -> list[str]:
     """Names of the weight files: one, or the parts that an index names."""
-    for whole in WEIGHTS:
-        if (folder / whole).is_file():
-            return [whole]
-        index = folder / f"{whole}.index.json"
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return [name]
+        index = folder / f"{name}.index.json"
         if index.is_file():
-            return _parts(index, whole)
+            return _parts(index, name)
     raise AdapterInvalid(f"there is no {' and no '.join(WEIGHTS)}")
 
 
-def _parts(index: Path, whole: str) -> list[str]:
-    stem, dot, ending = whole.rpartition(".")
+def _parts(index: Path, name: str) -> list[str]:
+    stem, dot, ending = name.rpartition(".")
     try:
         if index.stat().st_size > MAX_INDEX:
             raise AdapterTooLarge(f"{index.name} is larger than {MAX_INDEX} bytes")
@@ -145,13 +145,13 @@ def _add(weights: Weights, name: str, descriptor: int, limit: int) -> None:
     except (OSError, ValueError):
         raise AdapterInvalid(f"{name} is not a file that can be read") from None
     if name.endswith(".safetensors"):
-        found = _mapped(memory, size, name)
+        tensors = _mapped(memory, size, name)
     else:
-        found = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)
+        tensors = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)
     weights.hash.update(memory)
-    if twice := weights.tensors.keys() & found.keys():
+    if twice := weights.tensors.keys() & tensors.keys():
         raise AdapterInvalid(f"{name} and another part both hold {min(twice)!r}")
-    weights.tensors.update(found)
+    weights.tensors.update(tensors)
 
 
 def _mapped(memory: mmap.mmap, size: int, name: str) -> dict[str, torch.Tensor]:
@@ -170,20 +170,20 @@ def _view(memory: mmap.mmap, info: header.TensorInfo) -> torch.Tensor:
 def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
     _check_archive(path, size, name)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         problem = "is broken or holds more than tensors; its code was not run"
         raise AdapterInvalid(f"{name} {problem}: convert it to safetensors") from None
     except Exception as error:
         raise AdapterInvalid(f"{name} cannot be read: {first_line(error)[:200]}") from None
-    if not isinstance(found, dict) or not found:
+    if not isinstance(tensors, dict) or not tensors:
         raise AdapterInvalid(f"{name} holds no dictionary of tensors")
-    for key, tensor in found.items():
+    for key, tensor in tensors.items():
         if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
             raise AdapterInvalid(f"{name} holds something other than named tensors: {str(key)[:60]!r}")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values() or tensor.device.type != "cpu":
             raise AdapterInvalid(f"{key[:80]!r} of {name} is not a dense CPU tensor of floating-point numbers")
-    return {key: tensor.detach() for key, tensor in found.items()}
+    return {key: tensor.detach() for key, tensor in tensors.items()}
 
 
 def _check_archive(path: Path, size: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The base's output head alone, read from its files: what learned heads are trained through."""
+"""The base's output head, read from its files without the rest of the base: learned heads are trained through it."""
 
 from collections.abc import Callable
 from functools import partial

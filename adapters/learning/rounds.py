@@ -40,13 +40,13 @@ from lorikeet.proto.learning import Job, Trained, TrainerSettings
 log = structlog.get_logger()
 
 RECIPE = HeadsRecipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
-"""Training settings of one round. The dtype is float32 where bfloat16 products are slower."""
+"""Training settings of one round. The dtype is float32 if bfloat16 products are slower."""
 WIDTH_OF_LR = 256
 """Hidden size above which the learning rate falls as 1/H, as Adam's should (Yang et al. 2022, arXiv 2203.03466)."""
 ROUND_S = 60.0
 """No training step starts later than this in a round. So heads are replayed and adopted even if the trainer gets little
 of a processor, and the next round continues from there with newer rows."""
-MOST_PAIRS = 8
+MAX_PAIRS = 8
 """Pairs whose heads stay in memory; others continue from the heads in use."""
 PROPOSED_ROWS = 256
 """Rows that heads propose for at a time."""
@@ -62,7 +62,7 @@ class Abandoned(Exception):
 
 
 class Throttle:
-    """Sleeps after a computation that other work has interrupted. Idle priority alone is not enough: on the second
+    """Sleeps after a computation that other work has interrupted. Idle priority is not enough: on the second
     hardware thread of a core, training slows down the first one.
     """
 
@@ -71,8 +71,8 @@ class Throttle:
 
     def wait(self) -> None:
         """Call this after each step of training, and each part of a replay."""
-        wall, own = time.monotonic() - self._wall, time.thread_time() - self._own
-        if own < UNDISTURBED * wall:
+        wall, thread_s = time.monotonic() - self._wall, time.thread_time() - self._own
+        if thread_s < UNDISTURBED * wall:
             time.sleep(max(0.0, (time.process_time() - self._all) / BUSY_SHARE - wall))
         self._start()
 
@@ -133,16 +133,18 @@ class Rounds:
         optimizer.output = facts.head.logits_of(rows.candidates), len(rows.candidates)
         throttle = Throttle()
         self._train(optimizer, rows, throttle)
-        before = 1.0
+        earlier = 1.0
         if job.heads_digest:
             used = self._served(job.heads_digest, facts.head)
-            before = _tokens_per_step(used, rows.held_out, facts.head, throttle)
-        found = _tokens_per_step(_rounded(optimizer.heads, facts.base.dtype), rows.held_out, facts.head, throttle)
-        digest = self._write(optimizer.heads, facts.base) if found >= job.min_gain * before else ""
+            earlier = _tokens_per_step(used, rows.held_out, facts.head, throttle)
+        tokens_per_step = _tokens_per_step(
+            _rounded(optimizer.heads, facts.base.dtype), rows.held_out, facts.head, throttle
+        )
+        digest = self._write(optimizer.heads, facts.base) if tokens_per_step >= job.min_gain * earlier else ""
         return {
             "heads_digest": digest,
-            "tokens_per_step": found,
-            "tokens_per_step_before": before,
+            "tokens_per_step": tokens_per_step,
+            "tokens_per_step_before": earlier,
             "num_rows": len(rows.indices),
         }
 
@@ -166,7 +168,7 @@ class Rounds:
                 heads = used
             optimizer = HeadsOptimizer(heads, facts.recipe, head.logits, head.vocab_size)
         self._pairs[job.pair] = optimizer
-        while len(self._pairs) > MOST_PAIRS:
+        while len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
         return optimizer
 
@@ -223,12 +225,12 @@ def _has_fast_bf16() -> bool:
 
 def _product_seconds(dtype: torch.dtype) -> float:
     a = torch.ones(256, 256, dtype=dtype)
-    found = []
+    durations = []
     for _ in range(3):
         started = time.thread_time()
         a @ a
-        found.append(time.thread_time() - started)
-    return min(found)
+        durations.append(time.thread_time() - started)
+    return min(durations)
 
 
 def _from_served(file: "safe_open", head: BaseHead) -> MedusaHeads:

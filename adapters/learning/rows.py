@@ -12,9 +12,9 @@ from torch import Tensor
 from lorikeet.adapters.medusa.hidden import NOTHING, labels_of
 from lorikeet.proto.learning import BLOCK_ROWS, Job, RowArrays, row_indices
 
-HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 2048
+HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 2048
 """The newest rows that are not trained on: this share, at most so many."""
-CANDIDATE_SHARE, MOST_CANDIDATES = 0.99, 8192
+CANDIDATE_SHARE, MAX_CANDIDATES = 0.99, 8192
 """The most frequent labels that make up this share of all, at most so many, are the candidates."""
 
 
@@ -38,11 +38,11 @@ class JobRows:
         texts, token_ids = arrays.texts[indices], arrays.token_ids[indices].astype(np.int64)
         is_current = self._is_current(indices)
         indices, texts, token_ids = indices[is_current], texts[is_current], token_ids[is_current]
-        newest = _newest(texts, min(int(HELD_OUT_SHARE * len(texts)), MOST_HELD_OUT))
+        newest = _newest(texts, min(int(HELD_OUT_SHARE * len(texts)), MAX_HELD_OUT))
         self.held_out = self._held_out(indices, texts, token_ids, newest)
         ages = np.arange(len(texts), 0, -1)  # 1 for the newest row
-        kept = np.flatnonzero(~np.isin(texts, newest))
-        order = kept[np.argsort(texts[kept], kind="stable")]
+        training = np.flatnonzero(~np.isin(texts, newest))
+        order = training[np.argsort(texts[training], kind="stable")]
         # [n] index of each row, and whether it was not trained on before; so many were held out last time
         self.indices, self._is_new = indices[order], ages[order] <= job.num_new + self.num_held_out
         # [n, heads]
@@ -116,13 +116,13 @@ def _candidates(labels: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty(0, dtype=torch.long), labels
     token_ids, inverse, counts = labels[is_label].unique(return_inverse=True, return_counts=True)
     order = counts.argsort(descending=True, stable=True)
-    before = counts[order].cumsum(0) - counts[order]
-    num_candidates = min(int((before < CANDIDATE_SHARE * counts.sum()).sum()), MOST_CANDIDATES)
+    counts_before = counts[order].cumsum(0) - counts[order]
+    num_candidates = min(int((counts_before < CANDIDATE_SHARE * counts.sum()).sum()), MAX_CANDIDATES)
     places = torch.full_like(token_ids, NOTHING)
     places[order[:num_candidates]] = torch.arange(num_candidates)
-    found = labels.clone()
-    found[is_label] = places[inverse]
-    return token_ids[order[:num_candidates]], found
+    places_of_labels = labels.clone()
+    places_of_labels[is_label] = places[inverse]
+    return token_ids[order[:num_candidates]], places_of_labels
 
 
 def _as_bfloat16(bits: npt.NDArray[np.uint16]) -> Tensor:

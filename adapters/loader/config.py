@@ -40,7 +40,7 @@ class LoaderConfig(ConfigFile):
     reading_cpu_s: float = 20.0
     """Processor time for reading one adapter, in addition to its bytes."""
     pattern_cpu_s: float = 3.0
-    """The same for one whose configuration has patterns, which can take forever."""
+    """Processor time for reading an adapter whose configuration has patterns, which can take forever."""
     reading_memory: int = 1 << 30
     """Bytes of memory for reading one adapter, in addition to ten times its own."""
     json_output: bool = False

@@ -18,7 +18,7 @@ from lorikeet.adapters.loader import process
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs
 
-_MOST_STATUSES = 1024
+_MAX_STATUSES = 1024
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def _reap(statuses: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (exited := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[exited[0]] = os.waitstatus_to_exitcode(exited[1])
-            if len(statuses) > _MOST_STATUSES:
+            if len(statuses) > _MAX_STATUSES:
                 del statuses[next(iter(statuses))]
 
 

@@ -15,7 +15,7 @@ HALF_LIFE_S = 30.0
 """Half-life of an owner's recorded use, in seconds."""
 _SMALL_USE_S = 1.0
 """An owner with less recorded use is not limited."""
-_MOST_OWNERS = 4096
+_MAX_OWNERS = 4096
 
 
 @dataclass(eq=False)
@@ -44,14 +44,14 @@ class Uses:
 
     def of(self, owner: str) -> float:
         """Seconds, halved every HALF_LIFE_S."""
-        seconds, at = self._seconds.get(owner, (0.0, 0.0))
-        return seconds * math.exp2((at - self.clock()) / HALF_LIFE_S)
+        seconds, time_s = self._seconds.get(owner, (0.0, 0.0))
+        return seconds * math.exp2((time_s - self.clock()) / HALF_LIFE_S)
 
     def add(self, owner: str, seconds: float) -> None:
         """Record the use of one slot."""
         self._seconds[owner] = (self.of(owner) + seconds, self.clock())
         self._seconds[owner] = self._seconds.pop(owner)
-        if len(self._seconds) > _MOST_OWNERS:
+        if len(self._seconds) > _MAX_OWNERS:
             del self._seconds[next(iter(self._seconds))]
 
 
@@ -118,10 +118,10 @@ class Gate:
         held = Counter(owner for ticket in self._inside() for owner in ticket.owners)
 
         def may_enter(ticket: Ticket) -> bool:
-            return use(ticket.owners) <= _SMALL_USE_S or all(held[each] < self._most_held for each in ticket.owners)
+            return use(ticket.owners) <= _SMALL_USE_S or all(held[owner] < self._most_held for owner in ticket.owners)
 
         def give(num_free: int, tickets: Iterable[Ticket], is_fast: bool) -> None:
-            for ticket in sorted(tickets, key=lambda each: use(each.owners)):
+            for ticket in sorted(tickets, key=lambda waiting: use(waiting.owners)):
                 if num_free <= 0:
                     return
                 if ticket.is_inside or may_enter(ticket):

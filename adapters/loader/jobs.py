@@ -29,7 +29,7 @@ REFUSED_S = 60.0
 MAX_REFUSED_BYTES = 4 << 20
 PAUSES_S = (0.05, 0.3, 1.0)
 """Before an adapter whose files have changed is looked up again, once after each."""
-_MOST_IDLE = 4
+_MAX_IDLE = 4
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
 
@@ -120,7 +120,7 @@ class Jobs:
         return await load(pins)
 
     async def _newest(self, pin: Pin, token: str | None) -> Pin:
-        """The same name, looked up now. A commit of a hub never changes."""
+        """The pin that the name has now. A commit of a hub never changes."""
         if pin.source is Source.HUB:
             return pin
         return (await self._sources[pin.source].resolve(Ref(pin.source, pin.id), token)).pin
@@ -148,44 +148,42 @@ class Jobs:
             return {"rank": entry.rank, "modules": None, **size}
         call = {"do": "check", "pin": pin.as_dict(), "token": token}
         job = Job(pin.id, token)
-        found: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
-        return found
+        validation: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
+        return validation
 
     async def merge(
         self,
-        wanted: Merge,
+        merge: Merge,
         token: str | None,
         on_job: Callable[[Job], None],
         caller: str = "",
         tokens: Sequence[str | None] | None = None,
     ) -> dict[str, Any]:
-        """As `fetch`, for several adapters merged into one; `tokens` are their own, by default `token` for each."""
-        own_tokens = (token,) * len(wanted.pins) if tokens is None else tuple(tokens)
+        """Fetch several adapters and merge them into one; `tokens` are their own, by default `token` for each."""
+        own_tokens = (token,) * len(merge.pins) if tokens is None else tuple(tokens)
 
         def load(pins: tuple[Pin, ...]) -> Awaitable[dict[str, Any]]:
-            return self._merged(replace(wanted, pins=pins), token, own_tokens, on_job, caller)
+            return self._merged(replace(merge, pins=pins), token, own_tokens, on_job, caller)
 
-        return await self._repeated(load, wanted.pins, own_tokens)
+        return await self._repeated(load, merge.pins, own_tokens)
 
     async def _merged(
         self,
-        wanted: Merge,
+        merge: Merge,
         token: str | None,
         own_tokens: tuple[str | None, ...],
         on_job: Callable[[Job], None],
         caller: str,
     ) -> dict[str, Any]:
-        known = [self._store.of_pin(pin) for pin in wanted.pins]
+        known = [self._store.of_pin(pin) for pin in merge.pins]
         digests = [entry.digest for entry in known if entry is not None]
         if len(digests) == len(known):
-            digest = wanted.digest(digests)
+            digest = merge.digest(digests)
             if self._store.touch(digest) and await self.verify(digest):
                 return self._found(self._store.entry(digest))
-        name = ", ".join(pin.id for pin in wanted.pins)
-        job = Job(name, token, own_tokens, sources=_sources(wanted.pins))
-        return await self._shared(
-            f"merge {wanted.as_dict()}", job, caller, on_job, lambda job: self._merge(job, wanted)
-        )
+        name = ", ".join(pin.id for pin in merge.pins)
+        job = Job(name, token, own_tokens, sources=_sources(merge.pins))
+        return await self._shared(f"merge {merge.as_dict()}", job, caller, on_job, lambda job: self._merge(job, merge))
 
     def share(self, job: Job, caller: str) -> None:
         """Another caller waits for a job: it has the turn of the one that used less of the loader lately."""
@@ -225,9 +223,9 @@ class Jobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _shared(
-        self, key: str, own: Job, caller: str, on_job: Callable[[Job], None], start: Callable[[Job], Any]
+        self, key: str, new: Job, caller: str, on_job: Callable[[Job], None], start: Callable[[Job], Any]
     ) -> dict[str, Any]:
-        """The entry from the one job of that key: `own` is started unless one is already running."""
+        """The entry from the one job of that key: `new` is started unless one is already running."""
         while True:
             self._check_refused(key)
             job = self._jobs.get(key)
@@ -237,7 +235,7 @@ class Jobs:
                 await asyncio.wait({job.task})
                 continue
             if job is None:
-                job = self._jobs[key] = Job(own.name, own.token, own.tokens, sources=own.sources)
+                job = self._jobs[key] = Job(new.name, new.token, new.tokens, sources=new.sources)
                 job.own(caller)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
             else:
@@ -249,7 +247,7 @@ class Jobs:
                 return {**(await asyncio.shield(job.task)).as_dict(), "tier": "source"}
             except (errors.AdapterNotAllowed, errors.AdapterNotFound):
                 # another caller was rejected; this one may have access
-                if job.token == own.token:
+                if job.token == new.token:
                     raise
             finally:
                 job.num_waiting -= 1
@@ -286,23 +284,23 @@ class Jobs:
         self._counts["source"] += 1
         return entry
 
-    async def _merge(self, job: Job, wanted: Merge) -> Entry:
-        merge = wanted.as_dict()
+    async def _merge(self, job: Job, merge: Merge) -> Entry:
+        message = merge.as_dict()
         folders: list[str] = []
         with ExitStack() as works:
-            for number, (pin, token) in enumerate(zip(wanted.pins, job.tokens, strict=True)):
+            for number, (pin, token) in enumerate(zip(merge.pins, job.tokens, strict=True)):
                 part = Job(pin.id, token, sources=job.sources)
                 part.fetching.owners = job.fetching.owners
                 job.parts = [part]
                 if job.fetching.is_urgent:
                     self.prioritize(part)
-                work = works.enter_context(self._work(f"{number} of {merge}"))
+                work = works.enter_context(self._work(f"{number} of {message}"))
                 folders.append(await self._download(part, pin, work))
-            call = {"do": "merge", "folders": folders, "merge": merge}
+            call = {"do": "merge", "folders": folders, "merge": message}
             try:
                 answer = await self._run(job, self._converting, job.converting, call)
             except _FINAL:
-                await asyncio.gather(*map(self._check_unchanged, wanted.pins))
+                await asyncio.gather(*map(self._check_unchanged, merge.pins))
                 raise
         self._counts["merged"] += 1
         return Entry.from_dict(answer["entry"])
@@ -368,7 +366,7 @@ class Jobs:
             return
         task = asyncio.current_task()
         is_mid_job = task is not None and task.cancelling() > 0
-        if is_mid_job or len(self._idle) >= _MOST_IDLE:
+        if is_mid_job or len(self._idle) >= _MAX_IDLE:
             await worker.end()
         else:
             worker.lower_priority()

@@ -1,4 +1,4 @@
-"""What the loader's processes ask of the system: to end with their parent, to step back behind who computes, and to
+"""What the loader's processes ask of the system: to end with their parent, to run at a lower priority, and to
 limit their memory.
 
 Linux knows both; elsewhere a process keeps its priority, and notices its parent's end by its closed socket.
@@ -25,7 +25,7 @@ def end_with_parent(parent_pid: int | None = None) -> None:
 
 
 def step_back(pid: int = 0) -> None:
-    """Run behind whatever runs at the caller's niceness. For oneself: to be called once."""
+    """Run at a lower priority than the caller's niceness. For oneself: to be called once."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
     elif pid == 0:
@@ -51,14 +51,14 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = _data_bytes() + num_bytes
-    limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *limits]), before[1]))
+    limits_before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_bytes = _data_bytes() + num_bytes
+    limits = [limit for limit in limits_before if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit_bytes, *limits]), limits_before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, limits_before)
 
 
 def _data_bytes() -> int:

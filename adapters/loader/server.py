@@ -17,14 +17,14 @@ from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, LoaderFailed
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.jobs import Job, Jobs
-from lorikeet.adapters.loader.workers import LONGEST_LINE, ForkServer
+from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, ForkServer
 from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
 
 log = structlog.get_logger()
 
-MOST_OUTSTANDING = 65_536
+MAX_OUTSTANDING = 65_536
 
 
 class Cancelled(LoaderFailed):
@@ -47,7 +47,7 @@ class Connection:
         try:
             while (line := await _read_line(reader)) != b"":
                 if line is None:
-                    await self._fail(None, f"a call is one line of at most {LONGEST_LINE} bytes", 413)
+                    await self._fail(None, f"a call is one line of at most {MAX_LINE_BYTES} bytes", 413)
                 else:
                     await self._receive(line)
         except OSError:
@@ -79,7 +79,7 @@ class Connection:
             if task is not None:
                 task.cancel()
             await self._send({"call": number, "cancelled": task is not None})
-        elif number in self._calls or len(self._calls) >= MOST_OUTSTANDING:
+        elif number in self._calls or len(self._calls) >= MAX_OUTSTANDING:
             await self._fail(number, "too many calls at once", 503)
         else:
             self._calls[number] = asyncio.create_task(self._call(number, body))
@@ -113,10 +113,10 @@ class Connection:
         if "fetch" in body:
             return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job, caller)
         if "merge" in body:
-            wanted, tokens = Merge.from_dict(body["merge"]), body.get("tokens")
-            if tokens is not None and (not isinstance(tokens, list) or len(tokens) != len(wanted.pins)):
+            merge, tokens = Merge.from_dict(body["merge"]), body.get("tokens")
+            if tokens is not None and (not isinstance(tokens, list) or len(tokens) != len(merge.pins)):
                 raise ValueError("`tokens` must be a list, one per adapter")
-            return await self._jobs.merge(wanted, token, on_job, caller, tokens)
+            return await self._jobs.merge(merge, token, on_job, caller, tokens)
         if "check" in body:
             return await self._jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
@@ -201,9 +201,9 @@ async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Ser
         with contextlib.suppress(asyncio.CancelledError):  # the loader ends
             await Connection(jobs, store, writer).serve(reader)
 
-    before = os.umask(0o177)
+    umask = os.umask(0o177)
     try:
         # replaces the socket of an earlier process
-        return await asyncio.start_unix_server(accept, config.socket, limit=LONGEST_LINE)
+        return await asyncio.start_unix_server(accept, config.socket, limit=MAX_LINE_BYTES)
     finally:
-        os.umask(before)
+        os.umask(umask)

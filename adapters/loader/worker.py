@@ -38,8 +38,8 @@ log = structlog.get_logger()
 _BYTES_PER_CPU_S = 20 << 20
 _MEMORY_PER_BYTE = 10
 """Memory per byte of the files: they are mapped, and their tensors converted to float32, merged and cast."""
-_LONGEST_MESSAGE = 4096
-_MOST_GROWTH = 2
+_MAX_MESSAGE_LEN = 4096
+_MAX_GROWTH = 2
 """Most served bytes per byte of the largest permitted files: float16 becomes float32 on CPU."""
 
 
@@ -92,9 +92,9 @@ class WorkerJobs:
         self._limit_cpu(0, with_patterns=True)
         context, num_mapped = self._context, sum(head.size for head in headers.heads.values())
         with process.limited_memory(context.config.reading_memory + num_mapped):
-            found = AdapterValidator(context.reader, context.tokenizers, context.base).validate(headers)
-        size = {"num_bytes": found.num_bytes, "num_heads": found.num_heads}
-        return {"validation": {"rank": found.rank, "modules": found.num_modules, **size}}
+            validation = AdapterValidator(context.reader, context.tokenizers, context.base).validate(headers)
+        size = {"num_bytes": validation.num_bytes, "num_heads": validation.num_heads}
+        return {"validation": {"rank": validation.rank, "modules": validation.num_modules, **size}}
 
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
@@ -113,7 +113,7 @@ class WorkerJobs:
 
     def merge(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of several adapters merged into one."""
-        wanted = Merge.from_dict(job["merge"])
+        merging = Merge.from_dict(job["merge"])
         parts: list[list[ModuleChange]] = []
         digests: list[str] = []
         folders = [Path(folder) for folder in job["folders"]]
@@ -130,11 +130,11 @@ class WorkerJobs:
                 changes = self._context.reader.read(opened.values, opened.changes)
                 parts.append(list(without_unchanged(changes, self._context.base)))
                 opened.check_unchanged()
-            digest = wanted.digest(digests)
+            digest = merging.digest(digests)
             if (stored := self._stored(digest)) is not None:
                 return {"entry": stored.as_dict()}
             self._limit_cpu(sum(len(part) for part in parts) << 20)
-            layout = lay_out(decide(merge(parts, wanted, digest), self._context.base), self._context.base)
+            layout = lay_out(decide(merge(parts, merging, digest), self._context.base), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
     def _limit_cpu(self, num_bytes: int, with_patterns: bool = False) -> None:
@@ -159,9 +159,9 @@ class WorkerJobs:
 
     def _put(self, digest: str, layout: Layout) -> Entry:
         file = served_file(layout, digest, self._context.base)
-        most = _MOST_GROWTH * self._max_bytes
-        if file.num_bytes > most:
-            raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {most}")
+        max_bytes = _MAX_GROWTH * self._max_bytes
+        if file.num_bytes > max_bytes:
+            raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {max_bytes}")
         num_bytes = self._store.add(digest, file.num_bytes, file.write)
         return Entry(digest, num_bytes, layout.rank, layout.num_heads, layout.invocation_ids)
 
@@ -200,7 +200,7 @@ def _done(do: Any, job: dict[str, Any]) -> dict[str, Any]:
         values = error.as_dict()
         if name not in values["message"]:
             values["message"] = f"the adapter {name} cannot be served: {values['message']}"
-        values["message"] = values["message"][:_LONGEST_MESSAGE]
+        values["message"] = values["message"][:_MAX_MESSAGE_LEN]
         return {"error": values}
     except MemoryError:
         return {"error": _needs_memory(name).as_dict()}

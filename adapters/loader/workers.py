@@ -17,7 +17,7 @@ from typing import Any
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
 from lorikeet.adapters.loader import process
 
-LONGEST_LINE = 4 << 20
+MAX_LINE_BYTES = 4 << 20
 _STARTING_S = 300.0
 
 
@@ -58,7 +58,7 @@ class Worker:
         """The answer. Raises the adapter's error, or WorkerExited."""
         has_worked = self._streams is not None
         if self._streams is None:
-            self._streams = await asyncio.open_unix_connection(sock=self._connection, limit=LONGEST_LINE)
+            self._streams = await asyncio.open_unix_connection(sock=self._connection, limit=MAX_LINE_BYTES)
         reader, writer = self._streams
         started = b""
         try:
@@ -189,10 +189,10 @@ class ForkServer:
         try:
             if message is not None:
                 socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
-            found: dict[str, Any] = json.loads(self._control.recv(65536) or b"{}")
+            answer: dict[str, Any] = json.loads(self._control.recv(65536) or b"{}")
         except OSError:
             return {}
-        return found
+        return answer
 
 
 async def _end_forked(forking: "asyncio.Task[Worker]") -> None:

@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = _HeadsParser(
+    result = _HeadsParser(
         prog="lorikeet-heads",
         description="Train and evaluate Medusa heads for speculative decoding.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(required=True, metavar="COMMAND", parser_class=_HeadsParser)
+    commands = result.add_subparsers(required=True, metavar="COMMAND", parser_class=_HeadsParser)
     train = commands.add_parser("train", help="generate texts with the target and train heads on them")
     train.set_defaults(run=_train)
     _add_target(train)
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     _add_target(evaluate)
     evaluate.add_argument("--heads", required=True, help="folder or hub id of heads, version 1 or 2, joined or not")
     evaluate.add_argument("--work", type=Path, help="keep the texts here, to resume a stopped run")
-    return made
+    return result
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -151,18 +151,18 @@ def _train(options: argparse.Namespace) -> int:
     recipe = HeadsRecipe(**_fields(options, *names), bf16=options.dtype != "float32")
     work = options.work or options.out.with_name(options.out.name + ".work")
     fields = _fields(options, "out", "held_out", "join", "base_name")
-    found, digest = run.train(run.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields))
-    print(measurement.table(found))
-    print(json.dumps({"out": str(options.out), **found.as_json(), "heads_sha256": digest}), flush=True)
+    measured, digest = run.train(run.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields))
+    print(measurement.table(measured))
+    print(json.dumps({"out": str(options.out), **measured.as_json(), "heads_sha256": digest}), flush=True)
     return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     from lorikeet.adapters.medusa import measurement, run
 
-    found = run.evaluate(_target(options), options.heads, options.work)
-    print(measurement.table(found))
-    print(json.dumps({"heads": options.heads, **found.as_json()}), flush=True)
+    measured = run.evaluate(_target(options), options.heads, options.work)
+    print(measurement.table(measured))
+    print(json.dumps({"heads": options.heads, **measured.as_json()}), flush=True)
     return 0
 
 

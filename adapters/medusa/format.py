@@ -90,18 +90,18 @@ def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
     num_layers = 1 + max((int(layer) for _, layer in blocks), default=-1)
     if num_heads > len(tensors) or num_layers > len(tensors):
         raise HeadsError(f"{where} names more heads or blocks than it holds tensors: {len(tensors)}")
-    own = f"0.{num_layers}.weight" in tensors
-    sample = tensors[f"0.{num_layers}.weight"] if own else tensors.get("0.0.linear.weight")
+    has_matrix = f"0.{num_layers}.weight" in tensors
+    sample = tensors[f"0.{num_layers}.weight"] if has_matrix else tensors.get("0.0.linear.weight")
     if sample is None or sample.dim() != 2:
         raise HeadsError(f"{where} lacks 0.0.linear.weight as a matrix")
-    shape = HeadsShape(num_heads, num_layers, sample.shape[1], sample.shape[0] if own else None)
-    wanted = expected_shapes(shape)
-    for name, size in wanted.items():
+    shape = HeadsShape(num_heads, num_layers, sample.shape[1], sample.shape[0] if has_matrix else None)
+    shapes = expected_shapes(shape)
+    for name, size in shapes.items():
         if name not in tensors:
             raise HeadsError(f"{where} has {num_heads} heads of {num_layers} blocks but lacks {name}")
         if tuple(tensors[name].shape) != size:
             raise HeadsError(f"{where}: {name} has shape {list(tensors[name].shape)}, the others need {list(size)}")
-    if extra := sorted(set(tensors) - set(wanted)):
+    if extra := sorted(set(tensors) - set(shapes)):
         raise HeadsError(f"{where}: {extra[0]} does not belong to heads of {num_layers} blocks")
     return shape
 
@@ -190,6 +190,6 @@ def compare(config: Mapping[str, Any], shape: HeadsShape, where: str, warn: Call
     if "version" in config:
         counted["version"] = shape.version
     for name, value in counted.items():
-        stated = config.get(name)
-        if stated is not None and str(stated).removesuffix(".0") != str(value):
-            warn(f"{where} says {name} is {str(stated)[:40]}, the tensors say {value}; the tensors take precedence")
+        setting = config.get(name)
+        if setting is not None and str(setting).removesuffix(".0") != str(value):
+            warn(f"{where} says {name} is {str(setting)[:40]}, the tensors say {value}; the tensors take precedence")

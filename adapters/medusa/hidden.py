@@ -70,9 +70,9 @@ class HiddenFiles:
             note.write_text(head)
         done, total = 0, sum(self.num_rows)
         for number, part in enumerate(self._parts):
-            before = done
+            num_before = done
             if not self._path(number).exists():
-                self._write(number, part, target, lambda more: progress(before + more, total))  # noqa: B023 (called at once)
+                self._write(number, part, target, lambda more: progress(num_before + more, total))  # noqa: B023 (called at once)
             done += self.num_rows[number]
             progress(done, total)
 
@@ -88,9 +88,9 @@ class HiddenFiles:
         rows = torch.empty(offsets[-1], target.hidden_size, dtype=torch.bfloat16)
         done = 0
         for batch in batches(part):
-            for index, found in zip(batch, written_rows(target, [part[i] for i in batch]), strict=True):
-                rows[offsets[index] : offsets[index + 1]] = found.to("cpu", torch.bfloat16)
-                done += len(found)
+            for index, hidden in zip(batch, written_rows(target, [part[i] for i in batch]), strict=True):
+                rows[offsets[index] : offsets[index + 1]] = hidden.to("cpu", torch.bfloat16)
+                done += len(hidden)
             progress(done)
         tensors = {
             "rows": rows,
@@ -135,6 +135,6 @@ def batches(texts: Sequence[Text]) -> Iterator[list[int]]:
 
 def written_rows(target: Target, texts: Sequence[Text]) -> Iterator[Tensor]:
     """Per text the rows that its generated tokens came from, [generated tokens, H]."""
-    whole = [(*text.prompt_ids, *text.output_ids) for text in texts]
-    for rows, text in zip(target.rows(whole), texts, strict=True):
+    sequences = [(*text.prompt_ids, *text.output_ids) for text in texts]
+    for rows, text in zip(target.rows(sequences), texts, strict=True):
         yield rows[len(text.prompt_ids) - 1 : -1]

@@ -49,23 +49,23 @@ class HeadsReport:
 
 def replay(output_ids: Sequence[int], proposals: Sequence[Sequence[int]]) -> ChainReplay:
     """`proposals[i]` are the draft tokens of the row of output i for outputs i + 1, i + 2, …"""
-    at, steps = 0, 0
-    while at + 1 < len(output_ids):
+    position, steps = 0, 0
+    while position + 1 < len(output_ids):
         accepted = 0
-        for proposed in proposals[at]:
-            if at + 1 + accepted >= len(output_ids) or proposed != output_ids[at + 1 + accepted]:
+        for proposed in proposals[position]:
+            if position + 1 + accepted >= len(output_ids) or proposed != output_ids[position + 1 + accepted]:
                 break
             accepted += 1
-        at = min(at + 1 + accepted, len(output_ids) - 1)  # the target's own token follows the accepted ones
+        position = min(position + 1 + accepted, len(output_ids) - 1)  # the target's own token follows the accepted ones
         steps += 1
     return ChainReplay(max(0, len(output_ids) - 1), steps)
 
 
 def replay_accepted(accepted: Sequence[int]) -> ChainReplay:
-    """The same from the number of accepted draft tokens of each output's row."""
-    at, steps, last = 0, 0, len(accepted) - 1
-    while at < last:
-        at = min(at + 1 + accepted[at], last)
+    """Replay a chain by the number of accepted draft tokens of each output's row."""
+    position, steps, last = 0, 0, len(accepted) - 1
+    while position < last:
+        position = min(position + 1 + accepted[position], last)
         steps += 1
     return ChainReplay(max(0, last), steps)
 
@@ -81,9 +81,9 @@ def measure(target: Target, heads: MedusaHeads, texts: Sequence[Text]) -> HeadsR
         for text, rows in zip(chosen, written_rows(target, chosen), strict=True):
             best, proposals = _best(target, heads, rows)
             for head in range(num_heads):
-                wanted = text.output_ids[head + 1 :]
-                places[head] += len(wanted)
-                right[head] += sum(p[head] == token for p, token in zip(proposals, wanted, strict=False))
+                labels = text.output_ids[head + 1 :]
+                places[head] += len(labels)
+                right[head] += sum(p[head] == token for p, token in zip(proposals, labels, strict=False))
             agreed += sum(a == b for a, b in zip(best, text.output_ids, strict=True))
             chain = replay(text.output_ids, proposals)
             num_tokens, tokens, steps = num_tokens + len(best), tokens + chain.tokens, steps + chain.steps

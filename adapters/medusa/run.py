@@ -72,9 +72,9 @@ class ProgressPrinter:
         now = time.monotonic()
         if (now - self._printed < PROGRESS_S and done < of) or done == self._before:
             return
-        left = (of - done) * (now - self._printed) / (done - self._before) / 60
+        minutes = (of - done) * (now - self._printed) / (done - self._before) / 60
         self._printed, self._before = now, done
-        say(f"{self._what}: {done:,} of {of:,} {self._unit}{f', {left:.1f} min left' if done < of else ''}{note}")
+        say(f"{self._what}: {done:,} of {of:,} {self._unit}{f', {minutes:.1f} min left' if done < of else ''}{note}")
 
 
 def say(line: str) -> None:
@@ -87,15 +87,15 @@ def train(options: TrainOptions) -> tuple[HeadsReport, str]:
         raise HeadsError("--join needs --adapter-id, the adapter to join with the heads")
     target = _target(options.target)
     written, settings = _texts(target, options.target, options.work)
-    held_out, kept = split(written, options.held_out, options.target.seed)
-    heads = _train(target, kept, options, settings)
+    held_out, training = split(written, options.held_out, options.target.seed)
+    heads = _train(target, training, options, settings)
     name = options.base_name or options.target.model_id
     files.write(options.out, HeadsFile(heads.shape, heads.tensors(target.stored_dtype), name))
     if options.join and target.adapter_folder is not None:
         files.join(options.out, target.adapter_folder)
     saved = files.read(options.out, say)
-    found = measurement.measure(target, MedusaHeads.of(saved).to(target.place.device), held_out)
-    return found, digest(saved)
+    measured = measurement.measure(target, MedusaHeads.of(saved).to(target.place.device), held_out)
+    return measured, digest(saved)
 
 
 def evaluate(options: TargetOptions, heads: str, work: Path | None = None) -> HeadsReport:
@@ -122,11 +122,11 @@ def check_fit(heads: HeadsFile, target: Target, name: str, base: str) -> None:
 
 def split(written: Sequence[Text], share: float, seed: int) -> tuple[list[Text], list[Text]]:
     """Held-out texts and the others. Texts of equal prompts stay together."""
-    asked = sorted({text.prompt_ids for text in written})
-    if len(asked) < 2:
+    prompts = sorted({text.prompt_ids for text in written})
+    if len(prompts) < 2:
         raise HeadsError("training needs at least two different prompts with answers, because one is held out")
-    count = min(len(asked) - 1, max(1, round(share * len(asked))))
-    chosen = set(random.Random(f"{seed} held out").sample(asked, count))
+    count = min(len(prompts) - 1, max(1, round(share * len(prompts))))
+    chosen = set(random.Random(f"{seed} held out").sample(prompts, count))
     return [t for t in written if t.prompt_ids in chosen], [t for t in written if t.prompt_ids not in chosen]
 
 
@@ -178,10 +178,10 @@ def _prompts(target: Target, options: TargetOptions) -> list[EncodedPrompt]:
     return sampled
 
 
-def _train(target: Target, kept: Sequence[Text], options: TrainOptions, settings: dict[str, Any]) -> MedusaHeads:
+def _train(target: Target, training: Sequence[Text], options: TrainOptions, settings: dict[str, Any]) -> MedusaHeads:
     seed = options.target.seed
     settings = settings | {"seed": seed, "held_out": options.held_out, "dtype": options.target.dtype}
-    rows = HiddenFiles(options.work / "rows", kept, target.hidden_size, seed)
+    rows = HiddenFiles(options.work / "rows", training, target.hidden_size, seed)
     rows.compute(target, settings, ProgressPrinter("hidden rows", "rows"))
     trainer = HeadsTrainer(options.recipe, rows, target)
     checkpoint = options.work / "checkpoint.pt"

@@ -128,12 +128,14 @@ class Target:
         """
         ids = list(range(1, 1 + min(_PROBE_LEN, self.vocab_size - 1)))
         (rows,) = self.rows([ids])
-        wanted = self.model(input_ids=torch.tensor([ids], device=self.place.device), use_cache=False).logits[0].float()
+        logits = self.model(input_ids=torch.tensor([ids], device=self.place.device), use_cache=False).logits[0].float()
         product = self._head(rows)
         tolerance = 1e-4 if self.place.dtype == torch.float32 else 3e-2
         for transform in transforms(self.model.config.get_text_config()):
-            found = transform(product).float()
-            if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
+            transformed = transform(product).float()
+            if transformed.shape == logits.shape and torch.allclose(
+                transformed, logits, rtol=tolerance, atol=tolerance
+            ):
                 return transform
         raise HeadsError(f"{base} transforms its logits after the output head in an unsupported way")
 
@@ -273,7 +275,7 @@ def folder_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Path:
+def _folder(name: str, kind: str, files: list[str], other_files: list[str]) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -283,13 +285,13 @@ def _folder(name: str, kind: str, wanted: list[str], unwanted: list[str]) -> Pat
         ref = refs.parse(name)
     except ValueError as error:
         raise HeadsError(f"the {kind} {name!r} is not a folder here, and {error}") from None
-    patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+    patterns: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": other_files}
     try:
-        found = hub.library().snapshot_download(ref.id, revision=ref.revision, **patterns)
+        download = hub.library().snapshot_download(ref.id, revision=ref.revision, **patterns)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise HeadsError(f"the {kind} {name} is neither a folder nor visible at the hub with this token") from None
     except errors.GatedRepoError:
         raise HeadsError(f"the {kind} {name} is gated at the hub: request access there and set HF_TOKEN") from None
     except Exception as error:  # the library passes on errors of the HTTP client that it is built on
         raise HeadsError(f"the {kind} {name} is not a folder and cannot be downloaded: {first_line(error)}") from None
-    return Path(found)
+    return Path(download)

@@ -142,18 +142,18 @@ class TextStore:
         lines = path.read_text(encoding="utf-8").split("\n")
         if lines[0] != head:
             raise HeadsError(_difference(path, lines[0], settings))
-        whole = lines[1:-1]  # an unfinished last line is left behind by a stopped run
-        for line in whole:
+        complete = lines[1:-1]  # an unfinished last line is left behind by a stopped run
+        for line in complete:
             number, ids = json.loads(line)
             self.outputs[number] = tuple(ids)
         if lines[-1]:
-            path.write_text("\n".join([head, *whole]) + "\n", encoding="utf-8")
+            path.write_text("\n".join([head, *complete]) + "\n", encoding="utf-8")
 
 
-def _difference(path: Path, found: str, wanted: dict[str, Any]) -> str:
+def _difference(path: Path, head: str, settings: dict[str, Any]) -> str:
     try:
-        before = json.loads(found)
-        names = [name for name in sorted({*before, *wanted}) if before.get(name) != wanted.get(name)]
+        old_settings = json.loads(head)
+        names = [name for name in sorted({*old_settings, *settings}) if old_settings.get(name) != settings.get(name)]
     except (ValueError, TypeError):
         names = ["settings"]
     return f"{path} holds texts of another run (other {', '.join(names)}): use another --work, or delete that folder"
@@ -161,17 +161,17 @@ def _difference(path: Path, found: str, wanted: dict[str, Any]) -> str:
 
 def settings_of(target: Target, encoded: Sequence[EncodedPrompt], max_new_tokens: int) -> dict[str, Any]:
     """Everything that the texts depend on, except the machine that computes them."""
-    asked = hashlib.sha256(json.dumps([prompt.ids for prompt in encoded]).encode()).hexdigest()
-    return {**target.identity, "prompts": asked, "length": max_new_tokens}
+    digest = hashlib.sha256(json.dumps([prompt.ids for prompt in encoded]).encode()).hexdigest()
+    return {**target.identity, "prompts": digest, "length": max_new_tokens}
 
 
 def fitting(encoded: Sequence[EncodedPrompt], target: Target, max_new_tokens: int) -> list[EncodedPrompt]:
     """The prompts short enough for an answer of `max_new_tokens`. Raises HeadsError if there is none."""
     room = None if target.max_len is None else target.max_len - max_new_tokens
-    kept = [prompt for prompt in encoded if prompt.ids and (room is None or len(prompt.ids) <= room)]
-    if not kept:
+    short_enough = [prompt for prompt in encoded if prompt.ids and (room is None or len(prompt.ids) <= room)]
+    if not short_enough:
         raise HeadsError(f"no prompt leaves room for {max_new_tokens} tokens in the model's {target.max_len} positions")
-    return kept
+    return short_enough
 
 
 def write_with_target(target: Target, encoded: Sequence[EncodedPrompt], store: TextStore, writing: "Writing") -> None:
@@ -203,21 +203,21 @@ def own_prompts(target: Target, number: int, batch_size: int, seed: int) -> list
     if not begin:
         raise HeadsError("the model has no token that begins a text, so it cannot sample prompts: give --prompts")
     torch.manual_seed(seed)
-    found: dict[str, None] = {}
+    sampled: dict[str, None] = {}
     for _ in range(0, 4 * number, batch_size):  # some are blank or repeated
         for ids in target.write([begin[:1]] * batch_size, OWN_PROMPT_LEN, temperature=1.0):
             text = target.tokenizer.decode(ids, skip_special_tokens=True)
             if text.strip():
-                found[text] = None
-        if len(found) >= number:
+                sampled[text] = None
+        if len(sampled) >= number:
             break
-    return encode_prompts(list(found)[:number], target.tokenizer)
+    return encode_prompts(list(sampled)[:number], target.tokenizer)
 
 
 def texts(encoded: Sequence[EncodedPrompt], store: TextStore) -> list[Text]:
     """All texts in order of prompts, without empty ones."""
-    found = [Text(prompt.ids, store.outputs[number]) for number, prompt in enumerate(encoded)]
-    return [text for text in found if text.output_ids]
+    generated = [Text(prompt.ids, store.outputs[number]) for number, prompt in enumerate(encoded)]
+    return [text for text in generated if text.output_ids]
 
 
 BUSY = (429, 503)
@@ -240,10 +240,10 @@ def write_with_server(
         ThreadPoolExecutor(writing.batch_size) as pool,
     ):
         bodies = (_body(encoded[number], adapter, writing.max_new_tokens) for number in missing)
-        asked = {pool.submit(_ask, client, body, encoded[i]): i for body, i in zip(bodies, missing, strict=True)}
+        numbers = {pool.submit(_ask, client, body, encoded[i]): i for body, i in zip(bodies, missing, strict=True)}
         try:
-            for answer in as_completed(asked):
-                store.add([(asked[answer], answer.result())])
+            for answer in as_completed(numbers):
+                store.add([(numbers[answer], answer.result())])
                 writing.progress(len(store.outputs), len(encoded))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

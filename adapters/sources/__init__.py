@@ -1,1 +1,1 @@
-"""Where adapters come from: one module per source, all of the shape in `base`. Imports no torch."""
+"""Sources of adapters: one module per source, all of the shape in `base`. Imports no torch."""

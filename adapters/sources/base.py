@@ -30,7 +30,7 @@ HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 HEADS_CONFIG = "config.json"
 PEEK_BYTES = 64 << 10
 """This many bytes from the start of a file show whether it contains Medusa heads."""
-_MOST_UNNAMED = 8
+_MAX_UNNAMED = 8
 _HEADS_KEY = re.compile(rb'"\d{1,4}\.\d{1,4}\.(linear\.)?weight" *:')
 
 Within = Callable[[float], None]
@@ -57,7 +57,7 @@ class Resolved:
     is_public: bool
     """Whether anyone may use it, without any token."""
     real_id: str = ""
-    """Its one spelling, as in `real_ids`, where only the source knows it."""
+    """Its one spelling, as in `real_ids`, if only the source knows it."""
 
 
 def unbounded(seconds: float) -> None:
@@ -82,15 +82,15 @@ class AdapterSource(Protocol):
     async def small_files(
         self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = MAX_SMALL_BYTES
     ) -> dict[str, bytes]:
-        """Those of `names` that exist. Raises AdapterTooLarge for one above `max_bytes`."""
+        """The files of `names` that exist. Raises AdapterTooLarge for one above `max_bytes`."""
 
     def fetch(self, pin: Pin, token: str | None, folder: Path, within: Within = unbounded) -> Path:
         """Download the files; returns the path of a folder with CONFIG and one of WEIGHTS (or an index and parts), with
         heads, or with both.
 
-        `folder` belongs to this pin alone; it may hold the files of an earlier attempt, which is resumed. If the files
+        `folder` belongs only to this pin; it may hold the files of an earlier attempt, which is resumed. If the files
         are already on this machine, their own folder is returned. Sizes are checked against the limit before any
-        weights are transferred. Blocks: called in a thread. Where the source may stall, `within` is called with the
+        weights are transferred. Blocks: called in a thread. If the source may stall, `within` is called with the
         time limit of each part.
         """
 
@@ -138,11 +138,11 @@ class ListedSource(ABC):
 
     @abstractmethod
     def real_ids(self, id: str) -> frozenset[str]:
-        """As AdapterSource's."""
+        """What `id` may name, as AdapterSource describes it."""
 
     @abstractmethod
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
-        """As AdapterSource's."""
+        """The error for a name that does not exist."""
 
     @abstractmethod
     def _listed(self, id: str) -> dict[str, ListedFile]:
@@ -178,7 +178,7 @@ class ListedSource(ABC):
 
 
 def parts(chosen: Iterable[str]) -> list[str]:
-    """Those of the chosen files that hold weights."""
+    """The chosen files that hold weights."""
     return [name for name in chosen if name not in SMALL_NAMES and not name.endswith(".index.json")]
 
 
@@ -187,11 +187,11 @@ def find_heads(names: Collection[str], peek: Peek) -> str | None:
 
     Next to an adapter, only the names of HEADS count: checkpoints may be stored there too.
     """
-    named = next((each for each in HEADS if each in names), None)
+    named = next((file for file in HEADS if file in names), None)
     if named is not None or CONFIG in names:
         return named
-    others = sorted(each for each in names if each.endswith(".safetensors") and each not in WEIGHTS)
-    return next((each for each in others[:_MOST_UNNAMED] if _HEADS_KEY.search(peek(each))), None)
+    others = sorted(file for file in names if file.endswith(".safetensors") and file not in WEIGHTS)
+    return next((file for file in others[:_MAX_UNNAMED] if _HEADS_KEY.search(peek(file))), None)
 
 
 def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -> list[str]:
@@ -207,23 +207,23 @@ def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -
         raise AdapterInvalid(f"{name} holds no {' and no '.join(WEIGHTS)}")
     weights = weights if heads is None else [heads, *weights]
     small = sorted(SMALL_NAMES & set(sizes))
-    for each in small:
-        size, most = sizes[each] or 0, MAX_CONFIG_BYTES if each == CONFIG else MAX_SMALL_BYTES
-        if size > most:
-            raise AdapterTooLarge(f"{each} of {name} has {size} bytes; the limit is {most}")
-    total = sum(sizes[each] or 0 for each in weights)
+    for file in small:
+        size, max_bytes = sizes[file] or 0, MAX_CONFIG_BYTES if file == CONFIG else MAX_SMALL_BYTES
+        if size > max_bytes:
+            raise AdapterTooLarge(f"{file} of {name} has {size} bytes; the limit is {max_bytes}")
+    total = sum(sizes[file] or 0 for file in weights)
     if total > limit:
         raise AdapterTooLarge(f"the weights of {name} have {total} bytes; this server accepts {limit}")
     return [*small, *weights]
 
 
 def _weights(sizes: Mapping[str, int | None]) -> list[str]:
-    for whole in WEIGHTS:
-        if whole in sizes:
-            return [whole]
-        stem, dot, ending = whole.rpartition(".")
-        index = f"{whole}.index.json"
-        parts = sorted(each for each in sizes if each.startswith(f"{stem}-") and each.endswith(dot + ending))
+    for file in WEIGHTS:
+        if file in sizes:
+            return [file]
+        stem, dot, ending = file.rpartition(".")
+        index = f"{file}.index.json"
+        parts = sorted(name for name in sizes if name.startswith(f"{stem}-") and name.endswith(dot + ending))
         if index in sizes and parts and not any("/" in part for part in parts):
             return [index, *parts]
     return []

@@ -159,7 +159,7 @@ def describe(
     limit_s: float,
     endpoint: str | None = None,
 ) -> Schema:
-    """The hub's description of a repository, with its files where the schema has them.
+    """The hub's description of a repository, with its files if the schema has them.
 
     `token` is as the library takes it: False is none, None is that of this machine's user. Raises the library's errors,
     TimeoutError, AdapterInvalid and InvalidAnswer.
@@ -203,7 +203,7 @@ Described = TypeVar("Described", bound=Repository)
 
 NUM_THREADS = 32
 TIMEOUTS_PER_ANSWER = 3
-"""An answer may take this many times HF_HUB_DOWNLOAD_TIMEOUT, which alone never ends an answer that trickles."""
+"""An answer may take this many times HF_HUB_DOWNLOAD_TIMEOUT, which never ends an answer that arrives byte by byte."""
 MAX_RETRY_AFTER_S = 3600
 MIN_BYTES_PER_S = 1 << 17
 """A download may also take the time that it would at this rate, about 1 Mbit/s."""
@@ -336,8 +336,8 @@ class HubSource:
     def _ask(self, ref: Ref, token: str | None, schema: type[Described]) -> Described:
         """The hub's description of a repository. Raises leaves of AdapterError."""
         # False: never the token of this machine's user, which the library uses if none is given
-        wanted = partial(describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
-        return _translated(partial(wanted, self._endpoint), ref, token)
+        describe_at = partial(describe, ref, schema, token or False, _read_timeout_s(), _time_limit_s())
+        return _translated(partial(describe_at, self._endpoint), ref, token)
 
     def _download(self, pin: Pin, name: str, token: str | None, where: dict[str, Any]) -> Path:
         where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}
@@ -366,9 +366,9 @@ class HubSource:
         """The folder in the cache, if any."""
         hub = library()
         for name in (base.CONFIG, *base.HEADS, base.HEADS_CONFIG):
-            found = hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
-            if isinstance(found, str):
-                return Path(found).parent
+            path = hub.try_to_load_from_cache(id, name, cache_dir=self._cache, revision=revision)
+            if isinstance(path, str):
+                return Path(path).parent
         return None
 
     def _whole_snapshot(self, pin: Pin) -> Path | None:

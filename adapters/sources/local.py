@@ -17,7 +17,7 @@ from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, ListedFile, Li
 
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_MOST_FILES = 10_000
+_MAX_FILES = 10_000
 _SAMPLE_BYTES = 64 << 10
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 
@@ -49,10 +49,10 @@ class LocalSource(ListedSource):
         roots, or special files, `folder` is filled with links to the permitted files instead.
         """
         files = self.unchanged(pin)
-        wanted, found = self._chosen(pin.id, files), self._folder(pin.id)
-        if all(files[name].handle == found / name for name in wanted) and not _others(found) - files.keys():
-            return found
-        for name in wanted:
+        names, own_folder = self._chosen(pin.id, files), self._folder(pin.id)
+        if all(files[name].handle == own_folder / name for name in names) and not _others(own_folder) - files.keys():
+            return own_folder
+        for name in names:
             (folder / name).symlink_to(files[name].handle)
         return folder
 
@@ -72,8 +72,8 @@ class LocalSource(ListedSource):
             folder = self._folder(id)
             with os.scandir(folder) as entries:
                 for number, entry in enumerate(entries):
-                    if number >= _MOST_FILES:
-                        raise AdapterInvalid(f"the folder {id} holds more than {_MOST_FILES} entries")
+                    if number >= _MAX_FILES:
+                        raise AdapterInvalid(f"the folder {id} holds more than {_MAX_FILES} entries")
                     path = Path(os.path.realpath(entry.path))
                     if not self._is_inside(path) and not _is_blob(path, folder):
                         continue
@@ -89,7 +89,7 @@ class LocalSource(ListedSource):
         return files
 
     def _revision(self, files: Mapping[str, ListedFile]) -> str:
-        """Of the file system's data on the files, and of the bytes that an adapter is made of: all, or samples."""
+        """A hash of the file system's data on the files and of an adapter's bytes: all, or samples."""
         content = hashlib.sha256(super()._revision(files).encode())
         for name in sorted(files):
             if name in SMALL_NAMES or name.endswith(_WEIGHTS):
@@ -97,7 +97,7 @@ class LocalSource(ListedSource):
         return content.hexdigest()
 
     def _digest(self, file: ListedFile) -> bytes:
-        """Of the whole file, or of its beginning, which has the header, and of its end."""
+        """A hash of the file, or of its beginning, which has the header, and its end."""
         try:
             with file.handle.open("rb") as opened:
                 if self._strict:

@@ -24,7 +24,7 @@ from lorikeet.adapters.sources.hub import MAX_FILE_BYTES
 T = TypeVar("T")
 log = structlog.get_logger()
 
-_MOST_OBJECTS = 10_000
+_MAX_OBJECTS = 10_000
 _CHUNK = 4 << 20
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STATUS = re.compile(r"non-2xx status code: (\d+)")
@@ -86,10 +86,10 @@ class S3Source(ListedSource):
         def walk() -> list[Any]:
             import obstore
 
-            found = obstore.list_with_delimiter(store, prefix or None)["objects"]
-            if len(found) > _MOST_OBJECTS:
-                raise errors.AdapterInvalid(f"{id} holds more than {_MOST_OBJECTS} objects")
-            return list(found)
+            objects = obstore.list_with_delimiter(store, prefix or None)["objects"]
+            if len(objects) > _MAX_OBJECTS:
+                raise errors.AdapterInvalid(f"{id} holds more than {_MAX_OBJECTS} objects")
+            return list(objects)
 
         if not (objects := _translated(walk, id)):
             raise _nothing(id)

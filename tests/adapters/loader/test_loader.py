@@ -22,7 +22,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 
 from lorikeet.adapters.loader.process import NICENESS
-from lorikeet.adapters.loader.workers import LONGEST_LINE
+from lorikeet.adapters.loader.workers import MAX_LINE_BYTES
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.refs import Ref, Source
@@ -245,7 +245,7 @@ def test_a_call_that_is_too_long_fails_alone(world: World, caller: Caller) -> No
     pin = world.at_hub("acme/next-to-long", changed(content(world.roots / "a0"), lora_alpha=230), open=opened)
     call = caller.ask(fetch=pin)
     caller.until(lambda stats: stats["fetching"] == 1)
-    for size in (LONGEST_LINE, 3 * LONGEST_LINE):
+    for size in (MAX_LINE_BYTES, 3 * MAX_LINE_BYTES):
         assert caller.raw(b'{"call": 1, "stats": "%b"}' % (b"t" * size))["error"]["status"] == 413
     opened.set()
     assert "digest" in caller.answer(call)
