@@ -4,22 +4,18 @@ from functools import partial
 
 from benchmarks.adapters import (
     activated,
-    alias_memory,
-    catalogue_check,
     cost,
     fairness,
     goodput,
     loading,
-    replica_misses,
     tiers,
 )
-from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
+from benchmarks.evidence.figure import Figure, Over, Suite
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, speedup
 
 most = partial(Figure, at_least=False)
 large = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
-tiny = partial(Suite, model="random Llama, tiny", dtype="float32")
 
 SUITES: tuple[Suite, ...] = (
     large("adapters-cost", cost.measure, cost.ROUNDS,
@@ -61,10 +57,6 @@ SUITES: tuple[Suite, ...] = (
                 over=Over.POOLED),)),
     large("adapters-weights", fairness.weights, fairness.ROUNDS,
           (most("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3),)),
-    large("adapters-catalogue", catalogue_check.measure, catalogue_check.ROUNDS,
-          (most("check of a catalogue of 200 adapters", partial(raw_value, "seconds"), 10.0, unit="s"),)),
-    tiny("adapters-known", alias_memory.measure, 1,
-         (most("router memory of 10 000 known aliases", alias_memory.added_mb, 50.0, unit="MB", over=Over.WORST),)),
     *(
         large(f"adapters-goodput-{count}", partial(goodput.measure, count), 1,
               (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
@@ -72,9 +64,4 @@ SUITES: tuple[Suite, ...] = (
               void=goodput.void, options={"count": count})
         for count in (1000, 2000)
     ),
-    tiny("adapters-known-2000", partial(alias_memory.measure, 2000), 1,
-         (most("router memory of 2 000 known aliases over that of one", alias_memory.added_mb, 10.0, unit="MB",
-               over=Over.WORST),), options={"count": 2000}),
-    tiny("adapters-misses", replica_misses.measure, replica_misses.ROUNDS,
-         (most("adapter loads, two replicas of 8 slots over round robin", replica_misses.over_peer, 0.5),)),
 )  # fmt: skip

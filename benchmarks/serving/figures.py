@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
 from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, first_token, speedup
-from benchmarks.serving import closed_loop, fresh_clone, neighbour, open_loop, overload, start, transformers_peer
+from benchmarks.serving import closed_loop, open_loop, overload, start, transformers_peer
 
 TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
@@ -30,18 +30,8 @@ def _closed(clients: int) -> Suite:
     )  # fmt: skip
 
 
-def _next_to_a_neighbour(clients: int) -> Suite:
-    word = "client" if clients == 1 else "clients"
-    return next_to_vllm(
-        f"neighbour-{clients}", partial(neighbour.measure, clients), neighbour.ROUNDS,
-        (Figure(f"throughput over vLLM next to a process that takes half a core, {clients} {word}",
-                partial(speedup, OURS, VLLM), 1.0, unit="×"),),
-    )  # fmt: skip
-
-
 SUITES: tuple[Suite, ...] = (
     *map(_closed, TARGET_SHARE),
-    *map(_next_to_a_neighbour, TARGET_SHARE),
     next_to_vllm("open", open_loop.measure, 1,
                  tuple(Figure(f"highest request rate with p99 time to first token within 2 s, {name}",
                               partial(open_loop.highest_rate, name), unit="requests/s", over=Over.WORST)
@@ -54,8 +44,6 @@ SUITES: tuple[Suite, ...] = (
     Suite("start", start.measure, start.ROUNDS,
           (most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),),
           "embedded model", "bfloat16"),
-    Suite("clone", fresh_clone.measure, 1,
-          (most("make test in a fresh clone", partial(raw_value, "seconds"), 480.0, unit="s", over=Over.WORST),)),
     served("overload", overload.measure, overload.ROUNDS,
            (most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
             Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9))),

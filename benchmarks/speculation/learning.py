@@ -1,8 +1,8 @@
 """Medusa heads learned while serving: the embedded model, open loop at half of what it can generate, with learning and
 without on the same requests in turn. The traffic switches from one task to another; then the learned heads are compared
-with heads that are trained offline on the same texts of the new task. `--poison` floods the server as another tenant.
+with heads that are trained offline on the same texts of the new task.
 
-    python -m benchmarks.speculation.learning [--quick] [--poison]
+    python -m benchmarks.speculation.learning [--quick]
 """
 
 import asyncio
@@ -43,10 +43,6 @@ SAMPLED_EVERY = 4
 """One of so many requests is sampled, at this temperature; the others are greedy."""
 TEMPERATURE = 0.7
 EVALUATED = 300
-ROUNDS = 6
-FLOOD_CLIENTS, OWN_CLIENTS, OWN_REQUESTS = 4, 4, 80
-NUM_NOISE = 200
-"""Prompts of the flood."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,9 @@ class Size:
     second: int = SECOND_REQUESTS
     segment: int = SEGMENT
     evaluated: int = EVALUATED
-    rounds: int = ROUNDS
-    own: int = OWN_REQUESTS
 
 
-QUICK = Size(24, 48, 24, 8, 1, 8)
+QUICK = Size(24, 48, 24, 8)
 
 
 @dataclass
@@ -116,22 +110,6 @@ def measure(size: Size | None = None) -> Cases:
             with alone(ON, running, errors):
                 raw["tokens_per_step"] = uvloop.run(_evaluate(running[ON].port, evaluated, folder))
     yield Case("switch of traffic", raw, "; ".join(errors[:3]))
-
-
-def poison(size: Size | None = None) -> Cases:
-    """One case per round: a tenant's own requests while another one floods the server with sampled noise."""
-    size = size or Size()
-    errors: list[str] = []
-    noise = _prompts(FIRST_TASK, NUM_NOISE)
-    with _both() as running:
-        for number in range(-1, size.rounds):
-            raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
-            own = _prompts(SECOND_TASK, (number + 2) * size.own)[-size.own :]
-            for way in in_turn((ON, OFF), number):
-                with alone(way, running, errors):
-                    raw[way] = {"tokens_per_second": uvloop.run(_flooded(running[way].port, own, noise))}
-            if number >= 0:
-                yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
 def over_offline(raw: Raw) -> float:
@@ -234,23 +212,6 @@ async def _capacity(port: int, prompts: Sequence[str]) -> float:
     return await _closed_loop(port, prompts, CLIENTS)
 
 
-async def _flooded(port: int, own: Sequence[str], noise: Sequence[str]) -> float:
-    """Tokens per second of the tenant that does not flood."""
-
-    async def flood(number: int) -> None:
-        for prompt in noise[number:]:
-            hot = {"do_sample": True, "temperature": 5.0, "seed": number, "cache_salt": "flood"}
-            await _stream(port, prompt, {**_parameters(1), **hot})
-
-    floods = [asyncio.create_task(flood(number)) for number in range(FLOOD_CLIENTS)]
-    try:
-        return await _closed_loop(port, own, OWN_CLIENTS, cache_salt="own")
-    finally:
-        for each in floods:
-            each.cancel()
-        await asyncio.gather(*floods, return_exceptions=True)
-
-
 async def _learning(port: int) -> dict[str, Any]:
     """What the server reports, without the names of pairs."""
     reply = await adapted.send(port, "/admin/learning", token=adapted.ADMIN_KEY)
@@ -311,11 +272,8 @@ def _offline(
 
 def main() -> int:
     parser = arguments.parser(__doc__, quick=True)
-    parser.add_argument("--poison", action="store_true", help="another tenant floods the server")
     options = parser.parse_args()
     size = QUICK if options.quick else Size()
-    if options.poison:
-        return arguments.print_cases(poison(size), {"with learning over without": partial(speedup, ON, OFF)})
     figures = {"over offline": over_offline, "p99 over without": p99_ratio, "trainer": trainer_share}
     return arguments.print_cases(measure(size), {**figures, "throughput": partial(speedup, ON, OFF)})
 

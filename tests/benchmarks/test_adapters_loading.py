@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.adapters import alias_memory, loading, tiers
+from benchmarks.adapters import loading, tiers
 from benchmarks.load import adapted, completions
 
 
@@ -25,10 +25,3 @@ def test_every_tier_is_met(small: adapted.Base) -> None:
     (case,) = tiers.measure(base=small, size=tiers.QUICK)
     assert case.error == ""
     assert [len(case.raw[place]) for place in ("resident", "host", "disk")] == [tiers.QUICK.times] * 3
-
-
-@pytest.mark.long
-def test_known_aliases_are_listed_and_answer() -> None:
-    (case,) = alias_memory.measure(count=20, asked=4)
-    assert case.error == ""
-    assert case.raw["with_mb"] > 0
