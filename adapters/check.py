@@ -1,4 +1,6 @@
-"""`lorikeet-adapters check FILE --model-id M`: which adapters of a catalogue would be served, and why not others.
+"""`lorikeet adapters check PATH --model-id M`: which adapters would be served, and why not others.
+
+PATH is an adapter's folder, a folder of such folders, or a catalogue.
 
 Reads configurations, tokenizers and the headers of weight files, and decides by them as the loader does. Weights are
 read with `--read-weights`, and those of a local adapter if they contain parameters of the base, which must not differ.
@@ -18,6 +20,7 @@ from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources import hub
+from lorikeet.adapters.sources.base import CONFIG
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
 from lorikeet.adapters.validation import AdapterValidator, Headers, Validation, read_headers
 
@@ -42,8 +45,8 @@ class CheckRow:
 
 
 _EXAMPLES = """examples:
-  lorikeet-adapters check adapters.yaml --model-id owner/name
-  lorikeet-adapters check adapters.yaml --model-id ./model --local-adapter-root ./adapters --json
+  lorikeet adapters check ./my-adapter --model-id owner/name
+  lorikeet adapters check adapters.yaml --model-id ./model --local-adapter-root ./adapters --json
 """
 
 
@@ -68,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check = result.add_subparsers(dest="verb", required=True).add_parser(
-        "check", help="list which adapters of a catalogue would be served, and why not others"
+        "check", help="list which adapters of a catalogue or folder would be served, and why not others"
     )
-    check.add_argument("file", help="the catalogue: a YAML file of aliases")
+    check.add_argument("path", help="an adapter's folder, a folder of such folders, or a catalogue (YAML)")
     check.add_argument("--model-id", required=True, help="base model: folder or hub id")
     check.add_argument("--revision", help="revision of the base model at the hub")
     check.add_argument(
@@ -86,8 +89,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 async def _check(options: argparse.Namespace) -> list[CheckRow]:
-    listed = catalogue.read(options.file, Source(options.default_adapter_source))
-    sources = Sources(_settings(options))
+    folders = _adapter_folders(Path(options.path))
+    if folders:
+        refs, problems = [(Path(folder).name, Ref(Source.LOCAL, folder)) for folder in folders], {}
+    else:
+        listed = catalogue.read(options.path, Source(options.default_adapter_source))
+        refs = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
+        problems = dict(listed.problems)
+    sources = Sources(_settings(options, folders))
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
     gate = asyncio.Semaphore(_MAX_CONCURRENT)
 
@@ -108,7 +117,6 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
             fetched = sources[pin.source].fetch(pin, token, Path(folder))
             return validator.validate_folder(fetched, options.max_adapter_size)
 
-    refs = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
     # while sources answer, the libraries load and the base's skeleton is built
     loading = asyncio.create_task(asyncio.to_thread(_validator, options, token))
     try:
@@ -120,7 +128,17 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
         ]
     finally:
         await sources.close()
-    return [*rows, *(CheckRow(alias, "", "refused", reason) for alias, reason in listed.problems.items())]
+    return [*rows, *(CheckRow(alias, "", "refused", reason) for alias, reason in problems.items())]
+
+
+def _adapter_folders(path: Path) -> list[str]:
+    """The adapter's folder at the path, or those directly below it; none if it is a file. Raises ValueError."""
+    if not path.is_dir():
+        return []
+    folders = [path] if (path / CONFIG).exists() else [config.parent for config in sorted(path.glob(f"*/{CONFIG}"))]
+    if not folders:
+        raise ValueError(f"neither the folder {path} nor one directly below it has an {CONFIG}")
+    return [os.path.realpath(folder) for folder in folders]
 
 
 @dataclass(frozen=True)
@@ -131,10 +149,15 @@ class _Found:
     headers: Headers
 
 
-def _settings(options: argparse.Namespace) -> SourceSettings:
+def _settings(options: argparse.Namespace, folders: Sequence[str]) -> SourceSettings:
     named = options.local_adapter_root or [root for root in os.environ.get("LOCAL_ADAPTER_ROOT", "").split(":") if root]
     cache = options.huggingface_hub_cache or os.environ.get("HF_HUB_CACHE")
-    return SourceSettings(local_roots=tuple(named), hub_cache=cache, max_adapter_bytes=options.max_adapter_size)
+    return SourceSettings(
+        local_roots=(*named, *folders),
+        local_folders=tuple(folders),
+        hub_cache=cache,
+        max_adapter_bytes=options.max_adapter_size,
+    )
 
 
 def _validator(options: argparse.Namespace, token: str | None) -> AdapterValidator:

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--version" in arguments:
             print(version())
             return Exit.OK
+        if page := settings.help_page(arguments):
+            print(page)
+            return Exit.OK
         read = settings.read(arguments, os.environ, socket.gethostname())
         rules.check(read)
         return _run(read)

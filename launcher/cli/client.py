@@ -5,7 +5,7 @@ Imports only the standard library, so that it starts fast.
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -87,6 +87,32 @@ class Client:
         fields = {"model": "", **fields, "messages": listed}
         answer: dict[str, Any] = self.post("/v1/chat/completions", fields)
         return answer
+
+    def chat_events(self, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+        """The events of a streamed chat completion, with `usage` at the end. `body` as for OpenAI's."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        connection, response = self._send("POST", "/v1/chat/completions", body)
+        try:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    event: dict[str, Any] = json.loads(data)
+                    if event.get("error"):
+                        raise ServerError(200, _sentence(event))
+                    yield event
+            raise ServerError(200, "the stream ended early")
+        finally:
+            response.close()
+            connection.close()
+
+    def model_names(self) -> list[str]:
+        """The names that `/v1/models` lists: the model, then its adapters. Raises ServerError if there is none."""
+        names = [str(model["id"]) for model in self._answer("GET", "/v1/models", None)["data"]]
+        if not names:
+            raise ServerError(200, "the server lists no model")
+        return names
 
     def stream(self, prompt: str, **parameters: Any) -> "Stream":
         """The tokens of the answer to `prompt` as they arrive."""

@@ -1,35 +1,28 @@
 """`lorikeet-completion SHELL` prints completions of all commands, made from their parsers and the table of flags."""
 
 import argparse
-import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import shtab
 
+from lorikeet.launcher.cli.commands import COMMANDS, complete_parser
 from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS
 
 Completer = dict[str, str | dict[str, str]]
 
-PARSERS = {
-    "lorikeet-launcher": "lorikeet.launcher.config.settings",
-    "lorikeet-bench": "lorikeet.launcher.bench.main",
-    "lorikeet-top": "lorikeet.launcher.cli.top",
-    "lorikeet-generate": "lorikeet.launcher.cli.generate",
-    "lorikeet-adapters": "lorikeet.adapters.check",
-    "lorikeet-heads": "lorikeet.adapters.medusa.cli",
-    "lorikeet-keys": "lorikeet.launcher.cli.keys",
-    "lorikeet-replay": "lorikeet.launcher.cli.replay",
-    "lorikeet-completion": "lorikeet.launcher.cli.completion",
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "lorikeet": complete_parser,
+    **{command.script: command.parser for command in COMMANDS.values() if command.script},
 }
-"""By command, the module whose `parser()` is its command line; imported when it is needed."""
+"""By script, what makes the parser of its command line."""
 _FILES = ("config", "result", "csv", "html", "dataset", "file", "keys")
 _FOLDERS = ("tokenizer", "out", "svg")
 _EXAMPLES = """examples:
-  lorikeet-completion bash > ~/.local/share/bash-completion/completions/lorikeet-launcher
-  source <(lorikeet-completion bash)      in ~/.bashrc: all commands
-  eval "$(lorikeet-completion zsh)"       in ~/.zshrc, after compinit
+  lorikeet completion bash > ~/.local/share/bash-completion/completions/lorikeet
+  source <(lorikeet completion bash)      in ~/.bashrc: all commands
+  eval "$(lorikeet completion zsh)"       in ~/.zshrc, after compinit
 """
 
 
@@ -40,26 +33,27 @@ def script(shell: str) -> str:
 
 def _completed(command: str) -> argparse.ArgumentParser:
     """The command's parser, whose arguments know what completes them."""
-    command_parser: argparse.ArgumentParser = importlib.import_module(PARSERS[command]).parser()
-    for action in _actions(command_parser):
-        completer = _completer(command, action)
+    command_parser = PARSERS[command]()
+    for program, action in _actions(command_parser):
+        completer = _completer(program, action)
         if completer is not None:
             action.complete = completer  # type: ignore[attr-defined]
     return command_parser
 
 
-def _actions(command_parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def _actions(command_parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Each action, after the name of the program whose parser has it."""
     for action in command_parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
                 yield from _actions(subparser)
         else:
-            yield action
+            yield command_parser.prog, action
 
 
-def _completer(command: str, action: argparse.Action) -> Completer | None:
+def _completer(program: str, action: argparse.Action) -> Completer | None:
     """Complete files or folders if the value is a path, and the parser's choices."""
-    flag = FLAGS.get(action.dest) if command == "lorikeet-launcher" else None
+    flag = FLAGS.get(action.dest) if program == "lorikeet-launcher" else None
     if flag is not None:
         if flag.choices and flag.kind is not FlagKind.SWITCH:
             action.choices = flag.choices

@@ -7,7 +7,7 @@ import argparse
 import difflib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,9 @@ from lorikeet.launcher.config import config_file
 from lorikeet.launcher.config.flag import Flag, FlagKind, Process, variable_of
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES, GROUPS, MOST_USED
 from lorikeet.launcher.exits import LauncherError, refuse
+
+PREFIX = "LORIKEET_"
+"""May precede the name of any flag's variable, so that it meets no variable of another program."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def _with_current_names(
         if any(word.partition("=")[0] == f"--{old}" for word in arguments):
             arguments = [re.sub(f"^--{old}(?==|$)", f"--{new}", word) for word in arguments]
             deprecated.append(f"--{old} is deprecated: use --{new}")
-        if text := environment.get(variable_of(old)):
+        if text := environment.get(f"{PREFIX}{variable_of(old)}") or environment.get(variable_of(old)):
             environment = {variable_of(new): text, **environment}
             deprecated.append(f"{variable_of(old)} is deprecated: use {variable_of(new)}")
     return arguments, environment, deprecated
@@ -117,36 +120,44 @@ def _in_file(arguments: Sequence[str], flag: Flag) -> str:
     return "" if entry is None else str(entry.texts)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the table's flags. Values stay texts: `read` converts those of all origins alike."""
+def help_page(arguments: Sequence[str]) -> str:
+    """What --help asks for: the flags that are used most, or all of them. Empty if the arguments do not ask."""
+    if "--help=all" in arguments:
+        return parser().format_help()
+    return parser(MOST_USED).format_help() if {"--help", "-h"} & set(arguments) else ""
+
+
+def parser(names: Collection[str] = FLAGS.keys()) -> argparse.ArgumentParser:
+    """The parser of the table's flags, or of some. Values stay texts: `read` converts those of all origins alike."""
     result = _FlagParser(
         prog="lorikeet-launcher",
-        usage="lorikeet-launcher [--model-id ID] [flags]",
+        usage="lorikeet serve [MODEL] [flags]",
         description="Serves a base language model over HTTP: downloads it, starts its processes, ends them.",
         epilog=_EXAMPLES,
         formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=False,
     )
-    result.add_argument("--help", "-h", action="help", help="print this message and exit")
+    result.add_argument("--help", "-h", action="store_true", help="print the most used flags; --help=all prints all")
     result.add_argument("--version", action="store_true", dest="version", help="print the version and exit")
     groups = {"Most used": tuple(FLAGS[name] for name in MOST_USED), **GROUPS}
     for title, flags in groups.items():
         group = result.add_argument_group(title)
         for flag in flags:
-            if title == "Most used" or flag.name not in MOST_USED:
+            if flag.name in names and (title == "Most used" or flag.name not in MOST_USED):
                 _add(group, flag)
     return result
 
 
 _EXAMPLES = """examples:
-  lorikeet-launcher                                                  the built-in demo model
-  lorikeet-launcher --model-id owner/name --local-adapter-root ./adapters
-  lorikeet-launcher --model-id owner/name --speculative-tokens 3 --port 8080
-  lorikeet-launcher --model-id owner/name --draft-model-id owner/small --replicas 2
-  lorikeet-launcher --config server.yaml --print-config
+  lorikeet serve                                              the built-in demo model
+  lorikeet serve owner/name --local-adapter-root ./adapters
+  lorikeet serve owner/name --speculative-tokens 3 --port 8080
+  lorikeet serve owner/name --draft-model-id owner/small --replicas 2
+  lorikeet serve --config server.yaml --print-config
 
-Each flag may also be set by its environment variable. docs/launcher.md has all of this, and the exit codes.
+lorikeet-launcher is lorikeet serve, and MODEL is --model-id. Each flag may also be set by its environment variable,
+with or without the prefix LORIKEET_. docs/launcher.md has all of this, and the exit codes.
 """
 
 
@@ -161,17 +172,24 @@ class _FlagParser(argparse.ArgumentParser):
     """Errors are one sentence, not a page of usage."""
 
     def error(self, message: str) -> NoReturn:
-        refuse(message.removeprefix("argument ") + " (--help lists all flags)")
+        refuse(message.removeprefix("argument ") + " (--help=all lists all flags)")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parsed, unknown = parser().parse_known_args(list(arguments))
+    """The texts of all flags. The first word may be the model."""
+    words = list(arguments)
+    model = words.pop(0) if words and not words[0].startswith("-") else None
+    parsed, unknown = parser().parse_known_args(words)
+    if model is not None:
+        if getattr(parsed, "model-id") is not None:
+            refuse(f"{model!r} and --model-id both name the model: give one")
+        setattr(parsed, "model-id", model)
     if unknown:
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
-            refuse(f"{word!r} belongs to no flag (--help lists all flags)")
-        near = difflib.get_close_matches(word.lstrip("-"), FLAGS, 1)
-        hint = f": did you mean --{near[0]}?" if near else " (--help lists all flags)"
+            refuse(f"{word!r} belongs to no flag: name the model first, as in lorikeet serve MODEL")
+        near = difflib.get_close_matches(word.lstrip("-"), [*FLAGS, "help", "version"], 1)
+        hint = f": did you mean --{near[0]}?" if near else " (--help=all lists all flags)"
         refuse(f"unknown flag {word}{hint}")
     return parsed
 
@@ -203,8 +221,9 @@ def help_text(flag: Flag) -> str:
 
 
 def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str) -> str | list[str] | None:
-    """The text of the flag's variable; an empty variable is ignored."""
-    text = environment.get(flag.environment, "") if flag.variable else ""
+    """The text of the flag's variable, with or without the prefix LORIKEET_; an empty variable is ignored."""
+    names = (f"{PREFIX}{flag.environment}", flag.environment) if flag.variable else ()
+    text = next((environment[name] for name in names if environment.get(name)), "")
     if not text or (flag.name == "hostname" and text.partition(".")[0] == hostname.partition(".")[0]):
         return None
     return [part.strip() for part in text.split(flag.separator) if part.strip()] if flag.repeated else text

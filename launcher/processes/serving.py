@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.launcher.config import rules
-from lorikeet.launcher.config.settings import Settings
+from lorikeet.launcher.config.flags import FLAGS
+from lorikeet.launcher.config.settings import PREFIX, Settings
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import adapters, fetch, model
 from lorikeet.launcher.processes import configs
@@ -28,9 +29,7 @@ _SECRETS = (
     *fetch.TOKEN_VARIABLES,
     rules.URL_VARIABLE,
     "ADMIN_KEY",
-    "API_KEY",
-    "PREDIBASE_API_TOKEN",
-    "NGROK_AUTHTOKEN",
+    *(f"{prefix}{flag.environment}" for flag in FLAGS.values() if flag.secret for prefix in ("", PREFIX)),
 )
 
 

@@ -72,6 +72,23 @@ def test_valid_adapters_are_served(world: World, capsys: pytest.CaptureFixture[s
     assert rows["alias0"]["num_bytes"] == (world.root / "sound0" / WEIGHTS).stat().st_size
 
 
+def test_a_folder_is_an_adapter_or_holds_adapters(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def names(folder: Path) -> list[str]:
+        assert check.main(["check", str(folder), "--model-id", str(world.base), "--json"]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {row["state"] for row in rows} == {"served"}
+        return [row["alias"] for row in rows]
+
+    sound = world.folder / "sound"
+    for number in range(2):
+        shutil.copytree(world.root / f"sound{number}", sound / f"sound{number}")
+    assert names(sound / "sound1") == ["sound1"]
+    assert names(sound) == ["sound0", "sound1"]
+    (sound / "empty").mkdir()
+    assert check.main(["check", str(sound / "empty"), "--model-id", str(world.base)]) == 2
+    assert "has an adapter_config.json" in capsys.readouterr().err
+
+
 def test_only_broken_adapters_are_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     entries = {f"ok{number}": local(f"sound{number % 3}") for number in range(30)}
     world.copy("rank", r=32)

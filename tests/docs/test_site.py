@@ -98,10 +98,9 @@ def test_every_message_and_field_of_the_wire_is_listed() -> None:
 def test_every_flag_that_a_page_names_exists() -> None:
     """Pages about migrating name flags of others."""
     known = {f"--{name}" for name in FLAGS}
-    for command in PARSERS:
-        module = __import__(PARSERS[command], fromlist=["parser"])
-        known |= set(re.findall(r"--[a-z][a-z0-9-]*", module.parser().format_help()))
-        known |= {word for parser in _below(module.parser()) for word in re.findall(r"--[a-z][a-z0-9-]*", parser)}
+    for make_parser in PARSERS.values():
+        pages = [make_parser().format_help(), *_below(make_parser())]
+        known |= {word for page in pages for word in re.findall(r"--[a-z][a-z0-9-]*", page)}
     others = {f"--{name}" for name in OF_OTHERS.split()}
     for page in sorted(DOCS.glob("*.md")):
         if page.name.startswith(("migrating", "tests", "cuda", "installation")):

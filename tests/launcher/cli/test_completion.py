@@ -1,6 +1,5 @@
 """Completions of every command, as bash computes them; and the help of every command."""
 
-import importlib
 import re
 import shlex
 import subprocess
@@ -9,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.launcher.cli.commands import COMMANDS
 from lorikeet.launcher.cli.completion import PARSERS, main, script
 from lorikeet.launcher.config.flags import FLAGS, MOST_USED
+from lorikeet.launcher.config.settings import read
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +44,9 @@ def completed(*words: str) -> set[str]:
         (["lorikeet-keys", "add", "--conc"], {"--concurrency"}),
         (["lorikeet-heads", "train", "--held"], {"--held-out"}),
         (["lorikeet-completion", "b"], {"bash"}),
+        (["lorikeet", "ch"], {"chat"}),
+        (["lorikeet", "serve", "--dtype", ""], set(FLAGS["dtype"].choices)),
+        (["lorikeet", "bench", "run", "--adapter-distribution", "z"], {"zipf"}),
     ],
 )
 def test_what_bash_proposes(words: list[str], proposed: set[str]) -> None:
@@ -62,19 +66,33 @@ def test_scripts_for_shells_are_printed(shell: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_help_ends_with_examples_that_are_valid(command: str) -> None:
-    made = importlib.import_module(PARSERS[command]).parser()
-    shown = made.format_help()
+def test_help_ends_with_examples_that_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server.yaml").write_text("port: 80\n")
+    monkeypatch.chdir(tmp_path)
+    shown = PARSERS[command]().format_help()
     before = r"^ +(?:echo .* \| |source <\(|eval \"\$\()?"
-    examples = re.findall(rf"{before}({command}\b[^\n]*)", shown.split("examples:")[1], re.M)
+    examples = re.findall(rf"{before}((?:{command}|lorikeet)\b[^\n]*)", shown.split("examples:")[1], re.M)
     assert len(examples) >= 2, shown
     for example in examples:
         line = re.split(r"  +| > |\)\"?$|\)\"? {2}", example)[0]
-        made.parse_args(shlex.split(line)[1:])
+        check_example(*shlex.split(line))
+
+
+def check_example(program: str, *words: str) -> None:
+    """Raises SystemExit or LauncherError if the words are none of the program."""
+    if program == "lorikeet":
+        program, *words = words
+        assert program in COMMANDS
+        program = COMMANDS[program].script or program
+    if program == "lorikeet-launcher":
+        read(words, {}, "box")
+    elif program == "chat":
+        COMMANDS[program].parser().parse_args(words)
+    elif words != ("COMMAND", "--help"):
+        PARSERS[program]().parse_args(words)
 
 
 def test_the_most_used_flags_come_first() -> None:
-    made = importlib.import_module(PARSERS["lorikeet-launcher"]).parser()
-    shown = re.findall(r"^  (--[a-z-]+)", made.format_help(), re.M)
+    shown = re.findall(r"^  (--[a-z-]+)", PARSERS["lorikeet-launcher"]().format_help(), re.M)
     assert shown[2 : 2 + len(MOST_USED)] == [f"--{name}" for name in MOST_USED]
     assert len(shown) == len(set(shown)) == len(FLAGS) + 2

@@ -3,8 +3,8 @@
 import pytest
 
 from lorikeet.launcher.config.flag import FlagKind
-from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.launcher.config.settings import Settings, parser, read
+from lorikeet.launcher.config.flags import FLAGS, MOST_USED
+from lorikeet.launcher.config.settings import Settings, help_page, parser, read
 from lorikeet.launcher.exits import Exit, LauncherError
 
 
@@ -69,6 +69,25 @@ def test_hostname_that_every_shell_sets_is_not_an_address() -> None:
     assert settings("--hostname", "box")["hostname"] == "box"
 
 
+def test_the_first_word_is_the_model() -> None:
+    named = settings("owner/name", "--port", "81")
+    assert (named["model-id"], named["port"]) == ("owner/name", 81)
+
+
+def test_a_prefix_separates_variables_from_those_of_other_programs() -> None:
+    assert settings(LORIKEET_PORT="81", PORT="80")["port"] == 81
+    assert settings(LORIKEET_CORS_ALLOW_ORIGIN="a, b")["cors-allow-origin"] == ("a", "b")
+    assert settings("--port", "82", LORIKEET_PORT="81")["port"] == 82
+
+
+def test_help_shows_the_most_used_flags_unless_asked_for_all() -> None:
+    short, full = help_page(["--port", "80", "-h"]), help_page(["--help=all"])
+    assert all(f"--{name}" in short for name in MOST_USED) and len(MOST_USED) == 20
+    assert "--help=all" in short and "--otlp-endpoint" not in short
+    assert all(f"--{name}" in full for name in FLAGS)
+    assert help_page(["--port", "80"]) == ""
+
+
 def test_a_variable_does_not_set_the_flag_that_has_none() -> None:
     assert settings(ENV="production")["env"] is False
 
@@ -79,7 +98,9 @@ def test_a_variable_does_not_set_the_flag_that_has_none() -> None:
         (["--max-total-token", "1"], "unknown flag --max-total-token: did you mean --max-total-tokens?"),
         (["--max-total"], "unknown flag --max-total"),
         (["--xyzzy=3"], "unknown flag --xyzzy"),
-        (["model"], "'model' belongs to no flag"),
+        (["--port", "80", "model"], "'model' belongs to no flag: name the model first"),
+        (["model", "--model-id", "other"], "'model' and --model-id both name the model"),
+        (["--versoin"], "unknown flag --versoin: did you mean --version?"),
         (["--port"], "--port/-p: expected one argument"),
         (["--port", "http"], "--port must be an integer, not 'http'"),
         (["--port", "0"], "--port must be at least 1, not 0"),
