@@ -9,7 +9,7 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.proto.params import ALL_HEADS
-from lorikeet.router.api.service import cancel_all
+from lorikeet.router.api.prepare import cancel_all
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader

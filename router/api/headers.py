@@ -7,7 +7,8 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from lorikeet.router.api.service import Service, Timing, now
+from lorikeet.router.api.prepare import Timing, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.fields import MAX_IGNORED
 

@@ -23,8 +23,9 @@ from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.failures import ErrorStyle, failure_event, failure_response, style_of
 from lorikeet.router.api.headers import request_id
+from lorikeet.router.api.prepare import now
 from lorikeet.router.api.resumable import Buffered, Replay, forward, wanted_ttl
-from lorikeet.router.api.service import Service, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.error_bodies import reason
 from lorikeet.router.errors import (
     AdminOnly,

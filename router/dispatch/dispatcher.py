@@ -32,6 +32,7 @@ from lorikeet.router.errors import (
     ShuttingDown,
 )
 from lorikeet.router.metrics.router import Metrics
+from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import GenerationRequest
@@ -57,13 +58,12 @@ class Dispatcher:
         self.draining = False
         self.is_leaving = False
         """Whether another router accepts new connections: requests on existing ones are still served."""
-        self.on_complete: Callable[[Generation], None] = lambda generation: None
-        """Called with each generation whose text is complete."""
         self.config = self._config = config
         """With the lengths that all shards take."""
         self._tokenizer = tokenizer
         self._members = Members(config, self)
         self.links = self._members.links
+        self.receipts = Receipts(config, tokenizer.digest, self.links)
         self._placement = Placement(self.links)
         self._chosen: Choice | None = None
         """By `_fits`, for the next request."""
@@ -259,6 +259,9 @@ class Dispatcher:
     def on_cancel(self, generation: Generation) -> None:
         self.metrics.generation_lost("abort")
         self._remove(generation)
+
+    def on_complete(self, generation: Generation) -> None:
+        self.receipts.finished(generation)
 
     def _remove(self, generation: Generation) -> None:
         """Remove a request that is not over: from the queue, or by an abort from its shard."""

@@ -18,7 +18,8 @@ from lorikeet.router.api.failures import ErrorStyle
 from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute, shortened
 from lorikeet.router.api.pooled.embeddings import check_fields, encoded, prompted
 from lorikeet.router.api.pooled.files import PooledFiles
-from lorikeet.router.api.service import Service, Timing, now
+from lorikeet.router.api.prepare import Timing, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField
 from lorikeet.router.schemas.pooled import EmbeddingsRequest, LoraxRequest, read_embeddings, read_lorax
 

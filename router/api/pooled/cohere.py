@@ -12,7 +12,8 @@ from lorikeet.proto.pooling import EMBED
 from lorikeet.router.api.pooled.compute import Values, check_task, compute, shortened
 from lorikeet.router.api.pooled.embeddings import check_fields, encoded, prompted
 from lorikeet.router.api.pooled.files import PooledFiles
-from lorikeet.router.api.service import Service, Timing, now
+from lorikeet.router.api.prepare import Timing, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.dialects import cohere
 from lorikeet.router.schemas.dialects.translated import in_words_of

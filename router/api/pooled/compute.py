@@ -9,13 +9,26 @@ from starlette.requests import Request
 
 from lorikeet.proto import pooling
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import LogprobParams, Pooling
+from lorikeet.proto.params import Pooling
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields
-from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields
-from lorikeet.router.errors import Overloaded, WrongTask
+from lorikeet.router.api.prepare import (
+    PreparedRequest,
+    Prompt,
+    Prompts,
+    RequestFields,
+    Timing,
+    cancel_all,
+    check_ids,
+    log_fields,
+    prepare,
+    submit_more,
+)
+from lorikeet.router.api.service import Service
+from lorikeet.router.errors import WrongTask
+from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.requests.types import FinishReason
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.encoding import Encoded, Input
 
@@ -51,6 +64,41 @@ def check_task(service: Service, *tasks: str) -> pb.PooledModel:
     if model.task not in tasks:
         raise WrongTask(f"this server's model is of the task {model.task}: use {ROUTES_OF[model.task]}")
     return model
+
+
+class PooledTexts(Prompts):
+    """Texts, pairs of texts and token ids; token ids are taken as they are, apart from being cut."""
+
+    def __init__(
+        self, service: Service, texts: Sequence[Text | tuple[str, str]], common: PooledFields, caller: str, field: str
+    ) -> None:
+        self._service = service
+        self._texts = texts
+        self._cut = common.cut
+        self._caller = caller
+        self._field = field
+
+    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+        service, cut, field = self._service, self._cut, self._field
+        written: list[Input] = [text for text in self._texts if not isinstance(text, list)]
+        if cut.most is None:
+            for part in (part for each in written for part in ((each,) if isinstance(each, str) else each)):
+                check_text_length(part, service.tokenizer.length, service.config, field)
+        tokenized = iter(await service.tokenizer.encode_texts(written, cut, caller=self._caller))
+        prompts = []
+        for text in self._texts:
+            if isinstance(text, list):
+                check_ids(service, text, field)
+                kept = text if cut.most is None else text[: cut.most] if cut.side == "right" else text[-cut.most :]
+                encoded = Encoded(kept)
+            else:
+                encoded = next(tokenized)
+            check_num_tokens(encoded.ids, service.config, field)
+            prompts.append(Prompt(encoded.ids, text if isinstance(text, str) else "", encoded=encoded))
+        return prompts
+
+    def max_tokens(self, num_prompt: int) -> int:
+        return 1  # to the scheduler the result is the only token
 
 
 @dataclass(frozen=True)
@@ -89,59 +137,35 @@ async def compute(
     """
     model = pooled_model(service)
     assert model is not None, "the route checks the model's task first"
-    caller = service.caller(request)
-    service.check_room(caller)
+    is_listed = model.task == pooling.TOKEN_CLASSIFY
+    if is_listed:
+        common = replace(common, cut=replace(common.cut, wants_offsets=True))
+    fields = RequestFields(
+        adapter=common.adapter,
+        pooling=Pooling(model.task, per_token=per_token or is_listed),
+        priority=common.priority,
+        seed=0,
+    )
+    prompts = PooledTexts(service, texts, common, service.caller(request).identity, field)
     async with ClientWatch(request.receive):
-        adapter = await service.adapter(caller, common.adapter)
-        if model.task == pooling.TOKEN_CLASSIFY:
-            common = replace(common, cut=replace(common.cut, wants_offsets=True))
-        encoded = await _encode(service, texts, common, caller.identity, field)
-        shared = GenerationRequest(
-            prompt_ids=[],
-            max_new_tokens=1,
-            logprobs=LogprobParams(),
-            adapter=adapter,
-            caller=caller.identity,
-            cache_salt=caller.cache_salt(None),
-            priority=common.priority,
-            request_id=caller.request_id,
-        )
-        wanted = [
-            replace(
-                shared,
-                prompt_ids=each.ids,
-                text=text if isinstance(text, str) else "",
-                pooling=Pooling(model.task, each.second_text, per_token or model.task == pooling.TOKEN_CLASSIFY),
-                request_id=f"{caller.request_id}/{index}" if len(texts) > 1 else caller.request_id,
-            )
-            for index, (text, each) in enumerate(zip(texts, encoded, strict=True))
-        ]
-        service.validated(timing)
-        generations = [each async for each in _run(service, request, wanted, timing.arrived_at)]
+        prepared = await prepare(service, request, fields, prompts, timing)
+        generations = [generation async for generation in _completed(service, request, prepared)]
+    encoded = [prompt.encoded for prompt in prepared.prompts if prompt.encoded is not None]
     num_chars = sum(len(part) for text in texts for part in (text if isinstance(text, tuple) else (text,)))
-    counts = Counts(num_chars, sum(len(each.ids) for each in encoded), 0, 0)
-    request.state.log_fields = log_fields(shared, 0, FinishReason.LENGTH) | {"prompt_tokens": counts.prompt_tokens}
+    counts = Counts(num_chars, sum(len(prompt.ids) for prompt in prepared.prompts), 0, 0)
+    request.state.log_fields = log_fields(prepared.requests[0], 0, FinishReason.LENGTH)
+    request.state.log_fields |= {"prompt_tokens": counts.prompt_tokens}
     headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(common.ignored)
     values = [_values(each) for each in generations]
     return Computed(values, encoded, generations, headers)
 
 
-async def _run(
-    service: Service, request: Request, wanted: list[GenerationRequest], arrived_at: float
-) -> AsyncGenerator[Generation, None]:
-    """Queue requests, as many at a time as one request may have sequences. Yields them complete, in order. Raises
-    RouterError.
-    """
-    deadline, generations = service.begin(request, wanted, arrived_at)
+async def _completed(service: Service, request: Request, prepared: PreparedRequest) -> AsyncGenerator[Generation, None]:
+    """The generations in their order, each complete; the others are queued as these end. Raises RouterError."""
+    requests, generations = prepared.requests, prepared.generations
     try:
-        for index in range(len(wanted)):
-            while len(generations) < min(len(wanted), index + service.config.max_sequences):
-                try:
-                    generations.append(service.queue(request, wanted[len(generations)], deadline))
-                except Overloaded:
-                    if len(generations) <= index:  # nothing of this request runs that would make room
-                        raise
-                    break
+        for index in range(len(requests)):
+            submit_more(service, request, prepared, num_done=index)
             while (await generations[index].next()).finish_reason is None:
                 pass
             yield generations[index]
@@ -154,28 +178,6 @@ def _values(generation: Generation) -> Values:
     pooling_of = generation.request.pooling
     num_rows = len(generation.request.prompt_ids) if pooling_of is not None and pooling_of.per_token else 1
     return np.frombuffer(generation.pooled, "<f4").reshape(num_rows, -1)
-
-
-async def _encode(
-    service: Service, texts: Sequence[Text | tuple[str, str]], common: PooledFields, caller: str, field: str
-) -> list[Encoded]:
-    """The tokens of each text. Token ids are taken as they are, apart from being cut."""
-    config, cut = service.config, common.cut
-    written: list[Input] = [text for text in texts if not isinstance(text, list)]
-    if cut.most is None:
-        for part in (part for each in written for part in ((each,) if isinstance(each, str) else each)):
-            check_text_length(part, service.tokenizer.length, config, field)
-    tokenized = iter(await service.tokenizer.encode_texts(written, cut, caller=caller))
-    encoded = []
-    for text in texts:
-        if isinstance(text, list):
-            service.check_ids(text, field)
-            kept = text if cut.most is None else text[: cut.most] if cut.side == "right" else text[-cut.most :]
-            encoded.append(Encoded(kept))
-        else:
-            encoded.append(next(tokenized))
-        check_num_tokens(encoded[-1].ids, config, field)
-    return encoded
 
 
 def activated(logits: Values, activation: str) -> Values:

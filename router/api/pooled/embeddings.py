@@ -13,7 +13,8 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.pooling import EMBED
 from lorikeet.router.api.pooled.compute import Values, check_task, compute, shortened
 from lorikeet.router.api.pooled.files import PooledFiles
-from lorikeet.router.api.service import Service, Timing, now
+from lorikeet.router.api.prepare import Timing, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.schemas.pooled import EmbeddingsRequest, Text, read_embeddings, read_lorax
 

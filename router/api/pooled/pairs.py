@@ -12,7 +12,8 @@ from lorikeet.router.api.pooled.classification import envelope
 from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute
 from lorikeet.router.api.pooled.embeddings import check_activation, prompted
 from lorikeet.router.api.pooled.files import PooledFiles
-from lorikeet.router.api.service import Service, Timing, now
+from lorikeet.router.api.prepare import Timing, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import WrongTask
 from lorikeet.router.schemas.pooled import PairsRequest, read_rerank, read_score
 

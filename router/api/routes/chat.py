@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Completed
+from lorikeet.router.api.prepare import Prompt, Prompts
 from lorikeet.router.api.routes.native import listed
-from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIRoute, Prompt
+from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.output.events import (
     ArgumentsDelta,
@@ -16,11 +18,48 @@ from lorikeet.router.output.events import (
     ReasoningDelta,
     ToolCallBegin,
 )
+from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, FinishReason, Token
 from lorikeet.router.requests.visible_tokens import VisibleTokens
+from lorikeet.router.schemas.chat.messages import Conversation
+from lorikeet.router.schemas.chat.tools import ToolFields
+from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import ChatRequest, check_texts, read_chat
+
+
+async def render(
+    service: Service,
+    conversation: Conversation,
+    tools: ToolFields,
+    grammar: GrammarFields | None,
+    adapter: Adapter | None,
+    caller: Caller,
+) -> Prepared:
+    """The prompt and the reader of a conversation; `grammar` is that of its text. Raises RouterError."""
+    check_texts(conversation.documents, service.tokenizer.length, service.config, "documents")
+    return await service.outputs.prepare(adapter, conversation, tools, grammar, caller.identity)
+
+
+class ChatPrompt(OpenAIPrompts):
+    """One prompt, rendered from the messages with the adapter's chat template."""
+
+    needs_adapter = True
+
+    def __init__(self, service: Service, wanted: ChatRequest, caller: Caller) -> None:
+        super().__init__(service, wanted, caller)
+        self._chat = wanted
+
+    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+        wanted, service, conversation = self._chat, self._service, self._chat.conversation
+        if not wanted.common.prompt.keeps_last:
+            check_texts(conversation.texts, service.tokenizer.length, service.config, "messages")
+        prepared = await render(service, conversation, wanted.tools, wanted.common.grammar, adapter, self._caller)
+        ids = await self._tokenized(prepared.prompt.text, "messages")
+        if not ids:
+            raise ChatTemplateError("the prompt has no tokens")
+        return [Prompt(ids, prepared.prompt.text, prepared, tuple(conversation.ignored(prepared.prompt.unread)))]
 
 
 class ChatRoute(OpenAIRoute[ChatRequest]):
@@ -33,18 +72,8 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
     def _read(self, body: dict[str, Any], caller: Caller) -> ChatRequest:
         return read_chat(self._service.openai_defaults(caller, body), self._service.config)
 
-    async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        service = self._service
-        adapter = await service.adapter(caller, wanted.common.adapter)
-        tokenizer, conversation = service.tokenizer, wanted.conversation
-        if not wanted.common.prompt.keeps_last:
-            check_texts(conversation.texts, tokenizer.length, service.config, "messages")
-        prepared = await service.prepare(conversation, wanted.tools, wanted.common.grammar, adapter, caller)
-        wanted.ignored.extend(conversation.ignored(prepared.prompt.unread))
-        ids = await self._tokenized(prepared.prompt.text, wanted.common, caller, "messages")
-        if not ids:
-            raise ChatTemplateError("the prompt has no tokens")
-        return [Prompt(ids, prepared.prompt.text, prepared)], adapter
+    def _prompts(self, wanted: ChatRequest, caller: Caller) -> Prompts:
+        return ChatPrompt(self._service, wanted, caller)
 
     def _prompt_fields(self, wanted: ChatRequest, prompts: list[Prompt]) -> dict[str, Any]:
         return {"prompt_token_ids": prompts[0].ids} if wanted.common.report.token_ids else {}

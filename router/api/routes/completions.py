@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.router.api.collect import Alternatives, Completed
+from lorikeet.router.api.prepare import Prompt, Prompts, check_ids, text_of
 from lorikeet.router.api.routes.native import listed
-from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIRoute, Prompt
+from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
 from lorikeet.router.requests.adapter_ref import Adapter
@@ -18,31 +20,29 @@ Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
 
 
-class CompletionsRoute(OpenAIRoute[CompletionRequest]):
-    """Prompts as text or token ids, which may be echoed with their log probabilities."""
+class CompletionPrompts(OpenAIPrompts):
+    """Texts and token ids."""
 
-    id_prefix = "cmpl-"
-    object_name = chunk_name = "text_completion"
+    def __init__(self, service: Service, wanted: CompletionRequest, caller: Caller) -> None:
+        super().__init__(service, wanted, caller)
+        self._completion = wanted
 
-    def _read(self, body: dict[str, Any], caller: Caller) -> CompletionRequest:
-        return read_completion(self._service.openai_defaults(caller, body), self._service.config)
+    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+        return [await self._prompt(written) for written in self._completion.prompts]
 
-    async def _prompts(self, wanted: CompletionRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        prompts = [await self._prompt(given, wanted, caller) for given in wanted.prompts]
-        return prompts, await self._service.adapter(caller, wanted.common.adapter)
-
-    async def _prompt(self, given: str | list[int], wanted: CompletionRequest, caller: Caller) -> Prompt:
-        if isinstance(given, str):
-            given = self._with_suffix(given, wanted.suffix)
-            ids = await self._tokenized(given, wanted.common, caller, "prompt")
+    async def _prompt(self, written: str | list[int]) -> Prompt:
+        wanted = self._completion
+        if isinstance(written, str):
+            text = self._with_suffix(written, wanted.suffix)
+            ids = await self._tokenized(text, "prompt")
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
             if wanted.common.prompt.num_kept is None or not wanted.echo:
-                return Prompt(ids, given)
+                return Prompt(ids, text)
         else:
-            self._service.check_ids(given, "prompt")
-            ids = given
-        return Prompt(ids, self._decode(ids) if wanted.echo else "")
+            check_ids(self._service, written, "prompt")
+            ids = written
+        return Prompt(ids, text_of(self._service, ids) if wanted.echo else "")
 
     def _with_suffix(self, text: str, suffix: str) -> str:
         """Raises UnsupportedField where the model cannot fill in."""
@@ -52,6 +52,19 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         if tokens is None:
             raise UnsupportedField("suffix", "is not supported by this model: it has no fill-in-the-middle tokens")
         return tokens.prompt(text, suffix)
+
+
+class CompletionsRoute(OpenAIRoute[CompletionRequest]):
+    """Prompts as text or token ids, which may be echoed with their log probabilities."""
+
+    id_prefix = "cmpl-"
+    object_name = chunk_name = "text_completion"
+
+    def _read(self, body: dict[str, Any], caller: Caller) -> CompletionRequest:
+        return read_completion(self._service.openai_defaults(caller, body), self._service.config)
+
+    def _prompts(self, wanted: CompletionRequest, caller: Caller) -> Prompts:
+        return CompletionPrompts(self._service, wanted, caller)
 
     def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""

@@ -11,18 +11,15 @@ from starlette.responses import Response
 
 from lorikeet.router.api.collect import Completed, interleave
 from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.prepare import PreparedRequest, Prompt, Prompts, Timing, check_room, log_fields
 from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.routes.openai import Prompt
-from lorikeet.router.api.service import log_fields
 from lorikeet.router.api.sse import named_event
 from lorikeet.router.api.usage import count_reasoning, metrics, usage
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
 from lorikeet.router.schemas.openai import ChatRequest, read_chat
@@ -77,9 +74,11 @@ class DialectRoute(ChatRoute):
         service = self._service
         body, caller = await service.body(request), service.caller(request)
         wanted = self._read_translated(self._translate(body, generates=False), caller)
-        service.check_room(caller)
+        check_room(service, caller)
         async with ClientWatch(request.receive):
-            prompts, _ = await self._prompts(wanted, caller)
+            with in_words_of(self.names):
+                adapter = await service.selection.choose(wanted.common.adapter, caller)
+                prompts = await self._prompts(wanted, caller).tokenize(adapter)
         counted = {**self._counted(), "input_tokens": len(prompts[0].ids)}
         return Response(orjson.dumps(counted), media_type="application/json")
 
@@ -97,15 +96,11 @@ class DialectRoute(ChatRoute):
         given["ignored"] = [*translated.ignored, *chat.ignored]
         return DialectRequest(**given, shown=translated.shown)
 
-    async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
+    async def _prepare(
+        self, request: Request, wanted: ChatRequest, prompts: Prompts, timing: Timing
+    ) -> PreparedRequest:
         with in_words_of(self.names):
-            return await super()._prompts(wanted, caller)
-
-    async def _requests(
-        self, wanted: ChatRequest, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
-    ) -> list[GenerationRequest]:
-        with in_words_of(self.names):
-            return await super()._requests(wanted, prompts, caller, adapter)
+            return await super()._prepare(request, wanted, prompts, timing)
 
     async def _whole(
         self,

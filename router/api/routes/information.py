@@ -16,7 +16,8 @@ from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.pooled.compute import pooled_model
-from lorikeet.router.api.service import Service, now
+from lorikeet.router.api.prepare import PreparedRequest, now, submit
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.metrics.adapters import MayName, everything
 from lorikeet.router.requests.types import GenerationRequest
@@ -57,7 +58,7 @@ class ProbeRoutes:
         )
         try:
             async with ClientWatch(request.receive):
-                [generation] = self._service.submit(request, [probe], now())
+                [generation] = submit(self._service, request, PreparedRequest([], [probe]), now()).generations
                 try:
                     await collect(generation)
                 finally:

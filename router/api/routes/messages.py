@@ -1,12 +1,14 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: messages of content blocks, and their streams."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from lorikeet.router.api.prepare import Prompt, Prompts
+from lorikeet.router.api.routes.chat import ChatPrompt
 from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, Logprobs, Writer
-from lorikeet.router.api.routes.openai import Prompt
 from lorikeet.router.error_bodies import anthropic_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import (
@@ -33,6 +35,14 @@ _STOP_REASONS = {
 _DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
+class MessagesPrompt(ChatPrompt):
+    """The prompt of a conversation; ignored fields have the names of this API."""
+
+    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+        [prompt] = await super().tokenize(adapter)
+        return [replace(prompt, ignored=tuple(anthropic.applied_thinking(prompt.ignored)))]
+
+
 class MessagesRoute(DialectRoute):
     """The route."""
 
@@ -42,10 +52,8 @@ class MessagesRoute(DialectRoute):
     def _translate(self, body: dict[str, Any], *, generates: bool = True) -> Translated:
         return anthropic.translate(body, generates=generates)
 
-    async def _prompts(self, wanted: ChatRequest, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        found = await super()._prompts(wanted, caller)
-        wanted.ignored[:] = anthropic.applied_thinking(wanted.ignored)
-        return found
+    def _prompts(self, wanted: ChatRequest, caller: Caller) -> Prompts:
+        return MessagesPrompt(self._service, wanted, caller)
 
     def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
         frame = self._envelope("message", wanted.common)

@@ -18,14 +18,27 @@ from lorikeet.proto.params import LogprobParams
 from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, now, random_seed
+from lorikeet.router.api.prepare import (
+    PreparedRequest,
+    Prompt,
+    Prompts,
+    RequestFields,
+    Timing,
+    cancel_all,
+    check_ids,
+    log_fields,
+    named,
+    now,
+    prepare,
+)
+from lorikeet.router.api.service import Service
 from lorikeet.router.api.sse import EventStream, event
 from lorikeet.router.error_bodies import lorax_body
 from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError
-from lorikeet.router.receipts.receipt import check_receipt
+from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Token
-from lorikeet.router.schemas.constraints import check_min_tokens
+from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.fields import Fields
 from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
 from lorikeet.router.schemas.report import ReportFields
@@ -42,6 +55,56 @@ LARGE_ENTRIES = 10_000
 """Above this number `details` are put together in a thread: it takes a microsecond or two each."""
 _UNSUPPORTED = ("details", "decoder_input_details", "receipt", "stream")
 """Fields that ask for more than a text."""
+
+
+class LoraxPrompt(Prompts):
+    """The one prompt of a body, with LoRAX's limits; with `truncate` its last tokens."""
+
+    def __init__(self, service: Service, native: NativeRequest, caller: str) -> None:
+        self._service = service
+        self._native = native
+        self._caller = caller
+
+    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+        native, tokenizer, truncate = self._native, self._service.tokenizer, self._native.parameters.truncate
+        with_special = native.parameters.add_special_tokens is not False
+        if native.input_ids is not None:
+            check_ids(self._service, native.input_ids, "inputs")
+            return [Prompt(native.input_ids if truncate is None else native.input_ids[-truncate:])]
+        if truncate is not None:
+            ids = await tokenizer.encode_tail(native.inputs, truncate, with_special, caller=self._caller)
+        else:
+            check_text(native.inputs, tokenizer.length, self._service.config)
+            ids = await tokenizer.encode(native.inputs, with_special, caller=self._caller)
+        if not ids:
+            raise ValidationError("`inputs` has no tokens", "inputs")
+        return [Prompt(ids, native.inputs)]
+
+    def max_tokens(self, num_prompt: int) -> int:
+        return check_lengths(num_prompt, self._native.parameters.max_new_tokens, self._service.config)
+
+
+def _fields(native: NativeRequest, adapter: AdapterFields) -> RequestFields:
+    parameters = native.parameters
+    return RequestFields(
+        adapter=adapter,
+        heads=parameters.heads,
+        sampling=parameters.sampling(),
+        logprobs=LogprobParams(
+            wanted=True,
+            alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
+            prefill=parameters.decoder_input_details,
+        ),
+        num_sequences=max(parameters.best_of or 1, 1),
+        seed=parameters.seed,
+        stop=tuple(parameters.stop),
+        constraints=parameters.constraints,
+        speculation=parameters.speculation,
+        grammar=parameters.grammar,
+        cache_salt=parameters.cache_salt,
+        priority=parameters.priority or 0,
+        receipt=parameters.receipt,
+    )
 
 
 class NativeRoutes:
@@ -82,17 +145,14 @@ class NativeRoutes:
         parameters = native.parameters
         timing = Timing(arrived_at)
         async with ClientWatch(request.receive):
-            wanted = await self._prepare(request, native, streaming=False)
-            self._service.validated(timing)
-            num_sequences = max(parameters.best_of or 1, 1)
-            wanted_all = [wanted] + [wanted.with_seed(random_seed()) for _ in range(num_sequences - 1)]
-            generations = self._service.submit(request, wanted_all, arrived_at)
+            prepared = await self._prepare(request, native, timing, streaming=False)
+            wanted, generations = prepared.requests[0], prepared.generations
             try:
                 sequences = await collect_all(generations)
                 receipt = await self._service.receipts.of(generations[0]) if parameters.receipt else None
             finally:
                 cancel_all(generations)
-        best = max(range(num_sequences), key=lambda index: sequences[index].mean_logprob)
+        best = max(range(len(sequences)), key=lambda index: sequences[index].mean_logprob)
         whole = sequences[best]
         answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
         if parameters.details or parameters.decoder_input_details:
@@ -114,9 +174,9 @@ class NativeRoutes:
         generation: Generation | None = None
         try:
             async with ClientWatch(request.receive):
-                wanted = await self._prepare(request, native, streaming=True)
-                self._service.validated(timing)
-                generation = await self._service.submit_named(request, wanted, arrived_at)
+                prepared = await self._prepare(request, native, timing, streaming=True)
+                [generation] = prepared.generations
+                await named(prepared.generations)
             events = self._events(request, native, generation)
         except RouterError as error:
             request.state.failure = error
@@ -162,64 +222,13 @@ class NativeRoutes:
             request.state.failure = error
             yield event(lorax_body(error))
 
-    async def _prepare(self, request: Request, native: NativeRequest, *, streaming: bool) -> GenerationRequest:
-        """Check, tokenize, check lengths, resolve the adapter. Raises ValidationError or AdapterProblem."""
-        config, request_id = self._service.config, request.state.request_id
-        caller = self._service.caller(request)
-        fields = check_rules(native, config, streaming=streaming)
-        parameters = native.parameters
-        self._service.check_room(caller)
-        prompt_ids = await self._prompt_ids(native, caller.identity)
-        max_new_tokens = check_lengths(len(prompt_ids), parameters.max_new_tokens, config)
-        check_min_tokens(parameters.constraints.min_tokens, max_new_tokens)
-        speculation = self._service.speculation(parameters.speculation, is_seeded=parameters.seed is not None)
-        check_receipt(parameters.receipt, speculation, parameters.best_of or 1)
-        adapter = await self._service.adapter(caller, fields)
-        wanted = GenerationRequest(
-            prompt_ids=prompt_ids,
-            text=native.inputs,
-            max_new_tokens=max_new_tokens,
-            adapter=adapter,
-            heads=await self._service.heads(caller, parameters.heads, speculation),
-            caller=caller.identity,
-            cache_salt=caller.cache_salt(parameters.cache_salt),
-            tenant=self._service.tenant(caller, parameters.speculation, speculation, parameters.cache_salt),
-            learning_tenant=self._service.learning_tenant(
-                caller, adapter, parameters.heads, speculation, parameters.cache_salt
-            ),
-            speculation=speculation,
-            needs_heads=parameters.speculation.needs_heads,
-            sampling=replace(parameters.sampling(), seed=random_seed() if parameters.seed is None else parameters.seed),
-            stop_strings=tuple(parameters.stop),
-            logprobs=LogprobParams(
-                wanted=True,
-                alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
-                prefill=parameters.decoder_input_details,
-            ),
-            request_id=request_id,
-            priority=parameters.priority or 0,
-            receipt=parameters.receipt,
-        )
-        wanted = await self._service.with_grammar(
-            wanted, parameters.grammar, parameters.constraints, parameters.speculation
-        )
-        return await self._service.constrained(wanted, parameters.constraints)
-
-    async def _prompt_ids(self, native: NativeRequest, caller: str) -> list[int]:
-        """With `truncate` the last ones."""
-        tokenizer, truncate = self._service.tokenizer, native.parameters.truncate
-        with_special = native.parameters.add_special_tokens is not False
-        if native.input_ids is not None:
-            self._service.check_ids(native.input_ids, "inputs")
-            return native.input_ids if truncate is None else native.input_ids[-truncate:]
-        if truncate is not None:
-            ids = await tokenizer.encode_tail(native.inputs, truncate, with_special, caller=caller)
-        else:
-            check_text(native.inputs, tokenizer.length, self._service.config)
-            ids = await tokenizer.encode(native.inputs, with_special, caller=caller)
-        if not ids:
-            raise ValidationError("`inputs` has no tokens", "inputs")
-        return ids
+    async def _prepare(
+        self, request: Request, native: NativeRequest, timing: Timing, *, streaming: bool
+    ) -> PreparedRequest:
+        """Raises RouterError."""
+        adapter = check_rules(native, self._service.config, streaming=streaming)
+        prompts = LoraxPrompt(self._service, native, self._service.caller(request).identity)
+        return await prepare(self._service, request, _fields(native, adapter), prompts, timing)
 
     @staticmethod
     def _shown_text(native: NativeRequest, whole: Completed) -> str:

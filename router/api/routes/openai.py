@@ -4,7 +4,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
@@ -12,25 +12,33 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.proto.params import LogprobParams, Speculation
+from lorikeet.proto.params import LogprobParams
 from lorikeet.router.api.collect import Completed, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
-from lorikeet.router.api.service import Service, Timing, cancel_all, log_fields, named, now, random_seed
+from lorikeet.router.api.prepare import (
+    PreparedRequest,
+    Prompt,
+    Prompts,
+    RequestFields,
+    Timing,
+    cancel_all,
+    log_fields,
+    named,
+    now,
+    prepare,
+)
+from lorikeet.router.api.service import Service
 from lorikeet.router.api.sse import DONE, EventStream, event
 from lorikeet.router.api.usage import Envelope, count_reasoning, metrics, repeated, token_counts, usage
 from lorikeet.router.error_bodies import openai_body
-from lorikeet.router.errors import RouterError, ToolError, ValidationError
+from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import Event, ReasoningDelta
-from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.receipts.receipt import check_receipt
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest
+from lorikeet.router.requests.types import Chunk, FinishReason
 from lorikeet.router.requests.visible_tokens import VisibleTokens
-from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
@@ -45,14 +53,59 @@ LOWEST_LOGPROB = -9999.0
 Wanted = TypeVar("Wanted", bound=OpenAIRequest)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt; as text only where the text was given or is echoed."""
+class OpenAIPrompts(Prompts):
+    """Prompts with OpenAI's limits."""
 
-    ids: list[int]
-    text: str
-    prepared: Prepared | None = None
-    """The prepared conversation; None for other prompts."""
+    def __init__(self, service: Service, wanted: OpenAIRequest, caller: Caller) -> None:
+        self._service = service
+        self._wanted = wanted
+        self._caller = caller
+
+    def max_tokens(self, num_prompt: int) -> int:
+        # Scoring a prompt needs a step like any other: its one token is dropped.
+        limit = 1 if self._wanted.only_prompt else self._wanted.common.max_tokens
+        return check_lengths(num_prompt, limit, self._service.config)
+
+    async def _tokenized(self, text: str, field: str) -> list[int]:
+        """The token ids of a prompt that are kept; `field` is the request's field with the text."""
+        tokenizer, config, fields = self._service.tokenizer, self._service.config, self._wanted.common.prompt
+        special, limit, caller = fields.add_special_tokens, config.max_input_length, self._caller.identity
+        if fields.keeps_last:
+            num_kept = fields.most(limit) or limit
+            return await tokenizer.encode_tail(text, num_kept, special, caller=caller, field="truncate_prompt_tokens")
+        check_texts([text], tokenizer.length, config, field)
+        return fields.cut(await tokenizer.encode(text, special, caller=caller), limit)
+
+
+def fields_of(wanted: OpenAIRequest) -> RequestFields:
+    """What a body asks of the model."""
+    common, count = wanted.common, wanted.num_logprobs or 0
+    num_prompt_logprobs, named_ids = common.report.num_prompt_logprobs, common.report.logprob_token_ids
+    return RequestFields(
+        adapter=common.adapter,
+        heads=common.heads,
+        sampling=common.sampling,
+        logprobs=LogprobParams(
+            wanted=True,
+            alternatives=len(named_ids) or count,
+            alternative_ids=named_ids,
+            raw=True,
+            prefill=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
+            prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
+            prefill_ranks=num_prompt_logprobs is not None,
+        ),
+        num_sequences=wanted.best_of,
+        seed=common.seed,
+        stop=common.stop,
+        include_stop=False,
+        constraints=common.constraints,
+        speculation=common.speculation,
+        grammar=common.grammar,
+        cache_salt=common.cache_salt,
+        priority=common.priority,
+        receipt=common.receipt,
+        is_probe=wanted.only_prompt,
+    )
 
 
 class OpenAIRoute(ABC, Generic[Wanted]):
@@ -72,8 +125,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         """With the defaults of the alias that the caller names. Raises WrongJsonType or ValidationError."""
 
     @abstractmethod
-    async def _prompts(self, wanted: Wanted, caller: Caller) -> tuple[list[Prompt], Adapter | None]:
-        """The tokenized prompts and the adapter that answers them. Raises RouterError."""
+    def _prompts(self, wanted: Wanted, caller: Caller) -> Prompts:
+        """The prompts of a body."""
 
     @abstractmethod
     def _choice(self, wanted: Wanted, prompt: Prompt, whole: Completed) -> dict[str, Any]:
@@ -103,14 +156,12 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         timing = Timing(now())
         wanted = self._read(await service.body(request), service.caller(request))
         stream = wanted.common.stream
-        service.check_room(service.caller(request))
         async with ClientWatch(request.receive):
             caller = self._named(request, wanted.common)
-            prompts, adapter = await self._prompts(wanted, caller)
-            requests = await self._requests(wanted, prompts, caller, adapter)
-            service.validated(timing)
-            generations = service.submit(request, requests, timing.arrived_at)
-            readers = [prompts[0].prepared.reader() for _ in generations] if prompts[0].prepared is not None else []
+            prepared = await self._prepare(request, wanted, self._prompts(wanted, caller), timing)
+            prompts, generations = prepared.prompts, prepared.generations
+            conversation = prompts[0].conversation
+            readers = [] if conversation is None else [conversation.reader() for _ in generations]
 
             def close() -> None:
                 cancel_all(generations)
@@ -131,7 +182,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 finally:
                     close()
         characters = sum(len(prompt.text) for prompt in prompts)
-        ignored = ignored_fields(wanted.ignored)
+        ignored = ignored_fields([*wanted.ignored, *prepared.ignored])
         if stream:
             headers = stream_headers(service, characters, generations[0]) | ignored
             events = self._events(request, wanted, prompts, generations, readers)
@@ -139,7 +190,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
         num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
-        request.state.log_fields = log_fields(requests[0], num_generated, sequences[0].finish_reason)
+        request.state.log_fields = log_fields(prepared.requests[0], num_generated, sequences[0].finish_reason)
         whole = await self._whole(wanted, prompts, sequences, generations, receipts)
         sums = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], sums) | ignored
@@ -172,101 +223,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         request.state.caller = replace(caller, request_id=common.request_id)
         return self._service.caller(request)
 
-    async def _requests(
-        self, wanted: Wanted, prompts: list[Prompt], caller: Caller, adapter: Adapter | None
-    ) -> list[GenerationRequest]:
-        """`best_of` per prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
-        common, config = wanted.common, self._service.config
-        shared = await self._shared_request(wanted, prompts[0].prepared, caller, adapter)
-        check_receipt(common.receipt, shared.speculation, len(prompts) * wanted.best_of)
-        requests: list[GenerationRequest] = []
-        for index, prompt in enumerate(prompts):
-            request_id = f"{caller.request_id}/{index}" if len(prompts) > 1 else caller.request_id
-            text = prompt.text or (self._decode(prompt.ids) if config.log_texts else "")
-            # Scoring a prompt needs a step like any other: its one token is dropped.
-            max_tokens = check_lengths(len(prompt.ids), 1 if wanted.only_prompt else common.max_tokens, config)
-            check_min_tokens(common.constraints.min_tokens, 0 if wanted.only_prompt else max_tokens)
-            one_prompt = replace(
-                shared, prompt_ids=prompt.ids, text=text, max_new_tokens=max_tokens, request_id=request_id
-            )
-            for number in range(wanted.best_of):
-                seed = random_seed() if common.seed is None else (common.seed + number) % 2**64
-                requests.append(one_prompt.with_seed(seed))
-        return requests
-
-    async def _shared_request(
-        self, wanted: Wanted, prepared: Prepared | None, caller: Caller, adapter: Adapter | None
-    ) -> GenerationRequest:
-        """What all sequences of a request have in common."""
-        common, count = wanted.common, wanted.num_logprobs or 0
-        self._service.check_ids(common.report.logprob_token_ids, "logprob_token_ids")
-        speculation = await self._speculation(common, caller)
-        num_prompt_logprobs = common.report.num_prompt_logprobs
-        request = GenerationRequest(
-            prompt_ids=[],
-            max_new_tokens=0,
-            sampling=common.sampling,
-            stop_strings=common.stop,
-            include_stop=False,
-            logprobs=LogprobParams(
-                wanted=True,
-                alternatives=len(common.report.logprob_token_ids) or count,
-                alternative_ids=common.report.logprob_token_ids,
-                raw=True,
-                prefill=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
-                prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
-                prefill_ranks=num_prompt_logprobs is not None,
-            ),
-            adapter=adapter,
-            priority=common.priority,
-            caller=caller.identity,
-            cache_salt=caller.cache_salt(common.cache_salt),
-            tenant=self._service.tenant(caller, common.speculation, speculation, common.cache_salt),
-            learning_tenant=self._service.learning_tenant(
-                caller, adapter, common.heads, speculation, common.cache_salt
-            ),
-            speculation=speculation,
-            needs_heads=common.speculation.needs_heads,
-            heads=await self._service.heads(caller, common.heads, speculation),
-            receipt=common.receipt,
-            is_probe=wanted.only_prompt,
-        )
-        request = await self._with_grammar(request, wanted, prepared)
-        request = await self._service.constrained(request, common.constraints)
-        return (
-            request
-            if prepared is None
-            else replace(request, shown_ids=prepared.shown_ids, reasoning=prepared.reasoning)
-        )
-
-    async def _with_grammar(
-        self, request: GenerationRequest, wanted: Wanted, prepared: Prepared | None
-    ) -> GenerationRequest:
-        """With what the output follows. What is left out of schemas that are not strict is ignored, and named."""
-        common = wanted.common
-        fields = common.grammar if prepared is None else prepared.grammar
-        try:
-            made = await self._service.with_grammar(request, fields, common.constraints, common.speculation)
-        except ValidationError as error:
-            if fields is None or fields.field != "tools":
-                raise
-            if prepared is None or prepared.looser is None:
-                raise ToolError(error.message, error.param) from None
-            return await self._with_grammar(request, wanted, prepared.looser())
-        if prepared is not None:
-            wanted.ignored.extend(prepared.left_out)
-        return made
-
-    async def _tokenized(self, text: str, common: CommonFields, caller: Caller, field: str) -> list[int]:
-        """The token ids of a prompt that are kept; `field` is the request's field with the text."""
-        tokenizer, config, fields = self._service.tokenizer, self._service.config, common.prompt
-        special, most = fields.add_special_tokens, config.max_input_length
-        if fields.keeps_last:
-            num_kept = fields.most(most) or most
-            name = "truncate_prompt_tokens"
-            return await tokenizer.encode_tail(text, num_kept, special, caller=caller.identity, field=name)
-        check_texts([text], tokenizer.length, config, field)
-        return fields.cut(await tokenizer.encode(text, special, caller=caller.identity), most)
+    async def _prepare(self, request: Request, wanted: Wanted, prompts: Prompts, timing: Timing) -> PreparedRequest:
+        """Raises RouterError."""
+        return await prepare(self._service, request, fields_of(wanted), prompts, timing)
 
     def _prompt_logprobs_of(self, wanted: Wanted, whole: Completed) -> dict[str, Any]:
         """vLLM's `prompt_logprobs`, where asked for: the likeliest tokens and the prompt's own at each position."""
@@ -285,27 +244,6 @@ class OpenAIRoute(ABC, Generic[Wanted]):
                 }
             )
         return {"prompt_logprobs": shown}
-
-    def _decode(self, ids: list[int]) -> str:
-        """The text of a prompt that came as token ids."""
-        detokenizer = self._service.tokenizer.detokenizer(())
-        hidden_ids = self._service.tokenizer.special_ids
-        return "".join(detokenizer.push(each) for each in ids if each not in hidden_ids) + detokenizer.flush()
-
-    async def _speculation(self, common: CommonFields, caller: Caller) -> Speculation:
-        """With the tokens of `prediction`, as far as the lookup reads them."""
-        speculation = self._service.speculation(common.speculation, is_seeded=common.seed is not None)
-        prediction = common.speculation.prediction
-        if not prediction or not speculation.num_tokens:
-            return speculation
-        tokenizer, most = self._service.tokenizer, self._service.config.max_total_tokens
-        least = tokenizer.length.least_tokens([prediction], most)
-        if least > most:
-            raise ValidationError(
-                f"`prediction` may have as many tokens as the context, {most}. Given: at least {least}", "prediction"
-            )
-        ids = await tokenizer.encode(prediction, add_special_tokens=False, caller=caller.identity)
-        return replace(speculation, prediction_ids=tuple(ids[:most]))
 
     async def _receipt(self, generations: list[Generation]) -> dict[str, Any]:
         """The answer's `receipt` where the request asks for one. Raises GenerationFailed."""

@@ -10,6 +10,8 @@ from starlette.responses import Response
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.failures import ErrorStyle
 from lorikeet.router.api.headers import ignored_fields
+from lorikeet.router.api.prepare import check_ids
+from lorikeet.router.api.routes.chat import render
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.fields import Fields
@@ -59,7 +61,7 @@ class TokenRoutes:
             read_detokenize(await self._service.body(request), self._service.config),
             self._service.tokenizer,
         )
-        self._service.check_ids(wanted.token_ids, "tokens")
+        check_ids(self._service, wanted.token_ids, "tokens")
         text = await self._in_pool(request, wanted.token_ids, lambda: tokenizer.decode(wanted.token_ids))
         return _json(orjson.dumps({"prompt": text}), wanted.ignored)
 
@@ -72,8 +74,8 @@ class TokenRoutes:
         service, text = self._service, wanted.text
         caller = service.caller(request)
         if wanted.conversation is not None:
-            adapter = await service.adapter(caller, wanted.adapter)
-            prepared = await service.prepare(wanted.conversation, wanted.tools, None, adapter, caller)
+            adapter = await service.selection.choose(wanted.adapter, caller)
+            prepared = await render(service, wanted.conversation, wanted.tools, None, adapter, caller)
             wanted.ignored.extend(wanted.conversation.ignored(prepared.prompt.unread))
             text = prepared.prompt.text
         limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * service.tokenizer.length.max_bytes)

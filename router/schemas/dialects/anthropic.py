@@ -1,5 +1,6 @@
 """Reader of the body of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -67,7 +68,7 @@ def translate(body: dict[str, Any], *, generates: bool = True) -> Translated:
     return Translated(chat, {}, ignored)
 
 
-def applied_thinking(ignored: list[str]) -> list[str]:
+def applied_thinking(ignored: Sequence[str]) -> list[str]:
     """Ignored fields in the words of this API: `thinking` only where the chat template reads none of its variables."""
     unread = [f"chat_template_kwargs.{name}" for name in _THINKING]
     rest = [name for name in ignored if name not in unread]
