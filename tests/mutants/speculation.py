@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         "heads are learned from outputs of a key marked isolate",
         "router/api/prepare.py",
-        "if info.learning:\n            return caller.tenant(fields.cache_salt)",
-        'if info.learning:\n            return "x"',
+        "if info.learning:\n        return caller.tenant(fields.cache_salt)",
+        'if info.learning:\n        return "x"',
         "tests/router/api/routes/test_learning.py::test_keys_that_are_marked_isolate_take_no_part",
     ),
     Mutant(
