@@ -277,7 +277,7 @@ class Store:
             metadata, _ = _metadata(path)
         except (OSError, ValueError, AdapterError):
             return False
-        # older versions wrote no checksum: such an adapter is read again
+        # older versions wrote no checksum, or one that several threads cannot compute: such an adapter is read again
         known = (metadata.get("base"), metadata.get("weights"), metadata.get("dtype"))
         return checksum.FIELD in metadata and known == self._base
 
@@ -375,7 +375,7 @@ def _compared(path: Path) -> tuple[tuple[int, int], bool]:
             head = prefix + file.read(header.header_len(prefix, status.st_size, path.name))
         except AdapterError:
             return _identity(status), False
-        return _identity(status), checksum.matches(head, iter(partial(file.read, checksum.CHUNK), b""))
+        return _identity(status), checksum.matches(head, iter(partial(file.read, checksum.PIECE), b""))
 
 
 def _is_held(path: Path) -> bool:

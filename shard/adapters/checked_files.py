@@ -1,20 +1,34 @@
 """Reads adapter files whose bytes match their checksum, and no others: a file may be damaged on its disk."""
 
+import mmap
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+from lorikeet.proto import checksum
 from lorikeet.shard.model.adapters.discovery import Target
-from lorikeet.shard.model.adapters.loading import NICENESS, AdapterFiles, Destination, Opened, RowParallelSum
+from lorikeet.shard.model.adapters.loading import (
+    NICENESS,
+    AdapterContent,
+    AdapterFiles,
+    Destination,
+    Opened,
+    RowParallelSum,
+    reading_threads,
+)
+from lorikeet.shard.model.lora.served_file import header_end, map_file
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.scheduler.adapter_slots import DAMAGED
 
 
 class CheckedFiles(AdapterFiles):
-    """`AdapterFiles` of a store. All bytes of a file are read before the adapter is used, in parallel with steps."""
+    """`AdapterFiles` of a store. All bytes of a file are compared with its checksum before the adapter is used, in
+    parallel with steps.
+    """
 
     def __init__(
         self,
@@ -24,15 +38,44 @@ class CheckedFiles(AdapterFiles):
         sum_over_ranks: RowParallelSum | None = None,
     ) -> None:
         super().__init__(targets, destination, heads, sum_over_ranks)
-        # a thread of its own: it holds the interpreter lock for moments only, so that it may run at low priority
-        self._thread = ThreadPoolExecutor(1, "adapter checksum", _step_back)
+        # threads of their own: they hold the interpreter lock for moments only, so that they may run at low priority
+        self._threads = ThreadPoolExecutor(reading_threads(), "adapter checksum", _step_back)
+
+    def read(self, path: Path) -> AdapterContent:
+        """Read an adapter's file; its factors are copied while it is compared. Raises ValueError with a reason, also for
+        a damaged file, and FileNotFoundError.
+        """
+        content = map_file(path)
+        with self._compared(content):
+            return self.lay_out(self.plan(content))
 
     def open(self, path: Path) -> Opened:
         """Raises ValueError with a reason, also for a damaged file, and FileNotFoundError."""
-        opened = super().open(path)
-        if not self._thread.submit(opened.file.is_intact).result():
+        content = map_file(path)
+        with self._compared(content):
+            return self.plan(content)
+
+    @contextmanager
+    def _compared(self, content: mmap.mmap) -> Iterator[None]:
+        """Compares a file with its checksum beside what is done inside. Raises ValueError at the end where they differ,
+        in place of any other one: the reason may be a damaged byte.
+        """
+        is_intact = self._begin(content)
+        try:
+            yield
+        except Exception as error:
+            if is_intact() or not isinstance(error, ValueError):
+                raise
+            raise ValueError(DAMAGED) from None
+        if not is_intact():
             raise ValueError(DAMAGED)
-        return opened
+
+    def _begin(self, content: mmap.mmap) -> Callable[[], bool]:
+        """Starts to compare; the result waits for all of it."""
+        view, begin = memoryview(content), header_end(content)
+        pieces = (view[at : at + checksum.PIECE] for at in range(begin, len(view), checksum.PIECE))
+        digests = self._threads.map(checksum.of_piece, pieces)
+        return lambda: checksum.matches_pieces(content[:begin], list(digests))
 
 
 def _step_back() -> None:

@@ -17,9 +17,16 @@ from benchmarks.cuda.mixes import settings_of
 from benchmarks.cuda.served import Store
 from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
+from lorikeet.shard.adapters.checked_files import CheckedFiles
+from lorikeet.shard.model import Model
+from lorikeet.shard.model.adapters.loading import Destination
+from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 HOST_BYTES = 12 << 30
+READ_BYTES = 1 << 30
+"""Of pinned memory for reads without the engine."""
+READS = 8
 SPARE = 2
 FROM_DISK, DISK_SLOTS = 12, 4
 
@@ -31,6 +38,7 @@ class Adapters:
         self._setup, self._folder = setup, folder
         self._idle: dict[int, float] = {}
         self._engine: EngineHarness | None = None
+        self._model: Model | None = None
         self.digests: list[str] = []
 
     @property
@@ -48,7 +56,7 @@ class Adapters:
         with capture_logs() as logs:
             config, model = engines.load(setup, setup.large, **settings)
             self.digests = Store(self._folder, model, setup.seed).loras(num_adapters, [setup.rank], ALL)
-            self._engine = EngineHarness(config, model)
+            self._engine, self._model = EngineHarness(config, model), model
         warnings = warnings_in(logs)
         return {"ok": not warnings, **({"warnings": warnings} if warnings else {})}
 
@@ -71,6 +79,20 @@ class Adapters:
             self.engine.run([EngineRequest([1, 2], 1, adapter_digest=digest)])
             times.append(1e3 * (time.monotonic() - start))
         return {"ms_each": sum(times) / len(times), "first_ms": times[0], "longest_ms": max(times)}
+
+    def read(self) -> Row:
+        """A file in the page cache into host memory, with its checksum and without the engine."""
+        assert self._model is not None
+        targets, dtype = self._model.lora_targets, self._model.info.dtype
+        kernels = next(iter(targets.values())).kernels
+        memory = Arena(READ_BYTES) if kernels is None else PinnedMemory(READ_BYTES, is_pinned=self._setup.is_cuda)
+        files = CheckedFiles(targets, Destination(dtype, memory, kernels))
+        times = []
+        for _ in range(READS):
+            start = time.monotonic()
+            num_bytes = files.read(self._folder / f"{self.digests[0]}.safetensors").num_bytes
+            times.append(time.monotonic() - start)
+        return {"ms": 1e3 * min(times), "first_ms": 1e3 * times[0], "gbs": num_bytes / min(times) / 1e9}
 
     def swap(self) -> Row:
         """Adapters that come from host memory while others decode."""
@@ -121,6 +143,7 @@ def check_disk(rows: Rows, setup: Setup, is_brief: bool) -> None:
         served = Adapters(setup, Path(name))
         num_tokens = setup.prompt + setup.text
         rows.check("start with few slots", lambda: served.start(DISK_SLOTS, FROM_DISK, num_tokens), is_needed=True)
+        rows.check("a file into host memory", served.read)
         rows.check("first token, from files", served.bring_in)
         rows.check("first token, from host memory", served.bring_in)
         served.digests = served.digests[-1:] * 6

@@ -3,6 +3,7 @@
 The loader has checked the file against the base; here only what would break the kernels is checked again.
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,18 @@ import torch
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.adapters.plan import NOWHERE, Form, Plan, plan_for, shapes
 from lorikeet.shard.model.lora.memory import HostMemory
-from lorikeet.shard.model.lora.served_file import ServedFile
+from lorikeet.shard.model.lora.served_file import ServedFile, map_file
 from lorikeet.shard.model.lora.targets import Kernels, LoraTarget, SlotImage, SlotWeights, compiled, library_for
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.model.medusa.loading import HeadsContent, read_heads
+from lorikeet.shard.system.cores import usable_cores
 from lorikeet.shard.system.native import CompilerMissing
 
 MOST_PLANS = 64
 NICENESS = 9
-"""Niceness of the thread that lays out factors, on Linux: steps come first. The same as the adapter loader's."""
+"""Niceness of the threads that lay out factors, on Linux: steps come first. The same as the adapter loader's."""
+MOST_THREADS = 4
+"""Threads that lay out factors: as many as the memory of a large machine serves."""
 
 
 RowParallelSum = Callable[[torch.Tensor], torch.Tensor]
@@ -127,9 +131,11 @@ class AdapterFiles:
 
     def open(self, path: Path) -> Opened:
         """Open a file and plan its layout. Raises ValueError with a reason, and FileNotFoundError."""
-        if not path.exists():
-            raise FileNotFoundError(path)
-        file = ServedFile(path)
+        return self.plan(map_file(path))
+
+    def plan(self, content: mmap.mmap) -> Opened:
+        """Plan the layout of an opened file. Raises ValueError with a reason."""
+        file = ServedFile(content)
         return Opened(file, self._plan(file))
 
     def lay_out(self, opened: Opened) -> AdapterContent:
@@ -163,6 +169,11 @@ class AdapterFiles:
         return plan
 
 
+def reading_threads() -> int:
+    """How many threads copy an adapter's factors, and as many compare its file with the checksum at the same time."""
+    return min(MOST_THREADS, usable_cores())
+
+
 def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
     """Write the factors into memory, [bytes] uint8, as the kernels read them."""
     if not plan.pairs:
@@ -183,7 +194,8 @@ def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
     for index, tensor in fused.items():
         table[index, 1] = tensor.data_ptr()
     table[:, 2:4] += memory.data_ptr()
-    code.pack(table.ctypes.data, len(table), plan.form, NICENESS)  # releases the interpreter lock
+    # releases the interpreter lock
+    code.pack(table.ctypes.data, len(table), plan.form, NICENESS, reading_threads())
 
 
 def _view(memory: torch.Tensor, first: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,12 +11,16 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+import structlog
 import torch
 
 from lorikeet.shard.model.kernels.cpu import huge_pages
+
+log = structlog.get_logger()
 
 ALIGNMENT = 64
 ADDRESSES = 2
@@ -72,6 +76,12 @@ class Arena:
         weakref.finalize(block, self._free, offset, length).atexit = False
         return torch.from_numpy(block)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a block of so many bytes fits now."""
+        self._merge_freed()
+        with self._lock:
+            return any(gap >= num_bytes for _, gap in self._gaps)
+
     @property
     def num_used(self) -> int:
         """Bytes of all blocks."""
@@ -121,26 +131,55 @@ class Arena:
 
 
 class PinnedMemory:
-    """Arenas of pinned memory, up to a limit in all; they are kept until the process ends."""
+    """Arenas of pinned memory, up to a limit in all; they are kept until the process ends. To pin one takes longer than to
+    read an adapter, so the next one is pinned, by a thread of its own, as soon as another block would not fit.
+    """
 
     def __init__(self, num_bytes: int, arena_bytes: int = ARENA_BYTES, is_pinned: bool = True) -> None:
         """`is_pinned`: False without a device."""
         self._left = num_bytes
         self._arena_bytes, self._is_pinned = arena_bytes, is_pinned
         self._arenas: list[Arena] = []
+        self._thread = ThreadPoolExecutor(1, "pinned memory")
+        self._next: Future[Arena] | None = None
+        self._begin_arena(0)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """As Arena's. One thread allocates; any thread frees."""
+        block = self._block(num_bytes)
+        while block is None and (self._next is not None or self._begin_arena(num_bytes)):
+            self._end_arena()
+            block = self._block(num_bytes)
+        if self._next is None and not any(arena.has_room(num_bytes) for arena in self._arenas):
+            self._begin_arena(num_bytes)
+        # without a block, the driver copies it through a buffer
+        return torch.empty(num_bytes, dtype=torch.uint8) if block is None else block
+
+    def _block(self, num_bytes: int) -> torch.Tensor | None:
         for arena in self._arenas:
             block = arena.block(num_bytes)
             if block is not None:
                 return block
+        return None
+
+    def _begin_arena(self, num_bytes: int) -> bool:
+        """Whether another arena may be pinned, in which so many bytes fit."""
         size = max(self._arena_bytes, 1 << (num_bytes + ALIGNMENT).bit_length())
         if size > self._left:
-            return torch.empty(num_bytes, dtype=torch.uint8)  # the driver copies it through a buffer
+            return False
         self._left -= size
-        self._arenas.append(Arena(size, 1, self._is_pinned))
-        return self._arenas[-1].take(num_bytes)
+        self._next = self._thread.submit(Arena, size, 1, self._is_pinned)
+        return True
+
+    def _end_arena(self) -> None:
+        """Wait for the arena that is being pinned."""
+        assert self._next is not None
+        pinned, self._next = self._next, None
+        try:
+            self._arenas.append(pinned.result())
+        except RuntimeError as refused:
+            self._left = 0
+            log.warning("pinned_memory_refused", reason=str(refused), effect="further adapters are copied more slowly")
 
 
 def _addresses(num_bytes: int, num_needed: int) -> mmap.mmap:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lorikeet.proto import checksum
-
 FORMAT = "lorikeet-adapter-1"
 HEADS = "heads."
 """Prefix of the names of Medusa heads' tensors."""
@@ -52,22 +50,36 @@ class Place:
         return Place(self.dtype, shape, self.start + wanted.start * self.dtype.itemsize, self.shape[1])
 
 
+def map_file(path: Path) -> mmap.mmap:
+    """A file's content, whose changes do not reach the file. Raises FileNotFoundError, and ValueError with a reason."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as failure:
+        raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
+
+
+def header_end(content: mmap.mmap) -> int:
+    """Offset of the first tensor in a file, as its header says."""
+    return _PREFIX + int.from_bytes(content[:_PREFIX], "little")
+
+
 class ServedFile:
     """Cheap until its tensors are read. They are views of its memory and must not outlive it."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ValueError with a reason."""
+    def __init__(self, content: mmap.mmap) -> None:
+        """content: the file, by `map_file`. Raises ValueError with a reason."""
+        self._mapped, self._begin = content, header_end(content)
         try:
-            with path.open("rb") as file:
-                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
-            self._begin = _PREFIX + int.from_bytes(self._mapped[:_PREFIX], "little")
-            self._header: dict[str, Any] = json.loads(self._mapped[_PREFIX : self._begin])
+            self._header: dict[str, Any] = json.loads(content[_PREFIX : self._begin])
             self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
             if self.metadata.get("format") != FORMAT:
                 raise ValueError(f"it is not in the served layout {FORMAT}")
             self.likeness = f"{self.metadata.get('modules')} {self.metadata.get('heads')} {self._header}"
             """Equal for files whose tensors have the same names, types, shapes and offsets."""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise ValueError(f"the adapter's file cannot be read: {type(failure).__name__}: {failure}") from failure
 
     @property
@@ -79,12 +91,6 @@ class ServedFile:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return len(self._mapped) - self._begin
-
-    def is_intact(self) -> bool:
-        """Whether all bytes match the checksum in the header. Reads the whole file, without the interpreter lock."""
-        content = memoryview(self._mapped)
-        starts = range(self._begin, len(content), checksum.CHUNK)
-        return checksum.matches(self._mapped[: self._begin], (content[at : at + checksum.CHUNK] for at in starts))
 
     def places(self) -> dict[str, Place]:
         """Places of every tensor, by name. Raises ValueError where one lies outside the file."""

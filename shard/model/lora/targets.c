@@ -20,6 +20,7 @@
 #define MOST_ROWS 16     // of a task
 #define OUTPUTS 64       // whose rows of B are interleaved
 #define RANKS 8          // rows of A that are interleaved
+#define MOST_THREADS 16  // that pack
 #define ALONE (1 << 16)  // multiplications below which a second thread costs more than it saves
 
 #define STEP (64 / (int64_t)sizeof(element))  // terms of one instruction
@@ -231,6 +232,7 @@ typedef struct {
 typedef struct {
     const Factors *factors;
     int count, in_rows, niceness;
+    int next;  // index of the next factors, of all threads
 } Packing;
 
 // For kernels that read rows: A as it is, of embeddings [in, rank], and B as [rank, out].
@@ -241,8 +243,12 @@ static void pack_rows(const Factors *f) {
     else
         for (int64_t j = 0; j < f->rank; j++)
             memcpy(f->packed_a + j * f->num_in, f->a + j * f->a_stride, f->num_in * sizeof(element));
-    for (int64_t c = 0; c < f->num_out; c++)
-        for (int64_t j = 0; j < f->rank; j++) f->packed_b[j * f->num_out + c] = f->b[c * f->rank + j];
+    // some outputs at a time: far apart, the rows of the result are written in whole lines
+    for (int64_t at = 0; at < f->num_out; at += OUTPUTS) {
+        int64_t there = f->num_out - at < OUTPUTS ? f->num_out - at : OUTPUTS;
+        for (int64_t j = 0; j < f->rank; j++)
+            for (int64_t c = at; c < at + there; c++) f->packed_b[j * f->num_out + c] = f->b[c * f->rank + j];
+    }
 }
 
 static void pack_a(const Factors *f, int64_t wide_rank) {
@@ -272,11 +278,11 @@ static void pack_b(const Factors *f, int64_t wide_rank) {
 }
 
 static void *pack_all(void *argument) {
-    const Packing *packing = argument;
+    Packing *packing = argument;
 #ifdef __linux__
     if (packing->niceness) setpriority(PRIO_PROCESS, syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + packing->niceness);
 #endif
-    for (int i = 0; i < packing->count; i++) {
+    for (int i; (i = __atomic_fetch_add(&packing->next, 1, __ATOMIC_RELAXED)) < packing->count;) {
         const Factors *f = packing->factors + i;
         int64_t wide_rank = (f->rank + RANKS - 1) / RANKS * RANKS;
         if (packing->in_rows) {
@@ -289,15 +295,16 @@ static void *pack_all(void *argument) {
     return NULL;
 }
 
-// Lay factors out as `adapt` reads them, or in rows, in a thread whose niceness is increased by `niceness`: touching memory
-// for the first time costs several times as much as the copies. Returns when it has finished.
-void pack(const Factors *factors, int count, int in_rows, int niceness) {
-    Packing packing = {factors, count, in_rows, niceness};
-    pthread_t thread;
-    if (niceness && pthread_create(&thread, NULL, pack_all, &packing) == 0) {
-        pthread_join(thread, NULL);
-        return;
-    }
+// Lay factors out as `adapt` reads them, or in rows, in up to MOST_THREADS threads whose niceness is increased by
+// `niceness`: touching memory for the first time costs several times as much as the copies. Returns when they have finished.
+void pack(const Factors *factors, int count, int in_rows, int niceness, int num_threads) {
+    Packing packing = {factors, count, in_rows, niceness, 0};
+    pthread_t threads[MOST_THREADS];
+    int started = 0;
+    if (num_threads > MOST_THREADS) num_threads = MOST_THREADS;
+    while (started < num_threads && pthread_create(threads + started, NULL, pack_all, &packing) == 0) started++;
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    if (started) return;
     packing.niceness = 0;  // no other thread: keep the caller's
     pack_all(&packing);
 }

@@ -310,6 +310,6 @@ def library_for(dtype: torch.dtype) -> ctypes.CDLL:
     loaded = library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}")
     loaded.adapt.argtypes = [_POINTER, _INT, _POINTER, _INT, _INT]
     loaded.adapt_embedding.argtypes = [_POINTER, _POINTER, _POINTER, _INT]
-    loaded.pack.argtypes = [_POINTER, _INT, _INT, _INT]
+    loaded.pack.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
     loaded.adapt.restype = loaded.adapt_embedding.restype = loaded.pack.restype = None
     return loaded

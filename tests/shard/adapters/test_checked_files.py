@@ -1,5 +1,6 @@
 """Files whose bytes do not match their checksum are not used."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from lorikeet.proto import checksum
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.loading import Destination
+from lorikeet.shard.model.adapters.loading import AdapterContent, Destination, Opened
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
@@ -27,21 +28,58 @@ def write(path: Path) -> bytes:
     return content
 
 
-def test_a_damaged_file_is_not_used(tmp_path: Path) -> None:
+def make_files() -> CheckedFiles:
     targets = {"linear": LoraTarget("linear", 24, 16, StepInputs(16, torch.device("cpu")))}
-    files = CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16)))
+    return CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16)))
+
+
+@pytest.mark.parametrize("piece", [64, checksum.PIECE])
+def test_a_damaged_file_is_not_used(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "PIECE", piece)
+    files = make_files()
     path = tmp_path / "file"
     sound = write(path)
     assert files.read(path).num_bytes > 0
-    for place in (-1, -100, sound.index(b"linear.A")):  # values, and a name
+    # values, names of a tensor and of the format, JSON, and the length of the header
+    for place in (-1, -100, -600, sound.index(b"linear.A"), sound.index(FORMAT.encode()), 8, 1):
         damaged = bytearray(sound)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(ValueError):
-            files.read(path)
+        for read in (files.read, files.open):
+            with pytest.raises(ValueError, match="damaged"):
+                read(path)
     tensors = {"linear.A": torch.ones(4, 24), "linear.B": torch.ones(16, 4)}
     save_file(tensors, path, {"format": FORMAT, "digest": "d", "modules": '{"linear":{}}'})
     with pytest.raises(ValueError, match="damaged"):  # without a checksum
         files.open(path)
     path.write_bytes(sound)
     assert files.read(path).num_bytes > 0
+
+
+def test_a_sound_file_for_another_base_keeps_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path)
+    targets = {"linear": LoraTarget("linear", 24, 32, StepInputs(16, torch.device("cpu")))}
+    with pytest.raises(ValueError, match="do not fit"):
+        CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16))).read(path)
+
+
+def test_factors_are_copied_while_the_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other one to begin."""
+    both = threading.Barrier(2, timeout=60)
+    of_piece, lay_out = checksum.of_piece, CheckedFiles.lay_out
+
+    def compare(piece: bytes | memoryview) -> bytes:
+        if isinstance(piece, memoryview):
+            both.wait()
+        return of_piece(piece)
+
+    def copy(files: CheckedFiles, opened: Opened) -> AdapterContent:
+        both.wait()
+        return lay_out(files, opened)
+
+    path = tmp_path / "file"
+    write(path)
+    monkeypatch.setattr(checksum, "of_piece", compare)
+    monkeypatch.setattr(CheckedFiles, "lay_out", copy)
+    assert make_files().read(path).num_bytes > 0

@@ -216,5 +216,5 @@ def test_a_file_must_list_its_modules(tmp_path: Path) -> None:
 
 def test_laying_out_keeps_the_caller_s_priority() -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    lora.library_for(torch.float32).pack(None, 0, 0, adapter_file.NICENESS)
+    lora.library_for(torch.float32).pack(None, 0, 0, adapter_file.NICENESS, 2)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -3,13 +3,17 @@
 import gc
 import mmap
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from lorikeet.shard.model.lora import memory as memory_module
 from lorikeet.shard.model.lora.memory import HUGE_PAGE, Arena, PinnedMemory
 
 
@@ -98,5 +102,37 @@ def test_arenas_are_allocated_as_needed_up_to_the_limit() -> None:
 def test_a_block_larger_than_an_arena_gets_an_arena_of_its_size() -> None:
     memory = PinnedMemory(1 << 20, arena_bytes=4096, is_pinned=False)
     block = memory.take(100_000)
-    assert memory._arenas[0].num_bytes == 1 << 17 and memory._arenas[0].num_used > 0
+    assert memory._arenas[-1].num_bytes == 1 << 17 and memory._arenas[-1].num_used > 0
     assert block.shape == (100_000,)
+
+
+def test_the_next_arena_is_pinned_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def pinned(num_bytes: int) -> memoryview:
+        threads.append(threading.current_thread().name)
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+
+    monkeypatch.setattr(memory_module, "_pinned", pinned)
+    memory = PinnedMemory(3 * 8192, arena_bytes=8192)
+    blocks = [memory.take(4000)]
+    assert memory._next is None and len(threads) == 1  # one more such block fits
+    blocks.append(memory.take(4000))
+    assert memory._next is not None
+    memory._next.result()
+    assert len(threads) == 2 and len(memory._arenas) == 1
+    blocks += [memory.take(4000) for _ in range(2)]
+    assert len(memory._arenas) == 2
+    assert {name.rpartition("_")[0] for name in threads} == {"pinned memory"}
+
+
+def test_adapters_get_ordinary_memory_where_pinning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int) -> memoryview:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(memory_module, "_pinned", refuse)
+    memory = PinnedMemory(3 * 8192, arena_bytes=8192)
+    with capture_logs() as logs:
+        assert all(memory.take(5000).shape == (5000,) for _ in range(3))
+    [event] = logs
+    assert event["event"] == "pinned_memory_refused" and "out of memory" in event["reason"]

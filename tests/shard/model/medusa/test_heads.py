@@ -21,7 +21,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
 from lorikeet.shard.model.lora.memory import Arena
-from lorikeet.shard.model.lora.served_file import FORMAT, ServedFile
+from lorikeet.shard.model.lora.served_file import FORMAT, ServedFile, map_file
 from lorikeet.shard.model.medusa.loading import read_heads
 from tests import tiny
 from tests.adapters import making
@@ -51,7 +51,7 @@ def write(path: Path, heads: HeadsFile, metadata: str | None = None) -> ServedFi
     facts = {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
     metadata = json.dumps(facts) if metadata is None else metadata
     save_file(tensors, path, {"format": FORMAT, "digest": "d", "modules": "{}", "heads": metadata})
-    return ServedFile(path)
+    return ServedFile(map_file(path))
 
 
 class World:
