@@ -1,5 +1,5 @@
-"""The checksum in the header of a file in the served layout: SHA-256 of the SHA-256s of the header, in which the checksum
-counts as zeros, and of each piece of what follows. Pieces can be hashed by several threads.
+"""The checksum in the header of a file in the served layout: SHA-256 of the SHA-256s of the header, in which the
+checksum counts as zeros, and of each piece of what follows. Pieces can be hashed by several threads.
 """
 
 import hashlib

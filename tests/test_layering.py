@@ -78,7 +78,6 @@ SHORT = {
     "router/text/bad_words.py": "one request field",
     "shard/engine/failures.py": "decides which failures end the process; the rest of the engine must not",
     "shard/scheduler/learned_heads.py": "written by learning and read by the scheduler, which does not import learning",
-    "shard/system/cores.py": "the only module that sets the affinity of threads",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""
 

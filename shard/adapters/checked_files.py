@@ -42,8 +42,8 @@ class CheckedFiles(AdapterFiles):
         self._threads = ThreadPoolExecutor(reading_threads(), "adapter checksum", _step_back)
 
     def read(self, path: Path) -> AdapterContent:
-        """Read an adapter's file; its factors are copied while it is compared. Raises ValueError with a reason, also for
-        a damaged file, and FileNotFoundError.
+        """Read an adapter's file; its factors are copied while it is compared. Raises ValueError with a reason, also
+        for a damaged file, and FileNotFoundError.
         """
         content = map_file(path)
         with self._compared(content):
@@ -57,7 +57,7 @@ class CheckedFiles(AdapterFiles):
 
     @contextmanager
     def _compared(self, content: mmap.mmap) -> Iterator[None]:
-        """Compares a file with its checksum beside what is done inside. Raises ValueError at the end where they differ,
+        """Compares a file with its checksum while the body runs. Raises ValueError at the end where they differ,
         in place of any other one: the reason may be a damaged byte.
         """
         is_intact = self._begin(content)

@@ -29,6 +29,20 @@ def per_channel(expected: Tensor, actual: Tensor) -> Tensor:
     return _shares(expected, actual, channel_sizes(expected))
 
 
+def of_sums(expected: Tensor, actual: Tensor, num_terms: int, rounds_parts: bool = False) -> Tensor:
+    """Differences of sums of as many products of the same values, as shares of what another order of the sum in float32
+    and one rounding of either side may change: [rows, C] float32, above 1 where the values are others. rounds_parts:
+    parts of a sum are rounded too.
+    """
+    finfo = torch.finfo(expected.dtype)
+    sizes = torch.maximum(expected.float().abs(), actual.float().abs())
+    of_channels = num_terms * 2.0**-24 + (finfo.eps if rounds_parts else 0.0)
+    allowed = finfo.eps * sizes + of_channels * channel_sizes(expected) + finfo.smallest_normal
+    shares = (expected.float() - actual.float()).abs() / allowed
+    equal = (expected == actual) | (expected.isnan() & actual.isnan())
+    return torch.where(equal, 0.0, torch.where(shares.isfinite(), shares, float("inf")))
+
+
 def channel_sizes(x: Tensor) -> Tensor:
     """x: [..., C]. Returns [C] float32, the root mean square of each channel."""
     return x.float().reshape(-1, x.shape[-1]).square().mean(0).sqrt()

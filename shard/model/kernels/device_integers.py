@@ -1,6 +1,11 @@
 """Weights in 8 or 4 bits on devices: few rows are multiplied by the stored integers (integers_triton.py), more rows by
 the dequantised weight. Activations keep their dtype.
+
+Both multiply by the same weight, since a prompt and the steps after it belong to one text: in groups the scaled one,
+rounded to the dtype of activations. Where an output has one scale, that follows the sum of products with the integers.
 """
+
+import math
 
 import torch
 from torch.nn import functional
@@ -41,6 +46,8 @@ class DeviceIntegers:
         # [groups, out] float32, zeros for groups beyond the last; minimums or None
         self.scales = _groups(weight.scales, num_padded)
         self.minimums = None if weight.minimums is None else _groups(weight.minimums, num_padded)
+        # [1, out] and [out] float32, where the scale follows the sum
+        self._powers, self._factors = split_scales(self.scales, dtype)
         self.is_exact = self._is_exact()
         """Whether scales and minimums are numbers of `dtype`: then a weight is decoded in it, otherwise in float32."""
         self.has_kernel = dtype in KERNEL_DTYPES and gpu.has_triton(self.words.device)
@@ -91,34 +98,67 @@ class DeviceIntegers:
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in], dequantised."""
-        return torch.cat([self._rows(first, last, dtype) for first, last in self._chunks()])
+        return torch.cat([self._rows(first, last, dtype, self.scales) for first, last in self._chunks()])
 
     def _multiply_dequantised(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """A chunk of the outputs at a time."""
         products = [
-            functional.linear(x, self._rows(first, last, x.dtype), None if bias is None else bias[first:last])
+            self._multiply_chunk(x, None if bias is None else bias[first:last], first, last)
             for first, last in self._chunks()
         ]
         return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    def _multiply_chunk(self, x: torch.Tensor, bias: torch.Tensor | None, first: int, last: int) -> torch.Tensor:
+        if self.group:
+            return functional.linear(x, self._rows(first, last, x.dtype, self.scales), bias)
+        rows = self._rows(first, last, x.dtype, self._powers)
+        return multiply_scaled(x, rows, self._factors[first:last], bias)
 
     def _chunks(self) -> list[tuple[int, int]]:
         """First and last output, excluded, of those that are dequantised at once."""
         size = max(1, CHUNK_ELEMENTS // self.num_in)
         return [(first, min(first + size, self.num_out)) for first in range(0, self.num_out, size)]
 
-    def _rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """[last - first, in] the weights of these outputs."""
+    def _rows(self, first: int, last: int, dtype: torch.dtype, scales: torch.Tensor) -> torch.Tensor:
+        """[last - first, in] the weights of these outputs, with these scales."""
         if self.has_kernel and dtype == self.dtype:
             from lorikeet.shard.model.kernels import integers_triton
 
             return integers_triton.dequantise(
-                self.words, self.scales, self.minimums, dtype, first, last - first, self.num_in, self.bits, self.group,
+                self.words, scales, self.minimums, dtype, first, last - first, self.num_in, self.bits, self.group,
                 self.is_exact,
             )  # fmt: skip
         values = unpack_words(self.words[:, first:last], self.bits, self.num_in)
-        scales = self.scales[: self._num_groups, first:last].t()
+        scales = scales[: self._num_groups, first:last].t()
         minimums = None if self.minimums is None else self.minimums[: self._num_groups, first:last].t()
         return IntegerWeight(self.bits, values, scales, minimums).dense().to(dtype)
+
+
+def split_scales(scales: torch.Tensor, dtype: torch.dtype, unit: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """scales: [1, out] float32. Returns powers of two, [1, out], that multiply values of 8 bits without rounding in
+    `dtype`, and [out] factors, mostly from 1 to 2: their products are the scales. unit: the smallest of the values.
+    """
+    finfo = torch.finfo(dtype)
+    least = round(math.log2(finfo.smallest_normal * finfo.eps / unit))
+    exponents = torch.frexp(scales)[1] - 1
+    powers = torch.ldexp(torch.ones_like(scales), exponents.clamp(least, 0))
+    return powers, (scales / powers)[0]
+
+
+def multiply_scaled(
+    x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x: [rows, in]; weight: [out, in]; factors: [out] float32, of the sums; bias: [out]. Returns [rows, out] in x's
+    dtype, rounded once.
+    """
+    if x.dtype == torch.float32:
+        sums = functional.linear(x, weight)
+    elif x.device.type == "cpu":
+        sums = functional.linear(x.float(), weight.float())
+    else:
+        sums = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    y = torch.empty_like(sums, dtype=x.dtype)
+    return torch.mul(sums, factors, out=y) if bias is None else torch.addcmul(bias.float(), sums, factors, out=y)
 
 
 def _groups(values: torch.Tensor, num_padded: int) -> torch.Tensor:

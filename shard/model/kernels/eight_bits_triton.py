@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add
+from lorikeet.shard.model.kernels.triton import rounded
 from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
@@ -58,7 +59,7 @@ def multiply_8bit(
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     place = y + rows[:, None] * num_out + outputs[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    tl.store(place, rounded(sums, y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:

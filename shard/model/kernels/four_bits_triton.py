@@ -59,8 +59,8 @@ def multiply_4bit(
         lower += tl.load(bias + half + held).to(tl.float32)[None, :]
     place = y + rows[:, None] * (2 * half) + outputs[None, :]
     mask = is_row[:, None] & is_output[None, :]
-    tl.store(place, upper.to(element), mask=mask)
-    tl.store(place + half, lower.to(element), mask=mask)
+    tl.store(place, rounded(upper, element), mask=mask)
+    tl.store(place + half, rounded(lower, element), mask=mask)
 
 
 def supports(x: torch.Tensor) -> bool:

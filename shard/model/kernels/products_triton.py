@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lorikeet.shard.model.kernels.pairs import SortedPairs
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
+from lorikeet.shard.model.kernels.triton import rounded
 from lorikeet.shard.system import gpu
 from lorikeet.shard.system.operators import operator
 
@@ -30,8 +31,11 @@ LEAST_DEPTH = 16
 def multiply_add(left, right, sums, WIDENS: tl.constexpr):
     """left: [m, k], right: [k, n], sums: [m, n] float32. Returns sums + left right."""
     if WIDENS:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, sums, input_precision="ieee")
+        # one order of sums for every shape: those of 16-bit numbers are exact
+        sums += tl.dot(left.to(tl.float64), right.to(tl.float64)).to(tl.float32)
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -65,7 +69,7 @@ def depth_of(group: int, most: int) -> int:
 
 
 WIDENS = not isinstance(multiply_add, triton.JITFunction)
-"""Triton's interpreter cannot multiply bfloat16."""
+"""Triton's interpreter cannot multiply bfloat16, and its sums follow from the shape of a tile."""
 
 
 @triton.jit
@@ -89,7 +93,7 @@ def multiply(
         ROWS, WIDTH, DEPTH, WIDENS,
     )  # fmt: skip
     mask = (lanes < count)[:, None] & (outputs < num_out)[None, :]
-    tl.store(y + rows[:, None] * num_out + outputs[None, :], sums.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + rows[:, None] * num_out + outputs[None, :], rounded(sums, y.dtype.element_ty), mask=mask)
 
 
 def multiply_tiles(x: torch.Tensor, matrices: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:

@@ -131,8 +131,8 @@ class Arena:
 
 
 class PinnedMemory:
-    """Arenas of pinned memory, up to a limit in all; they are kept until the process ends. To pin one takes longer than to
-    read an adapter, so the next one is pinned, by a thread of its own, as soon as another block would not fit.
+    """Arenas of pinned memory, up to a limit in all; they are kept until the process ends. To pin one takes longer than
+    to read an adapter, so the next one is pinned, by a thread of its own, as soon as another block would not fit.
     """
 
     def __init__(self, num_bytes: int, arena_bytes: int = ARENA_BYTES, is_pinned: bool = True) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add, multiply_rows
+from lorikeet.shard.model.kernels.triton import rounded
 from lorikeet.shard.system.operators import operator
 
 ENTRY = tl.constexpr(5)
@@ -232,7 +233,7 @@ def expand(
                 mask = is_row[:, None]
                 if not IS_WHOLE:
                     mask = mask & (outputs < num_out)[None, :]
-                tl.store(results + outputs[None, :], after.to(element), mask=mask)
+                tl.store(results + outputs[None, :], rounded(after, element), mask=mask)
                 weights, before, outputs = next_weights, next_before, following
 
 

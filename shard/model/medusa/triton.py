@@ -18,6 +18,7 @@ import triton.language as tl
 
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_rows
+from lorikeet.shard.model.kernels.triton import rounded
 from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
 from lorikeet.shard.system.operators import operator
 
@@ -103,7 +104,9 @@ def head_logits(
     weight = _pointer(entry, 1, element, IS_ALIGNED)
     sums = _product(x, rows, is_row, weight, outputs, num_in, num_out, ROWS, WIDTH, DEPTH, WIDENS)
     mask = is_row[:, None] & (outputs < num_out)[None, :]
-    tl.store(logits + rows[:, None] * logits_stride + outputs[None, :], sums.to(logits.dtype.element_ty), mask=mask)
+    tl.store(
+        logits + rows[:, None] * logits_stride + outputs[None, :], rounded(sums, logits.dtype.element_ty), mask=mask
+    )
 
 
 def _fixed(table: torch.Tensor, num_in: int, tiles: list[int]) -> dict[str, Any]:

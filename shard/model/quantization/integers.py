@@ -167,6 +167,10 @@ class IntegerMatrix(QuantizedMatrix):
         else:
             yield from (part.dense().to(self.dtype) for part in self._module.parts())
 
+    @property
+    def sums_in_float32(self) -> bool:
+        return isinstance(self._packed, DeviceIntegers) and not self._packed.group
+
     def reads_few_bytes(self, device: torch.device) -> bool:
         return isinstance(self._packed, DeviceIntegers) and self._packed.has_kernel
 

@@ -150,8 +150,8 @@ def num_parameters(network: nn.Module) -> int:
 def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device) -> None:
     """Raise ValueError where nothing is quantised, or where a row's result depends on the batch: one matrix of each
     kind and shape multiplies rows two at a time, and together with rows of small and of large values; then as many rows
-    as each of its kernels takes. So every kernel of these products is compiled, also without a bias, as adapters call
-    it.
+    as each of its kernels takes, those for prompts among them. So every kernel of these products is compiled, also
+    without a bias, as adapters call it.
     """
     if not matrices:
         raise ValueError("this method quantises none of its layers")
@@ -161,12 +161,10 @@ def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device
         rows = torch.randn(NUM_ROWS, matrix.in_features, generator=generator).to(device, matrix.dtype)
         if matrix.bias is not None:
             matrix.project(rows[:2])
+        alone = torch.cat([matrix(pair) for pair in rows.split(2)])
         for num_rows in matrix.row_counts:
-            many = rows[:1].repeat(num_rows, 1)
-            matrix(many)
-            if matrix.bias is not None:
-                matrix.project(many)
-        alone = torch.cat([matrix(pair) for pair in rows.split(2)]).float()
+            _check_kernel(matrix, rows, alone, num_rows)
+        alone = alone.float()
         small, large = (rows.flip(1) / 64).split(NUM_ROWS // 2)[0], (rows.flip(1) * 64).split(NUM_ROWS // 2)[1]
         batched = matrix(torch.cat([rows, small, large]))[:NUM_ROWS].float()
         if torch.equal(batched, alone):
@@ -178,3 +176,22 @@ def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device
                 f"this quantization is not batch-invariant (off by {off:.1e} at {matrix.out_features} × "
                 f"{matrix.in_features} weights): a request's text would depend on other requests"
             )
+
+
+def _check_kernel(matrix: QuantizedMatrix, rows: torch.Tensor, alone: torch.Tensor, num_rows: int) -> None:
+    """rows: [NUM_ROWS, in]; alone: their results, [NUM_ROWS, out]. Raise ValueError where results among `num_rows` rows
+    differ by more than roundings of the same sums.
+    """
+    many = rows.repeat(-(-num_rows // NUM_ROWS), 1)[:num_rows]
+    together = matrix(many)[:NUM_ROWS]
+    if matrix.bias is not None:
+        matrix.project(many)
+    # cuBLAS may add up parts of a sum in the dtype of the result
+    rounds_parts = rows.device.type == "cuda" and not matrix.sums_in_float32
+    worst = float(comparison.of_sums(alone[: len(together)], together, matrix.in_features, rounds_parts).max())
+    if not worst <= 1:
+        raise ValueError(
+            f"products of {num_rows} rows differ from those of two rows by {worst:.1f} times what their roundings may "
+            f"change, at {matrix.out_features} × {matrix.in_features} weights: a prompt and the tokens after it would "
+            "be computed with different weights"
+        )

@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from lorikeet.shard.model.kernels.device_integers import KERNEL_DTYPES
+from lorikeet.shard.model.kernels.device_integers import KERNEL_DTYPES, multiply_scaled, split_scales
 from lorikeet.shard.model.kernels.packing import PackedMatrix, can_pack, multiply
 from lorikeet.shard.system import gpu
 
 GROUP = 64
 """Weights with one scale, of the kernel for four bits."""
+LEAST_8BIT = {torch.int8: 1.0, torch.float8_e4m3fn: 2.0**-9}
+"""The smallest positive value."""
+FEW_AND_MANY = 64, 65
+"""Rows that the kernels for 8-bit floats and for hqq's 4 bits multiply at most, and one more."""
 UNIT_ROWS = 1024
 """Rows of the identity by which a matrix is dequantised at once."""
 
@@ -61,6 +65,11 @@ class QuantizedMatrix(PackedMatrix):
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows that are multiplied by different kernels of ours."""
         return ()
+
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether products of any number of rows are rounded once, after their sum."""
+        return False
 
     def reads_few_bytes(self, device: torch.device) -> bool:
         """Whether a step of few rows reads the quantised weight alone. Otherwise it writes and reads the dequantised
@@ -137,8 +146,9 @@ class EightBitMatrix(QuantizedMatrix):
 
     def _of_large(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [rows, in], most of it 0. Returns [rows, out]."""
-        small = _product_8bit(rows, self._rounded, self._largest / 127, None)
-        return _product(rows, self.dense(), None) if small is None else small
+        if rows.device.type == "cpu":
+            return _product(rows, self.dense(), None)
+        return _product_8bit(rows, self._rounded, self._largest / 127, None)
 
 
 class GroupedMatrix(QuantizedMatrix):
@@ -165,6 +175,10 @@ class GroupedMatrix(QuantizedMatrix):
 
     def reads_few_bytes(self, device: torch.device) -> bool:
         return gpu.has_triton(device) and self._is_in_nibbles and self.dtype in KERNEL_DTYPES
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        return FEW_AND_MANY if self.reads_few_bytes(self._module.W_q.device) else ()
 
     def _of_few(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x: [..., in]. Returns [..., out], None of more rows than the kernel computes."""
@@ -202,12 +216,20 @@ class Float8Matrix(QuantizedMatrix):
         return dense
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        weight = self._weight
-        few = None if x.device.type == "cpu" else _product_8bit(x, weight.qdata, weight.scale.float().flatten(), bias)
-        return super().product(x, bias) if few is None else few
+        if x.device.type == "cpu":
+            return super().product(x, bias)
+        return _product_8bit(x, self._weight.qdata, self._weight.scale.float().flatten(), bias)
 
     def reads_few_bytes(self, device: torch.device) -> bool:
         return gpu.has_triton(device) and self.dtype in KERNEL_DTYPES
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        return FEW_AND_MANY if self.reads_few_bytes(self._weight.device) else ()
+
+    @property
+    def sums_in_float32(self) -> bool:
+        return True
 
 
 class GptqMatrix(QuantizedMatrix):
@@ -259,18 +281,19 @@ class KernelMatrix(GptqMatrix):
 
 def _product_8bit(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32; bias: [out]. Returns [..., out], or None
-    where the kernel for few rows does not compute it.
+) -> torch.Tensor:
+    """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32, which follow the sums for any number of rows;
+    bias: [out]. Returns [..., out].
     """
-    if not gpu.has_triton(x.device):
-        return None
-    from lorikeet.shard.model.kernels import eight_bits_triton as kernel
-
     rows = x.reshape(-1, x.shape[-1])
-    if not kernel.supports(rows, weight):
-        return None
-    return kernel.multiply(rows, weight, scales, bias).view(*x.shape[:-1], -1)
+    if gpu.has_triton(x.device):
+        from lorikeet.shard.model.kernels import eight_bits_triton as kernel
+
+        if kernel.supports(rows, weight):
+            return kernel.multiply(rows, weight, scales, bias).view(*x.shape[:-1], -1)
+    powers, factors = split_scales(scales[None], x.dtype, LEAST_8BIT[weight.dtype])
+    values = weight.to(x.dtype) * powers[0, :, None].to(x.dtype)  # without rounding
+    return multiply_scaled(rows, values, factors, bias).view(*x.shape[:-1], -1)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

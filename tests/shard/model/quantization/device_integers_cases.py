@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lorikeet.shard.model.kernels import device_integers, integers_triton
-from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
+from lorikeet.shard.model.kernels.device_integers import DeviceIntegers, split_scales
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.kernels.integers_triton import MOST_ROWS
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
-from lorikeet.shard.system import gpu
+from lorikeet.shard.system import comparison, gpu
 from tests.shard.near import worst_share_of_product
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -71,6 +71,47 @@ def test_products_are_those_of_the_dequantised_weight(
         found = held.product(x, with_bias)
         assert found.dtype == dtype and found.shape == wanted.shape and found.is_contiguous()
         assert worst_share_of_product(found, wanted, x, dense) <= TOLERANCE[dtype], count
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("bits", "group", "has_minimums"), [(8, 2048, False), *KINDS])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_prompts_are_multiplied_by_the_weight_of_decoding(
+    bits: int, group: int, has_minimums: bool, has_bias: bool, dtype: torch.dtype
+) -> None:
+    """They differ by the roundings of their own sums, not by those of weights."""
+    num_in = max(group, 192)
+    bias = torch.randn(80, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype) if has_bias else None
+    held, x = (
+        DeviceIntegers(drawn(num_in, 80, bits, group, has_minimums), bias, dtype),
+        rows_of(MOST_ROWS, num_in, dtype),
+    )
+    few = held.product(x, has_bias)
+    many = held.product(torch.cat([x, x[:1]]), has_bias)[:MOST_ROWS]
+    assert float(comparison.of_sums(few, many, num_in).max()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float32])
+def test_scales_are_split_without_loss(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn_scales = 10.0 ** (-12 * torch.rand(1, 500, generator=generator) + 4)
+    scales = torch.cat([drawn_scales, torch.tensor([[0.0, 1.0, 2.0**-24, 2.0**-30]])], 1)
+    powers, factors = split_scales(scales, dtype)
+    assert torch.equal(powers[0] * factors, scales[0])
+    values = torch.arange(-127, 128)[:, None] * powers
+    assert torch.equal(values.to(dtype).float(), values)
+    is_usual = (scales[0] >= 2.0**-24) & (scales[0] < 2)
+    assert bool(((factors >= 1) & (factors < 2))[is_usual].all())
+
+
+def test_other_weights_for_prompts_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight rounded to the dtype of activations, as it would be if a prompt were multiplied by it."""
+    monkeypatch.setattr(IntegerLinear, "is_on_device", True)
+    monkeypatch.setattr(device_integers, "split_scales", lambda scales, dtype: (scales, torch.ones_like(scales[0])))
+    matrix = IntegerMatrix(IntegerLinear(drawn(192, 40, 8, 192, False), None, False, DTYPE), DTYPE)
+    matrix.copy_from_mmap()
+    with pytest.raises(ValueError, match="products of 65 rows differ from those of two rows by"):
+        check_batch_invariance([matrix], DEVICE)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

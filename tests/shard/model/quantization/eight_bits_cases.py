@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lorikeet.shard.model.kernels import eight_bits_triton as kernel
+from lorikeet.shard.model.quantization import matrices
 from lorikeet.shard.model.quantization.matrices import Float8Matrix
-from lorikeet.shard.system import gpu
+from lorikeet.shard.system import comparison, gpu
 from tests.shard.near import worst_share_of_product
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -90,3 +91,18 @@ def test_a_matrix_in_fp8_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu, "has_triton", lambda device: True)
     asked = SimpleNamespace(reshape=x.reshape, shape=x.shape, device=SimpleNamespace(type="cuda"))
     assert torch.equal(matrix.product(asked, bias), kernel.multiply(x, weight, scales, bias))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_prompts_are_multiplied_by_the_weight_of_decoding(
+    dtype: torch.dtype, kind: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "has_triton", lambda device: True)
+    x, weight, scales, bias = drawn(kernel.MOST_ROWS, 192, 40, dtype, kind)
+    added = bias if has_bias else None
+    few = matrices._product_8bit(x, weight, scales, added)
+    many = matrices._product_8bit(torch.cat([x, x[:1]]), weight, scales, added)[: kernel.MOST_ROWS]
+    assert torch.equal(few, kernel.multiply(x, weight, scales, added))
+    assert float(comparison.of_sums(few, many, 192).max()) <= 1
