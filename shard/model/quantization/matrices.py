@@ -282,8 +282,8 @@ class KernelMatrix(GptqMatrix):
 def _product_8bit(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32, which follow the sums for any number of rows;
-    bias: [out]. Returns [..., out].
+    """x: [..., in]; weight: [out, in] in eight bits; scales: [out] float32, which follow the sums for any number of
+    rows; bias: [out]. Returns [..., out].
     """
     rows = x.reshape(-1, x.shape[-1])
     if gpu.has_triton(x.device):
