@@ -38,7 +38,7 @@ class Method:
 
 INTEGERS = {"int8": (8, 32), "int4": (4, 128), "int4-g32": (4, 32)}
 """Methods of ours, which round plain weights to so many bits, so many weights of a row with one scale."""
-ROUNDING = (*INTEGERS, "gguf")
+ROUNDING = (*INTEGERS, "gguf", "bitsandbytes")
 """Methods whose weights are integers, so that activations are rounded on CPU."""
 PACKED = ("gptq", "awq")
 """Methods whose checkpoints are multiplied as integers where their layout allows it."""

@@ -46,7 +46,8 @@ def check(settings: Settings) -> None:
 
 
 _NEEDS_INTEGERS = (
-    "it needs --quantize int8 or int4, a .gguf file, or a GPTQ or AWQ checkpoint that is multiplied as integers"
+    "it needs --quantize int8, int4 or bitsandbytes, a .gguf file, or a GPTQ or AWQ checkpoint that is multiplied as "
+    "integers"
 )
 
 

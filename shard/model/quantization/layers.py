@@ -12,10 +12,10 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from lorikeet.proto import quantization
+from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, Rounding, round_network
 from lorikeet.shard.model.quantization.matrices import (
     AwqMatrix,
-    EightBitMatrix,
     Float8Matrix,
     FourBitMatrix,
     GptqMatrix,
@@ -23,12 +23,12 @@ from lorikeet.shard.model.quantization.matrices import (
     KernelMatrix,
     QuantizedMatrix,
 )
-from lorikeet.shard.system import comparison
+from lorikeet.shard.system import comparison, gpu
 
 _OF_GPTQMODEL = "BaseQuantLinear"
+_EIGHT_BITS = "Linear8bitLt"
 _MATRICES: dict[str, type[QuantizedMatrix]] = {
     "Linear4bit": FourBitMatrix,
-    "Linear8bitLt": EightBitMatrix,
     "HQQLinear": GroupedMatrix,
     IntegerLinear.__name__: IntegerMatrix,
     "Float8Tensor": Float8Matrix,
@@ -89,14 +89,29 @@ def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> d
 def quantize_loaded(
     network: Any, method: str | None, dtype: torch.dtype, device: str, rounds_activations: bool = True
 ) -> None:
-    """Quantise plain weights in place, by our rounding or with hqq; others are quantised while they are read.
-    Raises ValueError for weights that cannot be grouped.
+    """Quantise plain weights in place, by our rounding or with hqq; others are quantised while they are read. Replace
+    bitsandbytes' layers of 8 bits by ours. Raises ValueError for weights that cannot be grouped.
     """
     if method in quantization.INTEGERS:
         bits, group = quantization.INTEGERS[method]
         round_network(network, Rounding(bits, rounds_activations, group), torch.device(device))
+    elif method == "bitsandbytes":
+        _take_integers(network, dtype, rounds_activations)
     elif method is not None and method.startswith("hqq-"):
         _quantize_with_hqq(network, method, dtype, device)
+
+
+def _take_integers(network: Any, dtype: torch.dtype, rounds_activations: bool) -> None:
+    """Replace bitsandbytes' layers of 8 bits. Its product would round a row of activations by one value, and let a
+    large value in one row change how all rows are computed.
+    """
+    for name, module in list(network.named_modules()):
+        if type(module).__name__ == _EIGHT_BITS:
+            largest = module.weight.SCB if module.weight.SCB is not None else module.state.SCB  # of each row: 127
+            # a copy: the values may be a view into a mapped checkpoint
+            weight = IntegerWeight(8, module.weight.data.clone(), gpu.divide(largest.float(), 127.0)[:, None])
+            bias = None if module.bias is None else module.bias.detach().clone()
+            network.set_submodule(name, IntegerLinear(weight, bias, rounds_activations, dtype))
 
 
 def _quantize_with_hqq(network: Any, method: str, dtype: torch.dtype, device: str) -> None:

@@ -111,46 +111,6 @@ class FourBitMatrix(QuantizedMatrix):
         return y
 
 
-class EightBitMatrix(QuantizedMatrix):
-    """bitsandbytes' 8 bits, whose product rounds activations to 8 bits too, row by row, except large ones (Dettmers et
-    al. 2022). In bitsandbytes a large value in one row changes how its column is computed for all rows, and the host
-    waits for the values; here each row is independent.
-    """
-
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        super().__init__(module, dtype)
-        weight, state = module.weight, module.state
-        scales = weight.SCB if weight.SCB is not None else state.SCB
-        # [out, in] int8 and [out] float32: the largest of each row, represented by 127
-        self._rounded, self._largest = weight.data, scales
-        self._threshold = float(state.threshold)
-
-    def copy_from_mmap(self) -> None:
-        self._rounded, self._largest = self._rounded.clone(), self._largest.clone()
-
-    def dense(self) -> torch.Tensor:
-        return self._rounded.to(self.dtype) * (self._largest / 127).to(self.dtype)[:, None]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        operators = torch.ops.bitsandbytes
-        # [rows, in]
-        rows = x.reshape(-1, self.in_features)
-        halves = rows.half()
-        large = halves.abs() >= (self._threshold if self._threshold > 0 else torch.inf)
-        rounded, scales, _ = operators.int8_vectorwise_quant(halves.masked_fill(large, 0), 0.0)
-        y: torch.Tensor = operators.int8_scaled_mm(rounded, self._rounded, scales, self._largest, self.bias, self.dtype)
-        # elsewhere the host would wait for the value, which a captured graph does not allow
-        if x.device.type != "cpu" or large.any():
-            y = y + self._of_large(rows.masked_fill(~large, 0))
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _of_large(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [rows, in], most of it 0. Returns [rows, out]."""
-        if rows.device.type == "cpu":
-            return _product(rows, self.dense(), None)
-        return _product_8bit(rows, self._rounded, self._largest / 127, None)
-
-
 class GroupedMatrix(QuantizedMatrix):
     """hqq's 4, 3 and 2 bits: a scale and a zero for each group of weights."""
 

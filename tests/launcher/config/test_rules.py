@@ -98,7 +98,7 @@ def test_activations_are_rounded_on_the_cpu_only(method: str) -> None:
     rounding = settings("--quantize-activations", "none")
     for config in ({"lorikeet_gguf": "model.gguf"}, {"quantization_config": GPTQ}):
         rules.check_models(rounding, config, None)
-    with pytest.raises(LauncherError, match="--quantize-activations is refused: it needs --quantize int8 or int4, a"):
+    with pytest.raises(LauncherError, match="--quantize-activations is refused: it needs --quantize int8, int4 or bi"):
         rules.check_models(rounding, {}, None)
 
 

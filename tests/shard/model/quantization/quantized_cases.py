@@ -63,6 +63,17 @@ def theirs(folder: Path, method: str, dtype: torch.dtype = torch.float32) -> Any
     return network
 
 
+def of_values(folder: Path, method: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The same, with plain weights of the same values for 8 bits of bitsandbytes, whose product rounds activations."""
+    network = theirs(folder, method, dtype)
+    return network.dequantize(dtype) if method == "bitsandbytes" else network
+
+
+def exact_activations(method: str) -> str | None:
+    """The flag by which a method does not round activations, for methods that can."""
+    return "none" if method in ("bitsandbytes", *IN_FILES) else None
+
+
 @torch.no_grad()
 def write(network: Any, prompt: list[int]) -> Continued:
     """Greedy text, each token a forward of its own."""
