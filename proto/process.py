@@ -43,6 +43,10 @@ def report_failure(path: str | None, reason: str) -> bool:
     return True
 
 
+MOST_KEPT = 16 << 20
+"""Bytes that are freed before they are returned: to return them takes as long as to convert a quarter of them."""
+
+
 def return_freed_memory() -> bool:
     """Return freed memory to the system, which the C library keeps where it lies between blocks in use. Takes
     milliseconds, without the GIL. Returns whether the library can.
@@ -51,3 +55,17 @@ def return_freed_memory() -> bool:
     if trim is not None:
         trim(0)
     return trim is not None
+
+
+class FreedMemory:
+    """Returns memory to the system while much is used and freed."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes were freed. Returns freed memory after every MOST_KEPT of them."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= MOST_KEPT:
+            self._num_bytes = 0
+            return_freed_memory()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lorikeet.proto.process import return_freed_memory
+from lorikeet.proto.process import FreedMemory, return_freed_memory
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
@@ -106,13 +106,16 @@ def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
 
 
 def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
+    freed = FreedMemory()
     for parent in list(network.modules()):
         if is_experts(parent):
             parent.lorikeet_experts = PackedExperts(parent)
             continue
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D):
+                num_bytes = child.weight.nbytes
                 setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
+                freed.add(num_bytes)
     if not getattr(network, "lorikeet_owns_weights", False):
         _copy_from_mmap(network, set() if is_whole else tied)
     return_freed_memory()

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from lorikeet.proto.process import return_freed_memory
+from lorikeet.proto.process import FreedMemory, return_freed_memory
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
 from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight, row_ranges
@@ -68,6 +68,7 @@ class _Loading:
     def __init__(self, file: GgufFile, network: Any, dtype: torch.dtype, rounds_activations: bool) -> None:
         self._file, self._network, self._dtype = file, network, dtype
         self._rounds_activations = rounds_activations
+        self._freed = FreedMemory()
         config = network.config
         self._processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
         self._names = _names(network, self._processor, file)
@@ -145,6 +146,7 @@ class _Loading:
             rows = self._processed(self._file.dense(name, start, stop).numpy(), name)
             part = values if stop - start == num_first else values[start:stop]
             part.copy_(torch.from_numpy(np.ascontiguousarray(rows)))
+            self._freed.add(rows.nbytes)
         setattr(self._module(place), place.rpartition(".")[2], nn.Parameter(values, requires_grad=False))
 
     def _put_integers(self, name: str, place: str, num_shared: int = 0) -> None:

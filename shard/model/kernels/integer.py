@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from lorikeet.proto.process import return_freed_memory
+from lorikeet.proto.process import FreedMemory
 from lorikeet.shard.attention import NativeStep
 from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
 from lorikeet.shard.system import gpu
@@ -50,13 +50,12 @@ ROWS_OF_A_PART = 64
 """Parts of a weight have a multiple of so many rows: whole panels of any processor."""
 PART_ELEMENTS = 1 << 20
 """Most elements of a weight that are converted at once, if its rows are not longer."""
-PARTS_KEPT = 8
-"""Stored parts that are read before their memory is returned to the system, which takes as long as reading one."""
 MIDDLE = 8
 """What is subtracted from weights in 4 bits that have no minimum."""
 
 logger = logging.getLogger(__name__)
 _pool = HugePagePool()
+_freed = FreedMemory()
 
 
 @dataclass(frozen=True)
@@ -143,10 +142,9 @@ class StoredWeight:
 
     def parts(self) -> Iterator[IntegerWeight]:
         """The weight, some rows at a time, in order."""
-        for number, (start, stop) in enumerate(row_ranges(self.shape), 1):
+        for start, stop in row_ranges(self.shape):
             yield self.read(start, stop)
-            if number % PARTS_KEPT == 0:
-                return_freed_memory()
+            _freed.add((stop - start) * self.shape[1] * torch.float32.itemsize)
 
 
 def row_ranges(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
