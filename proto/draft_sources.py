@@ -22,6 +22,16 @@ class Place(StrEnum):
     """From what the output must follow."""
 
 
+class Cost(StrEnum):
+    """What its draft tokens cost, apart from their verification."""
+
+    NONE = "none"
+    STEP = "step"
+    """Steps that make them take longer, so that the times of such steps are kept apart."""
+    PASSES = "passes"
+    """One pass of a network of its own for each draft token of a request."""
+
+
 @dataclass(frozen=True)
 class Colours:
     """Colours of accepted tokens: fill and line of the page's light and dark theme, and ANSI code of a terminal."""
@@ -49,8 +59,11 @@ class SourceRow:
     needs: str
     """What it needs from the request, from adapters, or from the server."""
     colours: Colours
+    cost: Cost
     prior: float | None
     """Acceptance rate that is assumed before a draft was verified; None where drafts are accepted by construction."""
+    by_heads: bool = False
+    """Whether acceptance is learned for the content of the heads, in place of that of the request's adapter."""
     is_method: bool = False
     """Whether `speculative_method` has its name as a value: requests may ask for this source only."""
 
@@ -59,27 +72,27 @@ _DRAFTS: list[SourceRow] = [
     SourceRow(
         "lookup", pb.SOURCE_LOOKUP, "Prompt lookup", "proposed by prompt lookup, and accepted", Place.HOST,
         "the request's own text, or its `prediction`",
-        Colours("#bfe3c6", "#1e7a34", "#1f4a2b", "#7fdc97", 33), 0.6, is_method=True,
+        Colours("#bfe3c6", "#1e7a34", "#1f4a2b", "#7fdc97", 33), Cost.NONE, 0.6, is_method=True,
     ),
     SourceRow(
         "medusa", pb.SOURCE_MEDUSA, "Medusa heads", "proposed by Medusa heads, and accepted", Place.DEVICE,
         "an adapter with heads, which read the hidden state of the newest token",
-        Colours("#f3d3ee", "#9b2a89", "#532149", "#f19ae3", 36), 0.6, is_method=True,
+        Colours("#f3d3ee", "#9b2a89", "#532149", "#f19ae3", 36), Cost.STEP, 0.6, by_heads=True, is_method=True,
     ),
     SourceRow(
         "draft", pb.SOURCE_DRAFT, "Draft model", "proposed by the draft model, and accepted", Place.DEVICE,
         "`--draft-model-id`: a second network with KV of its own",
-        Colours("#cfdcfb", "#2c4fc4", "#26366f", "#9fb6ff", 31), 0.75, is_method=True,
+        Colours("#cfdcfb", "#2c4fc4", "#26366f", "#9fb6ff", 31), Cost.PASSES, 0.75, is_method=True,
     ),
     SourceRow(
         "grammar", pb.SOURCE_GRAMMAR, "Grammar", "the only token that the grammar allowed", Place.GRAMMAR,
         "a request with structured output",
-        Colours("#fbe1ae", "#8a5a00", "#543c08", "#f2c066", 93), None,
+        Colours("#fbe1ae", "#8a5a00", "#543c08", "#f2c066", 93), Cost.NONE, None,
     ),
     SourceRow(
         "history", pb.SOURCE_HISTORY, "History", "proposed from earlier outputs, and accepted", Place.HOST,
         "`speculative_history`, a tenant, and `--history-memory`",
-        Colours("#c5e8ea", "#0f6d74", "#15474b", "#6fd7df", 96), 0.6,
+        Colours("#c5e8ea", "#0f6d74", "#15474b", "#6fd7df", 96), Cost.NONE, 0.6,
     ),
 ]  # fmt: skip
 """In the order in which the wire counts drafts."""

@@ -62,6 +62,7 @@ MIN_LINES = 40
 SHARED = "used by packages that must not import each other"
 SPECIALIZED = "Triton code, which is imported only where Triton is installed"
 SHORT = {
+    "shard/speculation/grammar.py": "one source of drafts",
     "proto/base_files.py": SHARED,
     "proto/config_file.py": SHARED,
     "proto/digest.py": SHARED,

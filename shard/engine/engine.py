@@ -299,16 +299,13 @@ class Engine:
         if item.samples and not token_ids:
             self._fail(item, ALL_EXCLUDED if item.request.sampling.has_masks else BAD_LOGITS, retryable=False)
             return
-        num_taken = self.scheduler.commit(item, token_ids)
+        num_taken = self.scheduler.commit(item, token_ids, results.head_ids[part.heads.start : part.heads.stop])
         if num_taken >= 0 and part.scored:
             self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
             self.learning.collect(item, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
-            if part.heads:
-                first = part.heads.start + (num_taken - 1) * item.num_heads
-                item.request.head_ids = results.head_ids[first : first + item.num_heads]
 
     def _commit_pooled(self, part: Part, results: HostResults) -> None:
         """To the scheduler, the vector or the scores of a request are its only token."""

@@ -16,7 +16,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.requests.request import FinishReason, Request, Rows
+from lorikeet.shard.requests.request import FinishReason, Request, Rows, Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
@@ -24,7 +24,6 @@ from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.speculation.device.device_drafts import NO_TOKEN, StepDrafts
 from lorikeet.shard.speculation.throughput import Load
-from lorikeet.shard.speculation.types import Source
 from lorikeet.shard.system.timing import Phase, PhaseTimer
 
 STEP_END = b"\1"

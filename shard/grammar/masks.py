@@ -13,7 +13,6 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.grammar.matcher import GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.speculation.types import Source
 
 log = structlog.get_logger()
 
@@ -140,7 +139,7 @@ def truncate_drafts(scheduled: Sequence[ScheduledRequest]) -> None:
     one stays, because the rejection rule draws from the excess of the target's distribution only where it rejects.
     """
     for item in scheduled:
-        if item.source is Source.DRAFT and item.request.constraint.is_constrained:
+        if item.num_drawn and item.request.constraint.is_constrained:
             item.draft_ids = item.draft_ids[: item.request.constraint.num_allowed(item.draft_ids) + 1]
 
 

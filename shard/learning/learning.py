@@ -18,11 +18,11 @@ from lorikeet.shard.learning.records import Decision, Record, Records
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model.medusa.heads import HeadsPool
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.learned_heads import pair_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.speculation.types import Source
 
 log = structlog.get_logger()
 

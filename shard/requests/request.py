@@ -12,8 +12,6 @@ from typing import NamedTuple
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, SamplingParams, Speculation
 from lorikeet.shard.requests.constraint import UNCONSTRAINED, Unconstrained
-from lorikeet.shard.speculation.acceptance import DraftState
-from lorikeet.shard.speculation.types import DraftKind, DraftSource
 
 
 class FinishReason(IntEnum):
@@ -25,6 +23,20 @@ class FinishReason(IntEnum):
     ABORTED = pb.FINISH_ABORTED
     DEADLINE = pb.FINISH_DEADLINE
     ERROR = pb.FINISH_ERROR
+
+
+class Source(IntEnum):
+    """Where an emitted token came from."""
+
+    PREFILL = pb.SOURCE_PREFILL
+    TARGET = pb.SOURCE_TARGET
+    LOOKUP = pb.SOURCE_LOOKUP
+    MEDUSA = pb.SOURCE_MEDUSA
+    DRAFT = pb.SOURCE_DRAFT
+    RESAMPLE = pb.SOURCE_RESAMPLE
+    BONUS = pb.SOURCE_BONUS
+    GRAMMAR = pb.SOURCE_GRAMMAR
+    HISTORY = pb.SOURCE_HISTORY
 
 
 class Rows(Enum):
@@ -82,14 +94,10 @@ class Request:
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
-    draft_states: dict[DraftKind, DraftState] = field(default_factory=dict)
-    """State of its draft lengths; empty with a constant schedule."""
     isolation_steps: int = 0
     """Further steps that give tokens and compute no other request, because this one may have crashed a shard."""
     pooling: PooledRows | None = None
     """Set for a request that ends with a vector or scores. To the scheduler they are its only token."""
-    draft_source: DraftSource | None = None
-    """Prompt lookup in its tokens, made at the first step that could use it."""
 
     finish_reason: FinishReason = FinishReason.NONE
     order: int = 0

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.request import Request, Source
 from lorikeet.shard.speculation.acceptance import DraftState
 from lorikeet.shard.speculation.throughput import Load
-from lorikeet.shard.speculation.types import Source
 
 
 @dataclass(slots=True)
@@ -24,7 +23,7 @@ class ScheduledRequest:
     their number is planned: it draws them in the step itself; of drafts that the device makes too, and they are known
     with the step's result.
     """
-    source: Source = Source.TARGET
+    source: int = Source.TARGET
     """What proposed them."""
     draft_state: DraftState | None = None
     """What chose their number; None with a constant schedule."""
@@ -59,7 +58,7 @@ class ScheduledRequest:
     @property
     def num_drawn(self) -> int:
         """Draft tokens that the draft model draws."""
-        return len(self.draft_ids) if self.source is Source.DRAFT else 0
+        return len(self.draft_ids) if self.source == Source.DRAFT else 0
 
     @property
     def is_decode(self) -> bool:

@@ -39,11 +39,12 @@ class KvCache:
         """Pages from the first one that have been handed out so far."""
         self._free = deque(range(num_pages))
         self._num_owners = [0] * num_pages
+        self.num_uses = [0] * num_pages
+        """By page: how often it was handed out for new content."""
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
         self._adapter_by_page: dict[int, str] = {}  # adapter digest of each page with a hash
-        self._has_draft = bytearray(num_pages)  # 1 where all of a page's KV of the draft model is there too
         self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
 
     @property
@@ -90,7 +91,6 @@ class KvCache:
         request.page_ids = shared + [self._take() for _ in range(num_pages - len(shared))]
         request.num_computed = request.num_committed = len(shared) * self.page_size
         request.num_published = len(shared)
-        self.skip_draft(request)
         self._announce(request)
         return Admission.ADMITTED
 
@@ -109,19 +109,6 @@ class KvCache:
             self._num_owners[page] -= 1
             self._free.appendleft(page)
         del request.page_ids[self.num_needed(num_tokens) :]
-
-    def skip_draft(self, request: Request) -> int:
-        """Advance the request's count of draft-model tokens over pages that hold them already."""
-        num_full = request.num_draft_computed // self.page_size
-        while num_full < len(request.page_ids) and self._has_draft[request.page_ids[num_full]]:
-            num_full += 1
-        request.num_draft_computed = max(request.num_draft_computed, num_full * self.page_size)
-        return request.num_draft_computed
-
-    def mark_draft(self, request: Request, start: int, end: int) -> None:
-        """The draft model has computed the tokens from `start` up to `end`, and all before."""
-        for page in request.page_ids[start // self.page_size : end // self.page_size]:
-            self._has_draft[page] = 1
 
     def publish(self, request: Request) -> None:
         """Let others find the request's full committed pages. Content that is published already stays private."""
@@ -154,7 +141,7 @@ class KvCache:
             else:
                 self._free.appendleft(page)
         request.page_ids = []
-        request.num_computed = request.num_committed = request.num_published = request.num_draft_computed = 0
+        request.num_computed = request.num_committed = request.num_published = 0
 
     def forget(self, adapter_digest: str) -> None:
         """Unpublish all pages that were computed with this adapter."""
@@ -234,7 +221,7 @@ class KvCache:
             page, _ = self._cached.popitem(last=False)
             self._forget_page(page)
         self._num_owners[page] = 1
-        self._has_draft[page] = 0
+        self.num_uses[page] += 1
         return page
 
 

@@ -13,12 +13,12 @@ from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, PromptChunks
-from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
 from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.scheduler.request_slots import RequestSlots
+from lorikeet.shard.speculation.drafter import DraftSettings
 
 
 class Scheduler:
@@ -29,12 +29,12 @@ class Scheduler:
         cache: KvCache,
         limits: Limits,
         adapters: AdapterSlots | None = None,
-        draft_sources: DraftSources = NO_DRAFT_SOURCES,
+        drafts: DraftSettings | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
         self.adapters = NoAdapters() if adapters is None else adapters
-        self.proposer = Proposer(cache, draft_sources)
+        self.proposer = Proposer(cache, drafts or DraftSettings(max_batch_size=0))
         self.learned_heads = LearnedHeads()
         self._slots = RequestSlots(self)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
@@ -152,9 +152,10 @@ class Scheduler:
             self._admit(scheduled, budget)
         return True
 
-    def commit(self, item: ScheduledRequest, token_ids: Sequence[int] = ()) -> int:
+    def commit(self, item: ScheduledRequest, token_ids: Sequence[int] = (), head_ids: Sequence[int] = ()) -> int:
         """Record the result of a launched step for one request: its KV, and the target's tokens up to the end of the
-        request. Returns how many tokens were taken, -1 if the request had ended before.
+        request. head_ids: `item.num_heads` draft tokens of heads after each token. Returns how many tokens were taken,
+        -1 if the request had ended before.
         """
         request, following = item.request, item.next
         request.num_launched -= 1
@@ -167,16 +168,13 @@ class Scheduler:
         if taken:
             request.num_in_flight -= 1
             request.token_ids += taken
-            request.head_ids = ()
             request.is_fresh = False
-            if request.draft_source is not None:
-                request.draft_source.extend(taken)
         num_accepted = max(0, len(taken) - 1)
         if following is not None:
             following.settle(num_accepted)
         request.num_computed += num_accepted
         request.num_committed = item.end + num_accepted
-        self.proposer.committed(item, num_accepted, bool(reason))
+        self.proposer.committed(item, taken, head_ids, bool(reason))
         if request.num_committed >= (request.num_published + 1) * self.cache.page_size:
             self.cache.publish(request)
         if item.draft_ids or item.is_on_device:
@@ -255,8 +253,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
         request.finish_reason = reason
-        if reason is not FinishReason.ERROR:
-            self.proposer.draft_sources.record(request)
+        self.proposer.finished(request, has_failed=reason is FinishReason.ERROR)
         del self.requests[request.key]
         if request.row < 0:
             self.waiting.remove(request)
@@ -364,7 +361,7 @@ class Scheduler:
             self.num_waiting_tokens -= len(request.token_ids)
             if request.num_cached is None:
                 request.num_cached = min(request.num_computed, request.num_prompt)
-            request.drafts_on_device = self.proposer.draft_sources.are_on_device(request)
+            request.drafts_on_device = self.proposer.drafters.draft_on_device(request)
             request.row = self._rows.pop()
             self.running.append(request)
             self.admitted.append(request)
@@ -389,4 +386,4 @@ class Scheduler:
         request.row = -1
         request.is_draft = False
         request.is_fresh = True
-        request.head_ids = ()
+        self.proposer.release(request)

@@ -1,28 +1,23 @@
 """Acceptance rates of drafts: of one request, and of all requests with its adapter, by the source of the drafts.
 
-A few drafts of one request are a weak estimate, and the mean of all requests says little where requests differ. So the
-mean is a prior whose weight follows from how far the requests' rates vary (empirical Bayes, by the method of moments:
-Casella 1985).
+A few drafts of one request are a weak estimate, so the rate of all requests is its prior.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from lorikeet.proto.draft_sources import BY_VALUE
-from lorikeet.shard.speculation.types import DraftKind, Source
 
-PRIOR_WEIGHT = 6.0
-REQUEST_DECAY, GROUP_DECAY, VARIANCE_DECAY = 0.96, 0.995, 0.999
+DraftKind = tuple[str, int, bool]
+"""The statistics group of a draft: its adapter, its source, and whether texts had a long match."""
+DECAY = 0.99
 """The weight of older drafts, per draft."""
-FIRST_WEIGHT = 12.0
-"""Drafts that the group's rate counts as for one request until the variance between requests is known."""
-WEIGHTS = (4.0, 64.0)
-"""Minimum and maximum of these drafts once the variance is known."""
-FIRST_PAIRS = 2000.0
-"""Pairs of drafts of one request after which the measured variance counts half."""
-FIRST_RETRY = 16
-"""Steps without drafts after which a single draft is tried again, at first."""
-LIGHTER = 0.75
-"""Part of a load under which drafts cost too much; under a load this light they may pay."""
+PRIOR_WEIGHT = 12.0
+"""Drafts that a prior counts as: the rate of a group for a request, and that of the source's row for a new group."""
+RETRY = 16
+"""Steps without drafts after which one is tried again, doubled each time that it is in vain, up to RETRY²; and new
+requests of which one tries drafts that do not pay for others.
+"""
 
 
 @dataclass(slots=True)
@@ -32,60 +27,18 @@ class Rate:
     num_accepted: float = 0.0
     num_verified: float = 0.0
 
-    def observe(self, num_accepted: int, num_rejected: int, decay: float) -> None:
-        fade = decay ** (num_accepted + num_rejected)
+    def observe(self, num_accepted: int, num_rejected: int) -> None:
+        fade = DECAY ** (num_accepted + num_rejected)
         self.num_accepted = self.num_accepted * fade + num_accepted
         self.num_verified = self.num_verified * fade + num_accepted + num_rejected
 
-    def mean(self, prior: float, weight: float) -> float:
-        return (self.num_accepted + prior * weight) / (self.num_verified + weight)
-
-
-@dataclass(slots=True)
-class GroupRate:
-    """The rate of many requests, and how far their own rates vary."""
-
-    prior: float
-    """The rate before any draft was verified."""
-    rate: Rate = field(default_factory=Rate)
-    product: float = 0.0
-    """Sum over steps of the accepted drafts beyond expectation, times the same of that request's earlier steps. Where
-    all requests have one rate it stays about zero, else it grows with the variance of their rates and `num_pairs`.
-    """
-    num_pairs: float = 0.0
-    """Sum over steps of the step's verified drafts times that request's earlier ones."""
-
-    def observe(self, own: Rate, num_accepted: int, num_rejected: int) -> None:
-        """A step of a request whose rate was `own` before; updates that too."""
-        num_verified, mean = num_accepted + num_rejected, self.mean
-        fade = VARIANCE_DECAY**num_verified
-        beyond, before = num_accepted - mean * num_verified, own.num_accepted - mean * own.num_verified
-        self.product = self.product * fade + beyond * before
-        self.num_pairs = self.num_pairs * fade + num_verified * own.num_verified
-        self.rate.observe(num_accepted, num_rejected, GROUP_DECAY)
-        own.observe(num_accepted, num_rejected, REQUEST_DECAY)
-
     @property
     def mean(self) -> float:
-        return self.rate.mean(self.prior, PRIOR_WEIGHT)
+        return self.num_accepted / self.num_verified
 
-    @property
-    def weight(self) -> float:
-        """Drafts that this rate counts as for one request."""
-        mean = self.mean
-        within = mean * (1 - mean)
-        first = within / (FIRST_WEIGHT + 1)
-        between = (self.product + FIRST_PAIRS * first) / (self.num_pairs + FIRST_PAIRS)
-        least, most = WEIGHTS
-        return min(most, max(least, within / between - 1)) if between > 0 else most
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Acceptance of one request's drafts: the first of each step, and those after an accepted one."""
-
-    first: Rate = field(default_factory=Rate)
-    further: Rate = field(default_factory=Rate)
+    def with_prior(self, prior: float) -> float:
+        """The mean, if drafts with the rate `prior` had come before."""
+        return (self.num_accepted + prior * PRIOR_WEIGHT) / (self.num_verified + PRIOR_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -96,46 +49,64 @@ class AcceptanceRates:
     further: float
 
 
-class Group:
-    """The acceptance of all requests with one adapter and one source of drafts."""
+CERTAIN = AcceptanceRates(1.0, 1.0)
 
-    def __init__(self, source: Source) -> None:
-        prior = BY_VALUE[source].prior or 1.0
-        self.first, self.further = GroupRate(prior), GroupRate(prior)
 
-    def observe(self, own: Acceptance, num_accepted: int, was_rejected: bool) -> None:
-        """A step of one request: `num_accepted` drafts, then a rejected one, or none was left."""
+@dataclass(slots=True)
+class Acceptance:
+    """The first drafts of steps, and those after an accepted one."""
+
+    first: Rate = field(default_factory=Rate)
+    further: Rate = field(default_factory=Rate)
+
+    def observe(self, num_accepted: int, was_rejected: bool) -> None:
+        """A step: `num_accepted` drafts, then a rejected one, or none was left."""
         if num_accepted:
-            self.first.observe(own.first, 1, 0)
-            self.further.observe(own.further, num_accepted - 1, int(was_rejected))
+            self.first.observe(1, 0)
+            self.further.observe(num_accepted - 1, int(was_rejected))
         elif was_rejected:
-            self.first.observe(own.first, 0, 1)
+            self.first.observe(0, 1)
 
-    def rates(self, own: Acceptance) -> AcceptanceRates:
-        """Estimates for the next drafts of one request."""
-        first, further = self.first, self.further
-        return AcceptanceRates(own.first.mean(first.mean, first.weight), own.further.mean(further.mean, further.weight))
+    def rates(self, prior: "Acceptance") -> AcceptanceRates:
+        """Estimates for the next drafts."""
+        return AcceptanceRates(self.first.with_prior(prior.first.mean), self.further.with_prior(prior.further.mean))
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class DraftState:
-    """What a draft length controller keeps of one request's drafts of one kind."""
+    """Drafts of one kind: of one request, or of all requests of a group."""
 
     kind: DraftKind
-    width: int
+    width: int = 1
     """Drafts in the newest step that could have had some."""
-    num_idle: int = 0
-    """Steps without drafts since."""
-    recheck_after: int = 0
-    """Idle steps after which the width is computed again."""
-    retry_after: int = FIRST_RETRY
-    """Idle steps after which one draft is tried although it is not expected to pay."""
-    expensive_at: int = 0
-    """Requests in a step in which these drafts, though likely accepted, did not pay; 0 where cost is not the reason."""
-    from_prior: bool = False
-    """Whether that is the prior from other requests of this adapter alone."""
-    own: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    idle_until: int = 0
+    """The step before which there are no drafts; 0 if the last decision was to have some."""
+    retry_after: int = RETRY
+    """Steps without drafts after the next decision to have none."""
+    load: int = 0
+    """Requests in the step in which drafts were found not to pay; with half as many they may."""
+    is_expensive: bool = False
+    """Whether they would not pay even if all were accepted."""
+    num_followers: int = 0
+    """Of a group: new requests that had no drafts because it had none."""
 
-    def is_disabled(self, num_requests: int) -> bool:
-        """Whether the next step, of `num_requests`, has no drafts without computing the width again."""
-        return self.width == 0 and self.num_idle + 1 < self.recheck_after and num_requests > LIGHTER * self.expensive_at
+    @classmethod
+    def of_group(cls, kind: DraftKind) -> Self:
+        """A group without any request so far. The rate of the source's row fades like older drafts."""
+        rate = BY_VALUE[kind[1]].prior or 1.0
+        first, further = (Rate(rate * PRIOR_WEIGHT, PRIOR_WEIGHT) for _ in range(2))
+        return cls(kind, acceptance=Acceptance(first, further))
+
+    def is_idle(self, step: int, load: int) -> bool:
+        """Whether a step of so many requests has no drafts, without a decision."""
+        return step < self.idle_until and 2 * load > self.load
+
+    def rest(self, step: int, load: int, is_expensive: bool) -> None:
+        """Drafts do not pay in a step with so many requests."""
+        self.width, self.load, self.is_expensive = 0, load, is_expensive
+        self.idle_until = step + self.retry_after
+
+    def wake(self) -> None:
+        """Drafts pay."""
+        self.idle_until, self.retry_after = 0, RETRY

@@ -29,7 +29,7 @@ LEAST_SECONDS = 1e-6
 LEAST_TOKENS = 1 / 32
 """The least part of a step that is not attention."""
 MEAN_OVER, MEMORY = 64, 0.998
-"""For attention: steps that the means of a bucket cover, and the decay per step of the slope's sums."""
+"""For attention: steps that the means of a number of tokens cover, and the decay per step of the slope's sums."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Samples:
 
 @dataclass
 class _Means:
-    """Means over the steps in one bucket."""
+    """Means over the steps of one number of tokens."""
 
     num_attended: float = 0.0
     seconds: float = 0.0
@@ -60,8 +60,8 @@ class _Means:
 
 
 class _Attention:
-    """Seconds for each attended position: a regression line through the steps of each bucket, with one slope for all
-    buckets. Each bucket has its own level, so that the cost of its tokens does not matter here.
+    """Seconds for each attended position: a regression line through the steps of each number of tokens, with one slope
+    for all. Each number has its own level, so that the cost of tokens does not matter here.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class _Attention:
     def slope(self) -> float:
         return max(0.0, self._covariance / self._variance) if self._variance else 0.0
 
-    def observe(self, bucket: int, num_attended: int, seconds: float) -> None:
-        means = self._means.setdefault(bucket, _Means())
+    def observe(self, num_tokens: int, num_attended: int, seconds: float) -> None:
+        means = self._means.setdefault(num_tokens, _Means())
         if means.num_steps:
             further = num_attended - means.num_attended
             expected = max(means.seconds + self.slope * further, LEAST_TOKENS * means.seconds)
@@ -116,7 +116,7 @@ class StepCosts:
             self._beyond.append(log(seconds / (samples.typical(slope) * self._slowness + slope * num_attended)))
             beyond = min(max(median(self._beyond), -log(MOST_FOLLOWED)), log(MOST_FOLLOWED))
             self._slowness *= exp(FOLLOWED * beyond)
-        self._attention.observe(bucket, num_attended, seconds)
+        self._attention.observe(num_tokens, num_attended, seconds)
         samples.newest = self._num_observed
         if len(samples.measured) == NUM_SAMPLES and samples.newest < samples.sampled + REPLACED:
             return

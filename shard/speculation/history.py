@@ -1,152 +1,47 @@
 """History drafts: what followed the newest tokens in the outputs of earlier requests of the same tenant and adapter.
-
-The match is the longest suffix of a request's tokens, of the lengths in LENGTHS, that an earlier output has; of several
-the newest. This is a suffix index over outputs as in Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975), with one
-index per tenant and adapter.
-
-All tokens are in blocks of one array, and one hash table (history.c) finds where a sequence of tokens last ended. Both
-are allocated at the start, so that no step has to copy them into a larger one. A collision overwrites the older entry,
-and a match is compared token by token. Imports no torch.
+Imports no torch.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_uint32, c_void_p
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Self
 
-import numpy as np
-
-from lorikeet.shard.system.native import library
-
-LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
-"""Tokens of the suffixes that are found."""
-CONTEXT = LENGTHS[-1]
-"""Last tokens of the prompt that precede an output in the index, so that its first tokens can be proposed."""
-BLOCK = 1024
-"""Tokens of a block, which belongs to one pair of tenant and adapter."""
-MAX_DRAFTS = 64
-MIN_BYTES = 1 << 20
-ENTRIES_PER_TOKEN = 2 * len(LENGTHS)
-"""Entries of the hash table per token: half of it is empty when all blocks are full."""
-BYTES_PER_TOKEN = 4 * (1 + ENTRIES_PER_TOKEN)
-SOURCE = Path(__file__).with_name("history.c")
-
-Pair = tuple[str, str]
-"""The tenant, and the digest of the adapter."""
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.speculation.acceptance import DraftKind
+from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
+from lorikeet.shard.speculation.history_index import CONTEXT, History, Pair
+from lorikeet.shard.speculation.lookup import reads_texts
 
 
-class _Index(Structure):
-    """`Index` of history.c."""
+class HistoryDrafter(Drafter):
+    """Consulted where prompt lookup has no long match."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "table", "owners", "lengths")),
-        *((name, c_int64) for name in ("num_entries", "num_lengths", "block")),
-    ]
+    value = pb.SOURCE_HISTORY
 
+    def __init__(self, index: History, ngram_long: int) -> None:
+        self._index, self._ngram_long = index, ngram_long
 
-@dataclass(eq=False, slots=True)
-class _Text:
-    """The outputs of one pair."""
+    @classmethod
+    def make(cls, settings: DraftSettings, pages: Pages) -> Self | None:
+        return None if settings.history is None else cls(settings.history, settings.ngram_long)
 
-    number: int
-    """Never used again, so that entries of a pair that is gone do not match."""
-    blocks: list[int] = field(default_factory=list)
-    """Oldest first."""
-    num_last: int = BLOCK
-    """Tokens in the newest block."""
+    def takes(self, request: Request) -> bool:
+        return bool(request.tenant) and reads_texts(request)
 
+    def propose(self, request: Request, room: int) -> Offer | None:
+        num_tokens = min(request.speculation.num_tokens, room)
+        draft_ids, length = self._index.propose(_pair_of(request), request.token_ids, num_tokens)
+        is_long = length >= self._ngram_long
+        return Offer(request, self.value, len(draft_ids), draft_ids, None, is_long, length) if draft_ids else None
 
-class NoHistory:
-    """History of a shard without history drafts: the base class of the index."""
+    def kinds(self, request: Request) -> Iterable[DraftKind]:
+        return [kind_of(request, self.value, is_long) for is_long in (False, True)]
 
-    is_enabled = False
-
-    def add(self, pair: Pair, token_ids: Sequence[int]) -> None:
-        """Index an output with the CONTEXT tokens before it."""
-
-    def propose(self, pair: Pair, token_ids: Sequence[int], num_tokens: int) -> tuple[list[int], int]:
-        """At most `num_tokens` draft tokens after `token_ids`, and the length of the match that they continue."""
-        return [], 0
+    def finished(self, request: Request) -> None:
+        """Add the output to the history of its tenant and adapter."""
+        if request.tenant and request.num_output:
+            self._index.add(_pair_of(request), request.token_ids[max(0, request.num_prompt - CONTEXT) :])
 
 
-class History(NoHistory):
-    """The index of one shard, of at most `max_bytes` bytes. The pair that was not used for longest goes first."""
-
-    is_enabled = True
-
-    def __init__(self, max_bytes: int) -> None:
-        """Raises CompilerMissing."""
-        num_blocks = max(2, max(max_bytes, MIN_BYTES) // (BYTES_PER_TOKEN * BLOCK))
-        # [num_blocks * BLOCK]
-        self._tokens = np.zeros(num_blocks * BLOCK, np.uint32)
-        # [num_blocks * BLOCK * ENTRIES_PER_TOKEN]
-        self._table = np.zeros(num_blocks * BLOCK * ENTRIES_PER_TOKEN, np.uint32)
-        # [num_blocks], 0 for none
-        self._owners = np.zeros(num_blocks, np.int64)
-        self._lengths = np.array(LENGTHS, np.int32)
-        arrays = (self._tokens, self._table, self._owners, self._lengths)
-        pointers = [each.ctypes.data for each in arrays]
-        self._index = byref(_Index(*pointers, self._table.size, len(LENGTHS), BLOCK))
-        self._suffix, self._drafts, self._length = (c_uint32 * CONTEXT)(), (c_uint32 * MAX_DRAFTS)(), c_int64()
-        own = library(SOURCE)
-        self._add, self._propose = own.history_add, own.history_propose
-        self._add.restype = None
-        self._add.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int64)
-        self._propose.restype = c_int64
-        self._propose.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-        self._free = list(range(num_blocks))
-        self._texts: OrderedDict[Pair, _Text] = OrderedDict()
-        self._num_texts = 0
-
-    def __len__(self) -> int:
-        """Pairs of tenant and adapter."""
-        return len(self._texts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all arrays. The operating system provides memory for the parts that were written."""
-        return self._tokens.nbytes + self._table.nbytes + self._owners.nbytes
-
-    def add(self, pair: Pair, token_ids: Sequence[int]) -> None:
-        text = self._texts.get(pair)
-        if text is None:
-            self._num_texts += 1
-            text = self._texts[pair] = _Text(self._num_texts)
-        self._texts.move_to_end(pair)
-        step = BLOCK - 1 - CONTEXT
-        for first in range(0, len(token_ids), step):  # a part begins with the last tokens of the one before
-            self._write(text, token_ids[max(0, first - CONTEXT) : first + step])
-
-    def propose(self, pair: Pair, token_ids: Sequence[int], num_tokens: int) -> tuple[list[int], int]:
-        text = self._texts.get(pair)
-        if text is None:
-            return [], 0
-        self._texts.move_to_end(pair)
-        suffix = token_ids[-CONTEXT:]
-        self._suffix[: len(suffix)] = list(suffix)
-        most = min(num_tokens, MAX_DRAFTS)
-        arguments = (self._suffix, len(suffix), most, self._drafts, byref(self._length))
-        num_drafts = self._propose(self._index, text.number, *arguments)
-        return (self._drafts[:num_drafts], self._length.value) if num_drafts else ([], 0)
-
-    def _write(self, text: _Text, token_ids: Sequence[int]) -> None:
-        """Index at most BLOCK - 1 tokens."""
-        num_tokens = len(token_ids)
-        if text.num_last + num_tokens + 1 > BLOCK:
-            block = self._take_block(text)
-            text.blocks.append(block)
-            self._owners[block] = text.number
-            text.num_last = 0
-        first = text.blocks[-1] * BLOCK + text.num_last
-        self._add(self._index, text.number, (c_uint32 * num_tokens)(*token_ids), num_tokens, first)
-        text.num_last += num_tokens + 1
-
-    def _take_block(self, text: _Text) -> int:
-        """A free block; where there is none, those of the pair that was not used for longest become free."""
-        if not self._free:
-            oldest = next(iter(self._texts))
-            if self._texts[oldest] is text:  # it has all blocks
-                return text.blocks.pop(0)
-            self._free += self._texts.pop(oldest).blocks
-        return self._free.pop()
+def _pair_of(request: Request) -> Pair:
+    return request.tenant, request.adapter_digest

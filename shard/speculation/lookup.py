@@ -5,21 +5,79 @@ length maps the hash of that many tokens to where they last ended; a known token
 "Prompt lookup decoding"; LoRAX's variant takes the first occurrence of the last token alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.speculation.types import Source
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Method
+from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.speculation.acceptance import DraftKind
+from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
 
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
+def reads_texts(request: Request) -> bool:
+    """Whether the request takes draft tokens from texts: its own, or earlier outputs."""
+    params = request.speculation
+    return params.num_tokens > 0 and params.method in (Method.LOOKUP, Method.AUTO)
+
+
+class LookupDrafter(Drafter):
+    """One index for each request, made at the first step that could use it."""
+
+    value = pb.SOURCE_LOOKUP
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._indices: dict[Request, Lookup] = {}
+
+    @classmethod
+    def make(cls, settings: DraftSettings, pages: Pages) -> Self | None:
+        return cls(settings)
+
+    def takes(self, request: Request) -> bool:
+        return reads_texts(request)
+
+    def propose(self, request: Request, room: int) -> Offer | None:
+        num_tokens = min(request.speculation.num_tokens, room)
+        if num_tokens <= 0:
+            return None
+        index = self._indices.get(request)
+        if index is None:
+            index = self._indices[request] = self.index(request)
+        draft_ids, length = index.propose(num_tokens), index.match_length
+        is_long = length >= self._settings.ngram_long
+        return Offer(request, self.value, len(draft_ids), draft_ids, None, is_long, length) if draft_ids else None
+
+    def kinds(self, request: Request) -> Iterable[DraftKind]:
+        index = self._indices.get(request)
+        length = 1 if index is None else index.match_length
+        return [kind_of(request, self.value, length >= self._settings.ngram_long)] if length else []
+
+    def drafts_on_device(self, request: Request) -> bool:
+        return not (request.speculation.prediction_ids or request.learner)
+
+    def committed(self, item: ScheduledRequest, token_ids: Sequence[int], head_ids: Sequence[int]) -> None:
+        if (index := self._indices.get(item.request)) is not None:
+            index.extend(token_ids)
+
+    def release(self, request: Request) -> None:
+        self._indices.pop(request, None)
+
+    def index(self, request: Request) -> "Lookup":
+        """An index of the request's tokens so far."""
+        settings, params = self._settings, request.speculation
+        return Lookup(request.token_ids, settings.ngram_min, settings.ngram_max, params.prediction_ids)
+
+
 class Lookup:
     """The index of one request's text."""
-
-    source = Source.LOOKUP
 
     def __init__(
         self, token_ids: Sequence[int], shortest: int = 1, longest: int = 8, before: Sequence[int] = ()

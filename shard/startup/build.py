@@ -32,12 +32,12 @@ from lorikeet.shard.requests.constraint import NoGrammars
 from lorikeet.shard.requests.request import PooledRows, Rows
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
 from lorikeet.shard.speculation.draft_network import Drafter
-from lorikeet.shard.speculation.history import History, NoHistory
+from lorikeet.shard.speculation.drafter import DraftSettings
+from lorikeet.shard.speculation.history_index import History
 from lorikeet.shard.startup import prefill_calibration
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -87,8 +87,8 @@ def build_engine(
         most_on_device, model.inputs.num_accepted = MOST_DRAFTS, sampler.device_drafts.num_accepted
     has_draft_model, history = draft_model is not None, build_history(config)
     ngrams = config.ngram_min, config.ngram_max, config.ngram_long
-    sources = DraftSources(config.speculation_max_batch_size, *ngrams, has_draft_model, history, most_on_device)
-    scheduler = Scheduler(cache, limits, adapters, sources)
+    drafts = DraftSettings(config.speculation_max_batch_size, *ngrams, has_draft_model, history, most_on_device)
+    scheduler = Scheduler(cache, limits, adapters, drafts)
     for step in () if calibration is None else calibration.steps:
         scheduler.prompt_chunks.observe(*step)
     drafter = None
@@ -173,17 +173,17 @@ def pooling_of(model: Model) -> PooledRows | None:
     return PooledRows(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)
 
 
-def build_history(config: ShardConfig) -> NoHistory:
+def build_history(config: ShardConfig) -> History | None:
     """The index of history drafts. Raises CompilerMissing where every request needs it."""
     if not config.history_memory:
-        return NoHistory()
+        return None
     try:
         return History(config.history_memory)
     except CompilerMissing as reason:
         if config.speculative_history:
             raise
         log.warning("history_drafts_unavailable", reason=str(reason))
-        return NoHistory()
+        return None
 
 
 def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> NoGrammars:
@@ -244,7 +244,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         token_masks=True,
         grammars=has_tokenizer(config) and pooled is None,
         learning=engine.learning.is_enabled,
-        history=engine.scheduler.proposer.draft_sources.history.is_enabled,
+        history=engine.scheduler.proposer.drafters.settings.history is not None,
         adapter_slots=engine.scheduler.adapters.limits.num_slots,
     )
     if pooled is not None:

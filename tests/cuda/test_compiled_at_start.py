@@ -13,9 +13,9 @@ from lorikeet.shard.attention.layerwise import trial_steps
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.model import Model
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.speculation.device.device_drafts import StepDrafts
-from lorikeet.shard.speculation.types import Source
 
 if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     from lorikeet.shard.sampling.device import Tile

@@ -19,10 +19,10 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.engine.test_on_a_device import begun, waited
 from tests.shard.rig import EPOCH, make_request
 
@@ -52,8 +52,8 @@ def test_a_step_after_drafts_launches_no_more_than_before(batch: int) -> None:
             return torch.empty(bounds.num_logits, model.info.vocab_size, device=META)
 
         patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
-        sources = DraftSources(max_batch_size=64, most_on_device=MOST_DRAFTS)
-        scheduler = Scheduler(KvCache(4 * batch, PAGE), Limits(MOST_TOKENS, batch), draft_sources=sources)
+        sources = DraftSettings(max_batch_size=64, most_on_device=MOST_DRAFTS)
+        scheduler = Scheduler(KvCache(4 * batch, PAGE), Limits(MOST_TOKENS, batch), drafts=sources)
         inbox, outbox = Inbox(), Outbox()
         engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1))
         outbox.open(EPOCH, wake=lambda: None)

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
 PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
-PROPOSER, DRAFTER = "shard/scheduler/proposer.py", "shard/speculation/draft_network.py"
+DRAFT_MODEL, DRAFTER = "shard/speculation/draft_model.py", "shard/speculation/draft_network.py"
 DISTRIBUTION = "tests/shard/sampling/test_rejection.py"
 KERNEL, POSITIONS = (
     f"{DISTRIBUTION}::test_what_is_emitted_follows_the_target",
@@ -21,23 +21,16 @@ TEXT = f"{DRAFT}::test_every_text_is_what_it_is_without"
 MUTANTS = [
     Mutant(
         "history drafts come from outputs of other tenants",
-        "shard/scheduler/draft_sources.py",
-        "pair = (request.tenant, request.adapter_digest)\n        draft_ids",
-        'pair = ("", request.adapter_digest)\n        draft_ids',
+        "shard/speculation/history.py",
+        "return request.tenant, request.adapter_digest",
+        'return "", request.adapter_digest',
         "tests/shard/engine/test_history.py::test_another_tenant_gets_no_drafts[two]",
-        more=(
-            (
-                "shard/scheduler/draft_sources.py",
-                "pair = (request.tenant, request.adapter_digest)\n            self.history.add",
-                'pair = ("", request.adapter_digest)\n            self.history.add',
-            ),
-        ),
     ),
     Mutant(
         "history records an adapter's output as the base model's",
-        "shard/scheduler/draft_sources.py",
-        "pair = (request.tenant, request.adapter_digest)\n            self.history.add",
-        'pair = (request.tenant, "")\n            self.history.add',
+        "shard/speculation/history.py",
+        "self._index.add(_pair_of(request), ",
+        'self._index.add((request.tenant, ""), ',
         "tests/shard/engine/test_history.py::test_another_adapter_gets_no_drafts",
     ),
     Mutant(
@@ -127,7 +120,7 @@ MUTANTS = [
     ),
     Mutant(
         "M7 the last draft token counts as computed by the draft model when all are accepted",
-        PROPOSER,
+        DRAFT_MODEL,
         "min(num_accepted, len(item.draft_ids) - 1)",
         "min(num_accepted, len(item.draft_ids))",
         f"{TEXT}[default]",
@@ -176,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "M13 a step with draft tokens emits more than max_new_tokens",
-        PROPOSER,
+        "shard/scheduler/proposer.py",
         "request.max_new_tokens - request.num_output - 1",
         "request.max_new_tokens - request.num_output + 2",
         f"{TEXT}[chunks of 7]",

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from lorikeet.proto.params import Method, SamplingParams, Speculation
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.lookup import Lookup
 from tests.oracles.replay import (
     NOTHING,
@@ -88,7 +88,7 @@ def test_counts_are_the_engine_s(width: int) -> None:
         prompt = [choice.randrange(6) for _ in range(choice.randrange(1, 30))]
         asked = {"speculation": Speculation(Method.LOOKUP, width), "sampling": THREE_TOKENS}
         request = make_request(1, prompt, choice.randrange(1, 40), stop_ids=frozenset({number}), **asked)
-        output = Rig(Setup(draft_sources=DraftSources())).run(request)[1]
+        output = Rig(Setup(drafts=DraftSettings())).run(request)[1]
         text = Text(tuple(prompt), tuple(output.token_ids), request.max_new_tokens)
         drafted = output.num_drafted if isinstance(output.num_drafted, int) else sum(output.num_drafted)
         found += Counts(len(output.token_ids), output.step_ends.count(1), drafted, output.num_accepted, 1)

@@ -12,11 +12,11 @@ from lorikeet.shard.requests.constraint import NoGrammars
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.draft_sources import NO_DRAFT_SOURCES, DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
 from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Setup:
     prefix_caching: bool = True
     commit_lag: int = 0
     max_scored: int = 512
-    draft_sources: DraftSources = NO_DRAFT_SOURCES
+    drafts: DraftSettings | None = None
     draft: DraftModel | None = None
     network: Network | None = None
     """Replaces the fake model."""
@@ -61,14 +61,15 @@ class Rig:
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
         self.inbox, self.outbox = Inbox(), outbox or Outbox()
-        inputs, draft_sources = (setup.network or self.model).inputs, setup.draft_sources
+        inputs, drafts = (setup.network or self.model).inputs, setup.drafts
         sampler = self.sampler = Sampler(setup.vocab_size, setup.max_running, inputs.device, tile=setup.tile)
         if setup.tile is not None:
             inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
         if setup.drafts_on_device:
-            draft_sources = replace(draft_sources, most_on_device=MOST_DRAFTS)
+            assert drafts is not None
+            drafts = replace(drafts, most_on_device=MOST_DRAFTS)
             inputs.num_accepted = sampler.device_drafts.num_accepted
-        self.scheduler = Scheduler(cache, limits, draft_sources=draft_sources)
+        self.scheduler = Scheduler(cache, limits, drafts=drafts)
         config = LoopConfig(setup.commit_lag, setup.max_waiting)
         self.engine = Engine(
             setup.network or self.model,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.speculation.lookup import Lookup
-from lorikeet.shard.speculation.types import Source
 
 MOST_DRAFTS = 16
 """Most drafts of a row in a step."""

@@ -11,7 +11,7 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
 from lorikeet.shard.model import Model
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.draft_length import DraftLengthController
+from lorikeet.shard.speculation.length import DraftLengthController
 from lorikeet.shard.startup.build import build_engine
 
 EPOCH = 1
@@ -82,7 +82,7 @@ class EngineHarness:
         """From now on schedules know what they learnt under that name alone."""
         proposer = self._engine.scheduler.proposer
         assert proposer is not None
-        proposer.draft_length = self._draft_lengths.setdefault(name, DraftLengthController(proposer.draft_sources))
+        proposer.draft_length = self._draft_lengths.setdefault(name, DraftLengthController())
 
     @property
     def is_idle(self) -> bool:

@@ -14,7 +14,7 @@ from tests.shard.engine.simulated_clock import HOST, Clock, run_staggered
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, generate_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import Rig, Setup, make_request
-from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
 HEADS = "b" * 64
 CHANCE = 0.85
@@ -36,10 +36,10 @@ class Traffic:
         requests = [self._make(i) for i in range(self.num_requests)]
         texts = {i: [*r.token_ids, *generate_alone(r.token_ids, r.max_new_tokens)] for i, r in enumerate(requests)}
         has_draft = any(r.speculation.method is Method.DRAFT for r in requests)
-        sources = ScriptedDraftSources(max_batch_size=64, has_draft_model=has_draft, texts=texts, chance=CHANCE)
+        sources = ScriptedDrafts(max_batch_size=64, has_draft_model=has_draft, texts=texts, chance=CHANCE)
         draft = DraftModel(0.85) if has_draft else None
         rig = Rig(
-            Setup(4000, max_running=64, commit_lag=commit_lag, draft_sources=sources, draft=draft,
+            Setup(4000, max_running=64, commit_lag=commit_lag, drafts=sources, draft=draft,
                   drafts_on_device=drafts_on_device)
         )  # fmt: skip
         if drafts_on_device:

@@ -15,7 +15,7 @@ from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig
 from tests.shard.engine.test_speculation import assert_accounts, assert_equal, texts_alone
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SCORED, Rig, Setup, make_request
-from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
 SETUPS = {
     "default": Setup(commit_lag=1, drafts_on_device=True),
@@ -91,7 +91,7 @@ def test_every_text_is_what_it_is_without(
     requests = make_mix(has_penalties=has_penalties)
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    rig = Rig(replace(SETUPS[name], draft_sources=ScriptedDraftSources(texts=texts, chance=chance)))
+    rig = Rig(replace(SETUPS[name], drafts=ScriptedDrafts(texts=texts, chance=chance)))
     script_device(rig, texts, chance, finds_fewer=True)
     outputs, num_uncertain = run(rig, requests, monkeypatch)
     for request in requests:

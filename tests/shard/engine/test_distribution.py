@@ -18,10 +18,10 @@ from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
-from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
 from tests.shard.sampling.oracle import Case
@@ -119,7 +119,7 @@ def run(requests: list[Request], running: Running) -> int:
     scheduler = Scheduler(
         KvCache(running.num_pages, PAGE_SIZE, prefix_caching=True),
         Limits(running.step_tokens, MAX_RUNNING, True, 512),
-        draft_sources=DraftSources(MAX_RUNNING, has_draft_model=True),
+        drafts=DraftSettings(MAX_RUNNING, has_draft_model=True),
     )
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))

@@ -14,8 +14,7 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import Request, Source
 from lorikeet.shard.startup.build import build_engine
 from lorikeet.shard.startup.draft_model import load_draft_model
 from tests import tiny

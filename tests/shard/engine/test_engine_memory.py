@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.requests.request import FinishReason
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import generate_alone
 from tests.shard.rig import Rig, Setup, make_request
 
@@ -21,7 +21,7 @@ from tests.shard.rig import Rig, Setup, make_request
     ],
 )
 def test_a_step_without_memory_is_computed_again_in_smaller_ones(lag: int, most_tokens: int) -> None:
-    rig = Rig(Setup(commit_lag=lag, draft_sources=DraftSources()))
+    rig = Rig(Setup(commit_lag=lag, drafts=DraftSettings()))
     rig.watches_kv = True
     prompts = {i: list(range(i, i + 9 + 4 * i)) for i in range(6)}
     drafted = Speculation(Method.LOOKUP, 3)

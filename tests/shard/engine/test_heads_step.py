@@ -8,10 +8,9 @@ import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
-from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.request import FinishReason, Request, Source
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.engine.test_speculation import SETUPS, assert_equal, mixed_distributions, texts_alone
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup, make_request
@@ -23,7 +22,7 @@ BROUGHT = ((TWO, ""), (PLAIN, FIVE), ("", TWO), (FIVE, FIVE), (PLAIN, ""), ("", 
 
 def make_rig(setup: Setup, num_slots: int = 3) -> Rig:
     """A rig whose reader finds every content at once."""
-    rig = Rig(replace(setup, draft_sources=DraftSources()))
+    rig = Rig(replace(setup, drafts=DraftSettings()))
 
     def load(digest: str) -> None:
         rig.inbox.put(AdapterRead(digest, CONTENTS.get(digest), "" if digest in CONTENTS else "not there"))

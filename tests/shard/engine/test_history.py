@@ -8,10 +8,10 @@ import pytest
 
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.requests.constraint import Unconstrained
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.speculation.history import MIN_BYTES, History
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import Request, Source
+from lorikeet.shard.speculation.drafter import DraftSettings, Pages
+from lorikeet.shard.speculation.drafters import Drafters, best_offer
+from lorikeet.shard.speculation.history_index import MIN_BYTES, History
 from tests.shard.fake_model import DraftModel
 from tests.shard.rig import SAMPLED, Rig, Setup, copy_of, make_request
 
@@ -33,8 +33,8 @@ SAMPLE = (
 
 def rig(setup: Setup | None = None) -> Rig:
     setup = setup or Setup()
-    sources = DraftSources(ngram_min=4, has_draft_model=setup.draft is not None, history=History(MIN_BYTES))
-    return Rig(replace(setup, draft_sources=sources))
+    sources = DraftSettings(ngram_min=4, has_draft_model=setup.draft is not None, history=History(MIN_BYTES))
+    return Rig(replace(setup, drafts=sources))
 
 
 def make(number: int, tenant: str, sampling: SamplingParams | None = None, **values: object) -> Request:
@@ -94,15 +94,15 @@ def test_another_tenant_gets_no_drafts(tenant: str) -> None:
 
 
 def test_another_adapter_gets_no_drafts() -> None:
-    sources = rig().scheduler.proposer.draft_sources
+    sources = rig().scheduler.proposer.drafters
     ended = make(1, "one", adapter_digest="a" * 64)
     ended.token_ids += range(1, 20)
-    sources.record(ended)
+    sources.finished(ended)
     for digest, is_found in (("a" * 64, True), ("b" * 64, False), ("", False)):
         request = make(2, "one", adapter_digest=digest)
         request.token_ids += range(1, 9)
-        offer = sources.offer(request, room=9)
-        assert (offer is not None and offer.source is Source.HISTORY) == is_found
+        offer = best_offer(sources.of(request), request, 9)
+        assert (offer is not None and offer.source == Source.HISTORY) == is_found
 
 
 def test_nothing_is_kept_of_requests_without_a_tenant_or_with_an_error() -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_kept_of_requests_without_a_tenant_or_with_an_error() -> None
     failed.error = "a fault of this request alone"
     engine.step(2)
     assert engine.outputs[2].error
-    history = engine.scheduler.proposer.draft_sources.history
+    history = engine.scheduler.proposer.drafters.settings.history
     assert isinstance(history, History) and len(history) == 0
 
 
@@ -129,13 +129,13 @@ def test_the_output_of_an_aborted_request_is_kept() -> None:
 
 
 def test_a_longer_match_goes_before_a_shorter_one_of_lookup() -> None:
-    sources = DraftSources(history=History(MIN_BYTES))
+    sources = Drafters(DraftSettings(history=History(MIN_BYTES)), Pages(4, []))
     ended = make_request(1, [1, 2], 40, tenant="one")
     ended.token_ids += [10, 11, 12, 13, 14, 15]
-    sources.record(ended)
+    sources.finished(ended)
     request = make_request(2, [13, 99, 10, 11, 12, 13], 40, tenant="one", speculation=SPECULATION)
-    offer = sources.offer(request, room=9)
+    offer = best_offer(sources.of(request), request, 9)
     assert offer is not None and (offer.source, offer.draft_ids) == (Source.HISTORY, [14, 15]) and offer.is_long
     request = make_request(3, [13, 14, 99, 13, 14], 40, tenant="one", speculation=SPECULATION)
-    offer = sources.offer(request, room=9)
-    assert offer is not None and offer.source is Source.LOOKUP
+    offer = best_offer(sources.of(request), request, 9)
+    assert offer is not None and offer.source == Source.LOOKUP

@@ -19,7 +19,7 @@ from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.sampling import plan
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests import tiny
 from tests.shard.rig import Rig, Setup, make_request
 
@@ -90,7 +90,7 @@ def test_nothing_of_a_step_mixes_host_and_device(name: str, lag: int) -> None:
     draft = model_of(name)
     rig = Rig(
         Setup(NUM_PAGES, model.page_size, 64, 8, commit_lag=lag, network=model, draft_network=draft,
-              draft_sources=DraftSources(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
+              drafts=DraftSettings(8, 1, 8, 4, has_draft_model=True), vocab_size=model.info.vocab_size)
     )  # fmt: skip
     drafts = [Speculation(), Speculation(Method.LOOKUP, 3), Speculation(Method.DRAFT, 3),
                Speculation(Method.DRAFT, 2, verify=Verification.REJECTION)]  # fmt: skip

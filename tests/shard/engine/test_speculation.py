@@ -7,12 +7,11 @@ import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.grpc.outbox import Details, Output
-from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import FinishReason, Request, Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 from tests.shard.sampling.oracle import Case, excluded
-from tests.shard.speculation.scripted_drafts import ScriptedDraftSources, script_device
+from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
 SETUPS = {
     "default": Setup(),
@@ -124,7 +123,7 @@ def test_every_text_is_what_it_is_without(setup: Setup, chance: float) -> None:
     requests = mixed_distributions()
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    rig = Rig(replace(setup, draft_sources=ScriptedDraftSources(texts=texts, chance=chance)))
+    rig = Rig(replace(setup, drafts=ScriptedDrafts(texts=texts, chance=chance)))
     script_device(rig, texts, chance)
     outputs = rig.run(*requests)
     for request in requests:
@@ -146,7 +145,7 @@ def test_drafts_change_no_distribution(values: dict[str, object]) -> None:
     requests = make_mix(**values)
     alone = texts_alone(requests)
     texts = {r.key[1]: r.token_ids + alone[r.key[1]].token_ids for r in requests}
-    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(texts=texts, chance=0.8))).run(*requests)
+    outputs = Rig(Setup(drafts=ScriptedDrafts(texts=texts, chance=0.8))).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
 
@@ -182,7 +181,7 @@ def test_masks_that_exclude_every_token_end_only_their_request() -> None:
 def test_accepted_drafts_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 40, speculation=Speculation(Method.LOOKUP, 3))
     text = [1, 2, 3, *Rig().run(copy_of(request, 1))[1].token_ids]
-    rig = Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: text}, chance=1.0)))
+    rig = Rig(Setup(drafts=ScriptedDrafts(texts={1: text}, chance=1.0)))
     output = rig.run(request)[1]
     assert rig.model.num_steps == 1 + 39 // 4 + 1  # the last step has fewer drafts
     assert output.num_accepted == sum(output.num_drafted) == 39 - 10
@@ -192,7 +191,7 @@ def test_accepted_drafts_take_fewer_steps() -> None:
 def test_with_many_running_nothing_is_drafted() -> None:
     requests = [make_request(i, [i], 20, speculation=Speculation(Method.LOOKUP, 3)) for i in range(4)]
     texts = {i: [i] * 30 for i in range(4)}
-    outputs = Rig(Setup(draft_sources=ScriptedDraftSources(max_batch_size=3, texts=texts))).run(*requests)
+    outputs = Rig(Setup(drafts=ScriptedDrafts(max_batch_size=3, texts=texts))).run(*requests)
     assert not any(output.num_drafted for output in outputs.values())
 
 
@@ -200,7 +199,7 @@ def test_bad_logits_after_a_draft_end_the_request_at_the_same_token() -> None:
     request = make_request(1, [1, 2, 3], 30, speculation=Speculation(Method.LOOKUP, 5))
     text = Rig().run(copy_of(request, 1))[1].token_ids
     poison = next(token for at, token in enumerate(text) if at > 4 and token not in text[:at] + [1, 2, 3])
-    alone, drafting = Rig(), Rig(Setup(draft_sources=ScriptedDraftSources(texts={1: [1, 2, 3, *text]}, chance=1.0)))
+    alone, drafting = Rig(), Rig(Setup(drafts=ScriptedDrafts(texts={1: [1, 2, 3, *text]}, chance=1.0)))
     alone.model.poison = drafting.model.poison = poison
     expected, found = alone.run(copy_of(request, 1))[1], drafting.run(request)[1]
     assert found.token_ids == expected.token_ids == text[: text.index(poison) + 1]

@@ -16,9 +16,8 @@ from lorikeet.proto.params import Grammar, Method, SamplingParams, Speculation, 
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import masks, matcher
 from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import FinishReason, Request, Source
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import DraftModel
 from tests.shard.grammar import small_tokenizer
 from tests.shard.grammar.small_tokenizer import EOS, choice, regex, schema, text_of
@@ -38,12 +37,12 @@ GRAMMARS = {
     "choice": choice("true", "false", "none"),
 }
 SAMPLING = (SamplingParams(), SamplingParams(do_sample=True, temperature=1.5, seed=4))
-DRAFTING = DraftSources(has_draft_model=True)
+DRAFTING = DraftSettings(has_draft_model=True)
 SETUPS = {
-    "default": Setup(draft_sources=DRAFTING, draft=DraftModel(0.5)),
-    "lag 1": Setup(draft_sources=DRAFTING, draft=DraftModel(0.5), commit_lag=1),
-    "few pages": Setup(26, draft_sources=DRAFTING, draft=DraftModel(0.5)),
-    "chunks of 7, lag 1": Setup(draft_sources=DRAFTING, draft=DraftModel(0.5), step_tokens=7, commit_lag=1),
+    "default": Setup(drafts=DRAFTING, draft=DraftModel(0.5)),
+    "lag 1": Setup(drafts=DRAFTING, draft=DraftModel(0.5), commit_lag=1),
+    "few pages": Setup(26, drafts=DRAFTING, draft=DraftModel(0.5)),
+    "chunks of 7, lag 1": Setup(drafts=DRAFTING, draft=DraftModel(0.5), step_tokens=7, commit_lag=1),
 }
 SPECULATIONS = {
     "off": Speculation(),
@@ -109,7 +108,7 @@ def test_no_draft_source_and_no_batch_changes_an_output(setup: Setup, has_drafts
 
 def test_tokens_that_must_follow_are_accepted_drafts() -> None:
     request = make(1, "object", SAMPLING[1], proposes=True)
-    output = rig(Setup(draft_sources=DRAFTING)).run(request)[1]
+    output = rig(Setup(drafts=DRAFTING)).run(request)[1]
     plain = alone(request)
     assert output.token_ids == plain.token_ids
     sources = [Source(source) for source in output.sources]
@@ -160,7 +159,7 @@ def test_the_length_may_end_an_output_in_its_middle() -> None:
 @pytest.mark.parametrize("verify", Verification)
 def test_drafts_of_a_draft_model_are_truncated(verify: Verification) -> None:
     """The rejection rule gives other texts for a seed, but never one that the grammar refuses."""
-    setup = Setup(draft_sources=DRAFTING, draft=DraftModel(0.5))
+    setup = Setup(drafts=DRAFTING, draft=DraftModel(0.5))
     for number in range(1, 6):
         speculation = Speculation(Method.DRAFT, 4, verify=verify)
         name = list(GRAMMARS)[number % 4]

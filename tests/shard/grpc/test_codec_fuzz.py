@@ -17,7 +17,7 @@ from lorikeet.proto.params import Method, Schedule, Verification
 from lorikeet.shard.grpc.codec import Bounds, read_command
 from lorikeet.shard.grpc.inbox import AdapterRead
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel
 from tests.shard.grpc.test_adapter_events import Device, Weights
 from tests.shard.rig import EPOCH, Rig, Setup
@@ -107,11 +107,9 @@ class WireMachine(RuleBasedStateMachine):
 
     @initialize(lag=st.integers(0, 1), num_pages=st.integers(4, 60), max_running=st.integers(1, 5))
     def begin(self, lag: int, num_pages: int, max_running: int) -> None:
-        draft_sources = DraftSources(has_draft_model=True)
+        draft_sources = DraftSettings(has_draft_model=True)
         draft = DraftModel(0.7)
-        self.rig = Rig(
-            Setup(num_pages, 4, 16, max_running, 4, commit_lag=lag, draft_sources=draft_sources, draft=draft)
-        )
+        self.rig = Rig(Setup(num_pages, 4, 16, max_running, 4, commit_lag=lag, drafts=draft_sources, draft=draft))
         self.requested: list[str] = []
         self.rig.scheduler.adapters = AdapterSlots(SlotLimits(2, 100, 100), Device(), self.requested.append)
         self.bounds = Bounds(VOCAB_SIZE, 600, 4 * num_pages, has_adapters=True, has_draft_model=True)

@@ -20,7 +20,7 @@ from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.learning import pairs
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import Source
 from tests.shard.learning import learners
 from tests.shard.learning.learners import HEADS, PROMPT_IDS, DirectTrainer, Learner, tokens_per_step
 

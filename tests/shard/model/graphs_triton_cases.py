@@ -16,7 +16,7 @@ from lorikeet.shard.model.graphs import CudaRecorder, Launch
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from lorikeet.shard.sampling.device import Tile
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, Bench
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with
@@ -150,7 +150,7 @@ def test_a_graph_samples_what_the_same_kernels_sample_outside(lag: int, drafts_o
         model, recorder = model_with(num_layers=1, device=DEVICE), CountingRecorder()
         rig = Rig(
             Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, tile=Tile(64, 64),
-                  draft_sources=DraftSources(8, 1, 8, 4), drafts_on_device=drafts_on_device)
+                  drafts=DraftSettings(8, 1, 8, 4), drafts_on_device=drafts_on_device)
         )  # fmt: skip
         if not samples_in_graph:
             model.inputs.graph_sampling = None

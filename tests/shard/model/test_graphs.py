@@ -22,7 +22,7 @@ from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture, Launch
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.apart import run
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.model.dense_attention import CPU, DenseAttention
@@ -242,7 +242,7 @@ def test_graphs_take_the_tokens_that_the_host_does_not_know(drafts_on_device: bo
 
 def rig_of(model: Model, lag: int, drafts_on_device: bool = False) -> Rig:
     return Rig(
-        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=DraftSources(8, 1, 8, 4),
+        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, drafts=DraftSettings(8, 1, 8, 4),
               drafts_on_device=drafts_on_device)
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.plan import Fused, Planner, Row
 from lorikeet.shard.sampling.report import Sampled, SlowRows, result_bytes
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.system.operators import operator
 from tests.shard.grammar import small_tokenizer
 from tests.shard.model.dense_attention import DenseAttention
@@ -104,7 +104,7 @@ def rig_of(lag: int, samples_in_graph: bool = True) -> tuple[Rig, Model]:
     """An engine whose steps are captured."""
     model = model_with()
     rig = Rig(
-        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, draft_sources=DraftSources(8, 1, 8, 4),
+        Setup(NUM_PAGES, PAGE_SIZE, 64, 8, commit_lag=lag, network=model, drafts=DraftSettings(8, 1, 8, 4),
               grammars=small_tokenizer.compiler())
     )  # fmt: skip
     in_graph = with_kernels(rig.sampler).in_graph

@@ -1,19 +1,17 @@
 """The load that a proposer passes to the draft lengths."""
 
-from unittest.mock import create_autospec
-
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.budget import Budget
-from lorikeet.shard.scheduler.draft_sources import DraftSources
+from lorikeet.shard.scheduler.budget import Budget, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
+from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.throughput import Load
 from tests.shard.rig import make_request
 
 
 def test_the_load_counts_all_scheduled_requests() -> None:
-    proposer = Proposer(create_autospec(KvCache), DraftSources())
+    proposer = Proposer(KvCache(9, 4), DraftSettings())
     loads: list[Load] = []
     proposer.draft_length.choose = lambda offers, load: loads.append(load) or [0] * len(offers)  # type: ignore[method-assign,func-returns-value]
     wanted = Speculation(Method.LOOKUP, 3, schedule=Schedule.AUTO)
@@ -21,6 +19,6 @@ def test_the_load_counts_all_scheduled_requests() -> None:
     drafting.is_fresh = False
     prompt = make_request(2, [1] * 9, 10)
     scheduled = [ScheduledRequest(drafting, 3, 4, samples=True), ScheduledRequest(prompt, 2, 6, samples=False)]
-    proposer.propose(scheduled, 2, create_autospec(Budget))
+    proposer.propose(scheduled, 2, Budget(Limits(9, 2), {}))
     (load,) = loads
     assert (load.num_sampled, load.num_tokens, load.num_attended) == (1, 5, 4 + (3 + 4 + 5 + 6))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.draft_sources import DraftSources
 from lorikeet.shard.speculation.device import device_drafts
 from lorikeet.shard.speculation.device.device_drafts import Emitted, Texts
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.speculation.drafter import Drafter, DraftSettings
+from lorikeet.shard.speculation.lookup import Lookup, LookupDrafter
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import Rig
 
@@ -18,16 +18,14 @@ FEWER_EVERY = 11
 """At two of so many lengths the device may find one draft and none, where the host expects more."""
 
 
-class ScriptedDraftSource:
+class ScriptedText(Lookup):
     """Proposes each token of a text with the given probability, by a hash of its position alone, else another one."""
-
-    source = Source.LOOKUP
-    match_length = 99
 
     def __init__(self, text: Sequence[int], num_known: int, chance: float) -> None:
         self._text = text
         self._num_known = num_known
         self._chance = chance
+        self.match_length = 99
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._num_known += len(token_ids)
@@ -57,19 +55,26 @@ def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float, f
             num_found = device_drafts.MOST_DRAFTS
             if finds_fewer and length % FEWER_EVERY < 2:
                 num_found = length % FEWER_EVERY
-            ids = ScriptedDraftSource(text, length, chance).propose(num_found)
+            ids = ScriptedText(text, length, chance).propose(num_found)
             known.draft_ids[0, row].fill_(device_drafts.NO_TOKEN)
             known.draft_ids[0, row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
 
     rig.sampler.device_drafts._propose = propose
 
 
+class ScriptedDrafter(LookupDrafter):
+    """Takes the place of prompt lookup."""
+
+    def index(self, request: Request) -> ScriptedText:
+        settings = self._settings
+        assert isinstance(settings, ScriptedDrafts)
+        return ScriptedText(settings.texts[request.key[1]], len(request.token_ids), settings.chance)
+
+
 @dataclass(frozen=True)
-class ScriptedDraftSources(DraftSources):
+class ScriptedDrafts(DraftSettings):
     """For requests whose whole texts are known, by the request's id."""
 
     texts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     chance: float = 0.8
-
-    def make(self, request: Request) -> ScriptedDraftSource:
-        return ScriptedDraftSource(self.texts[request.key[1]], len(request.token_ids), self.chance)
+    further: tuple[type[Drafter], ...] = (ScriptedDrafter,)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.shard.speculation.history import BLOCK, CONTEXT, LENGTHS, MIN_BYTES, History
+from lorikeet.shard.speculation.history_index import BLOCK, CONTEXT, LENGTHS, MIN_BYTES, History
 
 PAIR = ("tenant", "digest")
 OUTPUTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)

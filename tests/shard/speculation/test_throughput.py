@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.shard.scheduler.draft_length import DraftLengthController
-from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.speculation.drafter import Offer, kind_of
+from lorikeet.shard.speculation.length import DraftLengthController
 from lorikeet.shard.speculation.throughput import Candidates, Load
-from lorikeet.shard.speculation.types import Source
-from tests.shard.scheduler.test_draft_length import make
+from tests.shard.speculation.test_length import make
 
 OFFERS = st.lists(
     st.tuples(
@@ -44,7 +44,7 @@ def test_no_other_widths_give_more(
     offered: list[tuple[Source, int, float, float]], steps: list[float], first: float, further: float
 ) -> None:
     """Against every combination there is."""
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     for number, seconds in enumerate(np.cumsum(steps), 1):
         draft_length.plain.observe(number, 0, float(seconds))
     num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
@@ -52,7 +52,10 @@ def test_no_other_widths_give_more(
     drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
     rates = [AcceptanceRates(first, further) for _, _, first, further in offered]
-    rates_of = {id(draft_length._draft_state(offer)): each for offer, each in zip(offers, rates, strict=True)}
+    rates_of = {
+        id(draft_length._state(offer.request, kind_of(offer.request, offer.source))): each
+        for offer, each in zip(offers, rates, strict=True)
+    }
     draft_length._rates = lambda draft_state: rates_of[id(draft_state)]  # type: ignore[method-assign]
 
     def rate(widths: tuple[int, ...]) -> float:
@@ -64,7 +67,9 @@ def test_no_other_widths_give_more(
 
     found = tuple(
         draft_length._best(
-            offers, [draft_length._draft_state(offer) for offer in offers], Load(len(offers), len(offers))
+            offers,
+            [draft_length._state(offer.request, kind_of(offer.request, offer.source)) for offer in offers],
+            Load(len(offers), len(offers)),
         )
     )
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))

@@ -6,9 +6,8 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Verification
-from lorikeet.shard.requests.request import FinishReason
+from lorikeet.shard.requests.request import FinishReason, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.speculation.types import Source
 
 
 def test_the_earlier_spelling_of_shared_noise_is_accepted() -> None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.scheduler.draft_sources import DraftSources
-from lorikeet.shard.speculation.types import Source
+from lorikeet.shard.requests.request import FinishReason, Request, Source
+from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.engine.test_speculation import (
     DISTRIBUTIONS,
     SETUPS,
@@ -22,7 +21,7 @@ from tests.shard.engine.test_speculation import (
 from tests.shard.fake_model import DraftModel, generate_alone
 from tests.shard.rig import Rig, Setup, copy_of, make_request
 
-DRAFT_SOURCES = DraftSources(has_draft_model=True)
+DRAFTS = DraftSettings(has_draft_model=True)
 WIDTHS = (1, 3, 5, 10)
 SCHEDULES = list(Schedule)
 
@@ -48,7 +47,7 @@ def test_every_text_is_what_it_is_without(case: int) -> None:
     setup, chance = list(SETUPS.values())[case], CHANCES[case % 3]
     requests = drafting(mixed_distributions())
     alone = texts_alone(requests)
-    rig = Rig(replace(setup, draft_sources=DRAFT_SOURCES, draft=DraftModel(chance)))
+    rig = Rig(replace(setup, drafts=DRAFTS, draft=DraftModel(chance)))
     rig.watches_kv = True
     outputs = rig.run(*requests)
     for request in requests:
@@ -73,7 +72,7 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
     """Drafts use every transform of the target at its position, and the same noise."""
     requests = drafting(make_mix(**values))
     alone = texts_alone(requests)
-    outputs = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(*requests)
+    outputs = Rig(Setup(drafts=DRAFTS, draft=DraftModel())).run(*requests)
     for request in requests:
         assert_equal(outputs[request.key[1]], alone[request.key[1]])
         output = outputs[request.key[1]]
@@ -84,7 +83,7 @@ def test_the_same_model_drafts_what_is_drawn(values: dict[str, object]) -> None:
 
 def test_first_passes_and_further_ones_are_timed_apart() -> None:
     request = make_request(1, [5, 6, 7], 40, speculation=Speculation(Method.DRAFT, 4, schedule=Schedule.AUTO))
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     observed: list[tuple[float, float]] = []
     assert rig.engine.scheduler.proposer is not None
     draft_length = rig.engine.scheduler.proposer.draft_length
@@ -112,7 +111,7 @@ def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
     for request in requests:
         request.speculation = replace(request.speculation, schedule=schedule)
     alone = texts_alone(requests)
-    rig = Rig(replace(SETUPS[name], draft_sources=DRAFT_SOURCES, draft=DraftModel(0.6)))
+    rig = Rig(replace(SETUPS[name], drafts=DRAFTS, draft=DraftModel(0.6)))
     rig.watches_kv = True
     outputs = rig.run(*requests)
     for request in requests:
@@ -123,7 +122,7 @@ def test_no_schedule_changes_a_text(name: str, schedule: Schedule) -> None:
 
 def test_right_drafts_take_fewer_steps() -> None:
     request = make_request(1, [1, 2, 3], 41, speculation=Speculation(Method.DRAFT, 4))
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     output = rig.run(request)[1]
     assert output.num_drafted == (0, 0, 32, 0, 0) and output.num_accepted == 32
     assert rig.model.num_steps == 1 + 40 // 5
@@ -139,14 +138,14 @@ def test_a_text_ends_at_its_stop_inside_a_block() -> None:
     stop = text[3]  # the first token has no drafts; of the block after it this is the third
     assert stop not in text[:3]
     request = make_request(1, [1, 2, 3], 20, stop_ids=frozenset({stop}), speculation=Speculation(Method.DRAFT, 6))
-    output = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel())).run(request)[1]
+    output = Rig(Setup(drafts=DRAFTS, draft=DraftModel())).run(request)[1]
     assert output.token_ids == text[:4]
     assert (output.num_drafted, output.num_accepted) == ((0, 0, 6, 0, 0), 3)
 
 
 def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
     prompt = list(range(40))
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     assert rig.draft is not None
     rig.run(make_request(1, prompt, 2, speculation=Speculation(Method.DRAFT, 4)))
     first = rig.draft.num_tokens
@@ -157,7 +156,7 @@ def test_a_prefix_that_the_draft_model_knows_is_not_taken_in_again() -> None:
 
 def test_a_prefix_that_only_the_target_knows_is_taken_in() -> None:
     prompt = list(range(40))
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     assert rig.draft is not None
     rig.watches_kv = True
     rig.run(make_request(1, prompt, 10))
@@ -173,7 +172,7 @@ def test_a_prefix_that_only_the_target_knows_is_taken_in() -> None:
 def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
     request = make_request(1, [1, 2, 3, 4, 5, 6, 7, 8] * 3, 40, speculation=Speculation(Method.AUTO, 4))
     alone = Rig().run(copy_of(request, 1))[1]
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     rig.watches_kv = True
     output = rig.run(request)[1]
     assert output.token_ids == alone.token_ids
@@ -184,7 +183,7 @@ def test_lookup_goes_before_the_draft_model_which_then_catches_up() -> None:
 def test_the_first_token_after_a_move_is_the_target_s_own(num_known: int) -> None:
     """Even if a prefix hit leaves one token to compute, as in any other step."""
     text = Rig().run(make_request(1, [1, 2, 3, 4, 5], 20))[1].token_ids
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel()))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel()))
     for number in (1, 2):
         moved = make_request(number, [1, 2, 3, 4, 5], 20, speculation=Speculation(Method.DRAFT, 4))
         moved.token_ids += text[:num_known]
@@ -198,7 +197,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
     """The drafts of one request fill the memory; pages of rejected drafts are free again when another needs one."""
     drafting_request = make_request(1, [1] * 8, 16, speculation=Speculation(Method.DRAFT, 10))
     other = make_request(2, [2] * 8, 5)
-    rig = Rig(Setup(num_pages=6, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.0), prefix_caching=False))
+    rig = Rig(Setup(num_pages=6, drafts=DRAFTS, draft=DraftModel(0.0), prefix_caching=False))
     rig.submit(drafting_request, other)
     rig.step(2)
     assert len(drafting_request.page_ids) == 3 and sum(rig.outputs[1].num_drafted) == 3
@@ -210,9 +209,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
 def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> None:
     """With memory for a few of them, so that some are preempted in the middle of a block."""
     rng = random.Random(lag)
-    setup = Setup(
-        num_pages=18, step_tokens=23, max_running=6, commit_lag=lag, draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)
-    )
+    setup = Setup(num_pages=18, step_tokens=23, max_running=6, commit_lag=lag, drafts=DRAFTS, draft=DraftModel(0.7))
     rig = Rig(setup)
     rig.watches_kv = True
     requests: dict[int, Request] = {}
@@ -245,7 +242,7 @@ def test_requests_that_join_leave_and_are_cancelled_change_nobody(lag: int) -> N
 def test_steps_and_sources_add_up(width: int) -> None:
     """One forward pass for each step that emitted tokens, each ended by a token of the target."""
     wanted = Speculation(Method.DRAFT, width)
-    rig = Rig(Setup(draft_sources=DRAFT_SOURCES, draft=DraftModel(0.7)))
+    rig = Rig(Setup(drafts=DRAFTS, draft=DraftModel(0.7)))
     output = rig.run(make_request(1, [4, 5, 6], 60, speculation=wanted))[1]
     sources = [Source(source) for source in output.sources]
     num_steps = output.step_ends.count(1)

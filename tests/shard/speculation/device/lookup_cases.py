@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.speculation.device.device_drafts import (
     BLOCK,
     MOST_DRAFTS,
@@ -16,7 +17,6 @@ from lorikeet.shard.speculation.device.device_drafts import (
     propose,
 )
 from lorikeet.shard.speculation.device.lookup_triton import propose as by_kernel
-from lorikeet.shard.speculation.types import Source
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 MAX_ROWS = 6

@@ -5,15 +5,14 @@ import random
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.requests.request import Request
+from lorikeet.shard.requests.request import Request, Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler import draft_length
-from lorikeet.shard.scheduler.draft_length import DraftLengthController
-from lorikeet.shard.scheduler.draft_sources import DraftSources, Offer
+from lorikeet.shard.speculation import length
 from lorikeet.shard.speculation.acceptance import AcceptanceRates
 from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.drafter import Offer, kind_of
+from lorikeet.shard.speculation.length import DraftLengthController
 from lorikeet.shard.speculation.throughput import Load
-from lorikeet.shard.speculation.types import Source
 from tests.shard.rig import make_request
 
 MOST = 8
@@ -24,11 +23,16 @@ def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
     return make_request(number, [1, 2, 3], 10_000, speculation=method, order=number)
 
 
+def skips(draft_length: DraftLengthController, request: Request) -> bool:
+    """Whether the draft model is left out of the request's next step."""
+    return not draft_length.may_try(request, kind_of(request, Source.DRAFT))
+
+
 class World:
     """Drafts that are right with a given chance each, and steps with given costs."""
 
     def __init__(self, chance: float, slope: float, pass_cost: float, num_requests: int = 1) -> None:
-        self.draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+        self.draft_length = DraftLengthController()
         self.requests = [make(number=i) for i in range(num_requests)]
         self.chance, self._slope, self._pass_cost = chance, slope, pass_cost
         self._random = random.Random(3)
@@ -44,7 +48,7 @@ class World:
         """Tokens and seconds."""
         tokens = seconds = 0.0
         for _ in range(num_steps):
-            wanting = [request for request in self.requests if not self.draft_length.skips(request, Source.DRAFT)]
+            wanting = [request for request in self.requests if not skips(self.draft_length, request)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
             widths = self.draft_length.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
             scheduled = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
@@ -119,12 +123,12 @@ def test_an_exploration_does_not_disable_new_requests() -> None:
     costs = world.draft_length.plain
     costs._samples = {number: seen for number, seen in costs._samples.items() if number > 4}
     costs._curve = None
-    for _ in range(draft_length.KEPT_STEPS + 2):
+    for _ in range(length.RETRY + 2):
         world.run(1)
         if world.widths[-1] == 0:
             break
     assert world.widths[-1] == 0  # a step without drafts, as if never measured, looks cheap
-    assert not world.draft_length.skips(make(number=9), Source.DRAFT)
+    assert not skips(world.draft_length, make(number=9))
 
 
 @pytest.mark.parametrize("num_slow", [2, 6])
@@ -168,28 +172,30 @@ def test_auto_resumes_when_drafts_become_right() -> None:
 def test_a_new_request_learns_from_others() -> None:
     world = World(0.0, 0.05, 0.3, num_requests=4)
     world.run(300)
-    newcomer = make(number=2)
-    assert world.draft_length.skips(newcomer, Source.DRAFT)
-    assert not world.draft_length.wants(newcomer)
+    newcomers = [make(number=10 + i) for i in range(12)]
+    assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) >= 11, "one may try it"
+    assert all(world.draft_length.is_idle(newcomer, kind_of(newcomer, Source.DRAFT)) for newcomer in newcomers[1:])
 
 
 def test_a_long_text_has_fewer_drafts_where_attention_is_expensive() -> None:
     draft_length, chance, widths = (
-        DraftLengthController(DraftSources(has_draft_model=True)),
+        DraftLengthController(),
         random.Random(7),
         dict[int, list[int]](),
     )
     for number in range(60):
         request = make(number=number)
-        for length in range(10, 510, 10):
-            request.token_ids = [0] * length
+        for num_known in range(10, 510, 10):
+            request.token_ids = [0] * num_known
             offer = Offer(request, Source.DRAFT, MOST, [])
-            (width,) = draft_length.choose([offer], Load(1, 1, length))
-            item = ScheduledRequest(request, length - 1, length, True, [0] * width, Source.DRAFT, offer.draft_state)
+            (width,) = draft_length.choose([offer], Load(1, 1, num_known))
+            item = ScheduledRequest(
+                request, num_known - 1, num_known, True, [0] * width, Source.DRAFT, offer.draft_state
+            )
             draft_length.observe([item], 1 + 0.02 * width + 0.0005 * item.num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
             draft_length.verified(item, right, right < width)
-            widths.setdefault(length, []).append(width)
+            widths.setdefault(num_known, []).append(width)
     # by arithmetic: 8 and 3
     assert 7 <= sum(widths[20][-30:]) / 30 <= 8
     assert 2.5 <= sum(widths[490][-30:]) / 30 <= 4.5
@@ -213,7 +219,7 @@ def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     best, thought = world.draft_length._best, []
     monkeypatch.setattr(world.draft_length, "_best", lambda *args: thought.append(1) or best(*args))
     world.run(90)
-    assert 90 / (draft_length.KEPT_STEPS + 1) - 1 <= len(thought) <= 90 / draft_length.KEPT_STEPS + 1
+    assert 90 / (length.RETRY + 1) - 1 <= len(thought) <= 90 / length.RETRY + 1
 
 
 def test_nothing_is_explored_in_steps_with_prompts() -> None:
@@ -227,13 +233,13 @@ def test_nothing_is_explored_in_steps_with_prompts() -> None:
 def test_fixed_drafts_of_long_texts_count_as_load() -> None:
     """With them a step takes so long that further drafts are cheap."""
     chosen: list[int] = []
-    for length in (10, 10_000):
-        draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    for num_known in (10, 10_000):
+        draft_length = DraftLengthController()
         for step in range(400):
             num_tokens, num_attended = 2 + step % 20, 10 * (step // 20)
             draft_length.plain.observe(num_tokens, num_attended, 1.0 + 0.5 * num_tokens + 0.01 * num_attended)
         fixed = make(Schedule.CONSTANT, number=2)
-        fixed.token_ids = [0] * length
+        fixed.token_ids = [0] * num_known
         offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST), Offer(fixed, Source.LOOKUP, 2, [5] * 2)]
         chosen.append(draft_length.choose(offers, Load(2, 2))[0])
     assert chosen[0] < chosen[1] == MOST
@@ -243,7 +249,7 @@ def test_drafts_of_other_requests_count() -> None:
     """A step that is full to a stair with fixed drafts has no room below it."""
     chosen: list[int] = []
     for num_constant in (0, 7):
-        draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+        draft_length = DraftLengthController()
         for num_tokens in 10 * (2, 9, 10, 18):
             draft_length.plain.observe(num_tokens, 0, 1.0 if num_tokens < 10 else 9.0)
         offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST)]
@@ -256,7 +262,7 @@ def test_drafts_of_other_requests_count() -> None:
 
 @pytest.mark.parametrize("with_prompts", [False, True])
 def test_steps_with_prompts_have_separate_costs(with_prompts: bool) -> None:
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     for num_tokens in 10 * (1, 9, 50, 58):
         draft_length.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
         draft_length.with_prompts.observe(num_tokens, 0, 1.0)
@@ -265,7 +271,7 @@ def test_steps_with_prompts_have_separate_costs(with_prompts: bool) -> None:
 
 
 def test_long_texts_make_the_draft_model_expensive() -> None:
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     for step in range(400):
         length = 100 * (step % 10)
         draft_length.plain.observe(1 + step % 9, 0, 1.0)
@@ -280,7 +286,7 @@ def test_further_drafts_cost_what_further_passes_do() -> None:
     """Where the first pass takes most of the time, one draft is not worth it and many are; were all passes alike, each
     would look too dear.
     """
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     draft_length.plain.observe(1, 0, 1.0)
     for step in range(40):
         item = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
@@ -291,7 +297,7 @@ def test_further_drafts_cost_what_further_passes_do() -> None:
 
 def test_draft_passes_with_prompts_are_not_recorded() -> None:
     """The first one takes the prompts in."""
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     prompt = ScheduledRequest(make(number=2), 0, 9, samples=False)
     drafted = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
     draft_length.observe([drafted, prompt], 9.0, (8.0, 0.0))
@@ -305,7 +311,7 @@ def test_draft_passes_with_prompts_are_not_recorded() -> None:
 
 
 def test_heuristic_follows_its_rule() -> None:
-    draft_length, request = DraftLengthController(DraftSources(has_draft_model=True)), make(Schedule.HEURISTIC)
+    draft_length, request = DraftLengthController(), make(Schedule.HEURISTIC)
     widths = []
     for right in (0, 0, 99, 99, 0):
         offer = Offer(request, Source.DRAFT, MOST, [])
@@ -319,18 +325,18 @@ def test_heuristic_follows_its_rule() -> None:
 
 
 def test_constant_takes_all() -> None:
-    draft_length, request = DraftLengthController(DraftSources(has_draft_model=True)), make(Schedule.CONSTANT)
+    draft_length, request = DraftLengthController(), make(Schedule.CONSTANT)
     assert draft_length.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert not draft_length.is_used
 
 
 def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
     """One kind of drafts is disabled without another."""
-    draft_length = DraftLengthController(DraftSources(has_draft_model=True))
+    draft_length = DraftLengthController()
     request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
     for _ in range(30):
         offer = Offer(request, Source.DRAFT, 4, [])
-        widths = [] if draft_length.skips(request, Source.DRAFT) else draft_length.choose([offer], Load(1, 1))
+        widths = [] if skips(draft_length, request) else draft_length.choose([offer], Load(1, 1))
         item = ScheduledRequest(
             request,
             9,
@@ -343,7 +349,7 @@ def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
         draft_length.observe([item], 1.0 + 0.2 * item.num_tokens, (0.5, 0.0))
         if item.draft_ids:
             draft_length.verified(item, 0, was_rejected=True)
-    assert draft_length.skips(request, Source.DRAFT)
+    assert skips(draft_length, request)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
     assert draft_length.choose([found], Load(1, 1))[0] > 0
 
@@ -351,13 +357,13 @@ def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
 def test_expensive_drafts_are_retried_under_a_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
-    assert all(world.draft_length.skips(request, Source.DRAFT) for request in world.requests)
+    assert all(skips(world.draft_length, request) for request in world.requests)
     newcomers = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in newcomers) == 15
+    assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) == 15
     del world.requests[1:]
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
     world.draft_length.choose([found], Load(1, 1))  # a step of one request
-    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
+    assert not skips(world.draft_length, world.requests[0])
 
 
 def test_requests_disabled_by_a_prior_start_when_drafts_pay_for_others() -> None:
@@ -365,7 +371,7 @@ def test_requests_disabled_by_a_prior_start_when_drafts_pay_for_others() -> None
     world = World(0.9, 0.01, 1.0, num_requests=16)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(16)]
-    assert sum(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests) == 15
+    assert sum(skips(world.draft_length, newcomer) for newcomer in world.requests) == 15
     world._pass_cost, world.draft_length.drafting = 0.02, DraftCosts()  # it was but a moment
     world.run(60)
     tokens, seconds = world.run(60)
@@ -376,24 +382,35 @@ def test_requests_disabled_by_a_prior_start_when_the_others_have_ended() -> None
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     world.requests = [make(number=100 + i) for i in range(15)]
-    assert all(world.draft_length.skips(newcomer, Source.DRAFT) for newcomer in world.requests)
+    assert all(skips(world.draft_length, newcomer) for newcomer in world.requests)
     del world.requests[1:]
-    world.run(3)
-    assert not world.draft_length.skips(world.requests[0], Source.DRAFT)
+    world.run(1)
+    assert not skips(world.draft_length, world.requests[0])
 
 
-def test_a_request_once_disabled_by_a_prior_is_rechecked_like_others() -> None:
-    """Once it is known better, what it waited so far does not count."""
+def test_a_request_once_disabled_by_a_prior_decides_for_itself_later() -> None:
+    """Once drafts pay for others, what it waited so far does not count."""
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     newcomer = make(number=100)
-    assert all(world.draft_length.skips(newcomer, Source.DRAFT) for _ in range(100))
-    world.draft_length._too_expensive.clear()
-    assert not world.draft_length.skips(newcomer, Source.DRAFT)
+    kind = kind_of(newcomer, Source.DRAFT)
+    assert all(skips(world.draft_length, newcomer) for _ in range(100))
+    world.draft_length._group(kind).wake()
+    assert not skips(world.draft_length, newcomer)
     offer = Offer(newcomer, Source.DRAFT, MOST, [])
-    for _ in range(2):
-        assert world.draft_length.choose([offer], Load(32, 32)) == [0]  # of its own accord, and to think it over soon
-    assert [world.draft_length.skips(newcomer, Source.DRAFT) for _ in range(2)] == [True, False]
+    for _ in range(2):  # it thinks it over once
+        assert not skips(world.draft_length, newcomer)
+        assert world.draft_length.choose([offer], Load(32, 32)) == [0]
+    assert skips(world.draft_length, newcomer)
+
+
+def test_after_a_rest_one_new_request_tries_for_all() -> None:
+    world = World(0.9, 0.05, 1.0, num_requests=32)
+    world.run(300)
+    newcomers = [make(number=100 + i) for i in range(8)]
+    assert all(skips(world.draft_length, newcomer) for newcomer in newcomers)
+    world.draft_length._step = world.draft_length._group(kind_of(newcomers[0], Source.DRAFT)).idle_until
+    assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) == 7
 
 
 def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
@@ -401,23 +418,25 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world.run(300)
     prompts = [ScheduledRequest(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
     world.draft_length.observe(prompts, 5.0, (0.0, 0.0))
-    assert world.draft_length.skips(make(number=300), Source.DRAFT)
+    assert skips(world.draft_length, make(number=300))
 
 
 def test_drafts_that_pay_for_one_request_are_too_expensive_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_length, requests = DraftLengthController(DraftSources(has_draft_model=True)), [make(number=1), make(number=2)]
+    draft_length, requests = DraftLengthController(), [make(number=1), make(number=2)]
     monkeypatch.setattr(draft_length, "_best", lambda offers, *_: [4, 0][: len(offers)])
     for _ in range(8):
-        wanting = [request for request in requests if not draft_length.skips(request, Source.DRAFT)]
+        wanting = [request for request in requests if not skips(draft_length, request)]
         draft_length.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
-    assert not draft_length.skips(make(number=3), Source.DRAFT)
+    assert not skips(draft_length, make(number=3))
 
 
 def test_statistics_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_length, "MOST_KINDS", 5)
+    monkeypatch.setattr(length, "MAX_GROUPS", 5)
     world = World(0.9, 0.1, 0.1, num_requests=12)
     for number, request in enumerate(world.requests):
         request.adapter_digest = f"adapter {number}"
     world.run(30)
-    known = world.draft_length._groups, world.draft_length._retry_after, world.draft_length._too_expensive
-    assert all(len(each) <= 5 for each in known) and known[0]
+    assert 0 < len(world.draft_length._groups) <= 5
+    for request in world.requests:
+        world.draft_length.forget(request)
+    assert not world.draft_length._states
