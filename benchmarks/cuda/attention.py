@@ -15,14 +15,16 @@ from benchmarks.cuda.timing import seconds_of
 from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.flash import choose_implementation, current_implementation
+from lorikeet.shard.attention.flash import choose_implementation, has_page_tables, kind_in_use
 from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, write_limits
 from lorikeet.shard.attention.layerwise import PlacedKV
-from lorikeet.shard.attention.varlen import OLDEST
+from lorikeet.shard.attention.paged import store
+from lorikeet.shard.attention.varlen import OLDEST, CopiedKeysAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.system import gpu
 
 OWNERS = {"varlen": "VarlenAttention", "triton": "PagedAttention"}
+"""By `--attention`."""
 BACKENDS = tuple(OWNERS)
 MOST_BYTES = 4 << 30
 """Maximum bytes of all layers' K and V together."""
@@ -61,13 +63,14 @@ def seconds_by_backend(setup: Setup, step: Step) -> dict[str, float]:
 
 def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
     device, dtype, spec = torch.device(setup.device), getattr(torch, setup.dtype), spec_of(setup.large)
-    backend = attention.create(name, device, dtype, None)
+    is_copied = name == "varlen" and setup.is_cuda and not has_page_tables()
+    backend = CopiedKeysAttention(store=store) if is_copied else attention.create(name, device, dtype, None)
     pages = -(-step.context // backend.page_size)
     num_bytes = step.requests * pages * backend.page_bytes(spec, dtype)
     num_layers = max(1, min(MOST_LAYERS, MOST_BYTES // num_bytes)) if setup.is_cuda else 1
     kvs = [backend.allocate(spec, step.requests * pages, dtype, device) for _ in range(num_layers)]
     layers = cycle(kvs)
-    if setup.is_cuda and owner_of(backend, kvs[0]) != OWNERS[name]:
+    if setup.is_cuda and not is_copied and owner_of(backend, kvs[0]) != OWNERS[name]:
         raise RuntimeError(f"{name} does not compute this layer here, but {owner_of(backend, kvs[0])}")
     inputs = StepInputs(backend.page_size, device)
     order = torch.randperm(step.requests * pages, generator=torch.Generator().manual_seed(setup.seed)).tolist()
@@ -107,7 +110,7 @@ def measure_limits(setup: Setup) -> Cases:
         found[step.tokens, step.context] = times
         yield Case(step.name, times)
     limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
-    key = key_of(capability, current_implementation())
+    key = key_of(capability, kind_in_use())
     print(f"limits of {key}: {json.dumps([limit._asdict() for limit in limits])}", flush=True)
     if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
         write_limits(key, limits)

@@ -4,8 +4,8 @@
 
 - on CUDA from compute capability 8.0 on, for float16 and bfloat16 with K and V not in fp8, `triton` for short segments
   and `varlen`, torch's FlashAttention, for long prompts (by_length.py), with pages of a multiple of 256 tokens, or of
-  64 where FlashAttention 3 runs (flash.py); without triton `varlen` alone; layers that `varlen` does not support run
-  on `triton`;
+  64 where FlashAttention 3 runs (flash.py) or torch has no page tables and keys are copied from pages; without triton
+  `varlen` alone, if torch has page tables; layers that `varlen` does not support run on `triton`;
 - on CUDA otherwise `triton`, our own kernels, if the package triton is installed;
 - on CPU `cpu`, our own C kernel, for float32 and bfloat16 if there is a C compiler;
 - else `reference`, which is slow.
@@ -58,6 +58,14 @@ def create(
         return CpuAttention(dtype, page_size)
     if name == "triton" and not has_triton():
         raise ValueError("the triton attention backend needs the package triton")
+    if name == "varlen" and not is_automatic:
+        from lorikeet.shard.attention.flash import has_page_tables
+
+        if not has_page_tables():
+            raise ValueError(
+                f"--attention varlen needs page tables, which FlashAttention of torch {torch.__version__} lacks: "
+                "install torch 2.13 or newer, or use --attention auto"
+            )
     if name in ("varlen", "triton"):
         return _layerwise(name, device, page_size, kv_dtype, splits=is_automatic and has_triton())
     raise ValueError(f"unknown attention backend {name!r}; known: auto, reference, cpu, varlen, triton")
@@ -70,20 +78,22 @@ def _layerwise(
     backends: list[AttentionBackend] = []
     on_cuda = has_triton() and device.type == "cuda"
     if name == "varlen":
-        from lorikeet.shard.attention.flash import FA2, current_implementation
-        from lorikeet.shard.attention.varlen import VarlenAttention, copy_rows
+        from lorikeet.shard.attention.flash import FA2, current_implementation, has_page_tables
+        from lorikeet.shard.attention.varlen import VarlenAttention, copy_rows, of_this_torch
 
         implementation, store = current_implementation(), copy_rows
         if on_cuda:
             from lorikeet.shard.attention.paged import store
         if splits:
             from lorikeet.shard.attention.by_length import ByLengthAttention
+            from lorikeet.shard.attention.flash import kind_in_use
             from lorikeet.shard.attention.kernel_limits import read_limits
             from lorikeet.shard.attention.paged import PagedAttention
 
-            table, long = read_limits(gpu.capability(device), implementation), VarlenAttention(page_size, store=store)
+            table, long = read_limits(gpu.capability(device), kind_in_use()), of_this_torch(page_size, store)
             backends.append(ByLengthAttention(PagedAttention(long.page_size), long, table))
-        if not splits or implementation == FA2:  # FA3's bits of a short segment would depend on the step's longest one
+        # FA3's bits of a short segment would depend on the step's longest one
+        if not splits or (implementation == FA2 and has_page_tables()):
             backends.append(VarlenAttention(page_size, store=store))
         page_size = backends[0].page_size
     if name == "triton" or on_cuda:
@@ -103,14 +113,14 @@ def _choose(device: torch.device, dtype: torch.dtype, page_size: int | None, kv_
     reference although another one could run.
     """
     if device.type == "cuda":
-        from lorikeet.shard.attention.flash import PAGE_SIZES, choose_implementation, current_implementation
-        from lorikeet.shard.attention.varlen import DTYPES, OLDEST, has_page_tables
+        from lorikeet.shard.attention.flash import choose_implementation, has_page_tables, least_page_size
+        from lorikeet.shard.attention.varlen import DTYPES, OLDEST
 
-        is_supported = has_page_tables() and gpu.capability(device) >= OLDEST
+        is_supported = (has_page_tables() or has_triton()) and gpu.capability(device) >= OLDEST
         if dtype in DTYPES and is_supported and kv_dtype is None:
-            # FA3 is for long prompts alone, and without triton FlashAttention computes everything
-            in_use = choose_implementation(device) if has_triton() else current_implementation()
-            if (page_size or 0) % PAGE_SIZES[in_use] == 0:
+            if has_triton():  # FA3 is for long prompts alone, and without triton FlashAttention computes everything
+                choose_implementation(device)
+            if (page_size or 0) % least_page_size() == 0:
                 return "varlen"
         if has_triton():
             return "triton"

@@ -46,6 +46,7 @@ class ByLengthAttention(AttentionBackend):
         return reason or self._paged.unsupported_reason(spec, dtype, device)
 
     def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        self._flash.reserve(spec, dtype, device)
         return self._paged.allocate(spec, num_pages, dtype, device)
 
     def num_numbers(self, bounds: Bounds) -> int:
@@ -62,7 +63,8 @@ class ByLengthAttention(AttentionBackend):
                 f"a step is padded to {inputs.bounds.num_rows} rows, but only up to {most} rows are certain to be "
                 "computed by the paged kernel alone"
             )
-        is_paged = self._table.is_paged(inputs.counts, inputs.starts + inputs.counts)
+        contexts = inputs.starts + inputs.counts
+        is_paged = self._table.is_paged(inputs.counts, contexts) | (contexts > self._flash.most_context)
         self._has_paged = bool(is_paged.any())
         self._flash_rows = None
         if is_paged.all():

@@ -4,6 +4,8 @@ FA3 needs a device of compute capability 9.x, a version of torch with a registry
 flash_attn_interface, whose kernels torch registers in place of its own, for the whole process.
 """
 
+import inspect
+
 import structlog
 import torch
 from torch.nn import attention
@@ -18,6 +20,13 @@ FA3_MAJOR = 9
 """The only major compute capability on which torch runs FA3."""
 PAGE_SIZES = {FA2: 256, FA3: 64}
 """Tokens of a page. FA2 needs a multiple of it; FA3 takes pages of any size, our paged kernel multiples of 64."""
+COPIED_PAGE = 64
+"""The same where keys are copied from pages of any size."""
+
+
+def has_page_tables() -> bool:
+    """Whether this version of torch reads keys and values through page tables."""
+    return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def current_implementation() -> str:
@@ -27,6 +36,16 @@ def current_implementation() -> str:
     return FA3 if found == FA3 else FA2
 
 
+def kind_in_use() -> str:
+    """The implementation, and whether keys are copied: what limits are measured for."""
+    return current_implementation() if has_page_tables() else f"{current_implementation()} copied keys"
+
+
+def least_page_size() -> int:
+    """Tokens of which pages have a multiple."""
+    return PAGE_SIZES[current_implementation()] if has_page_tables() else COPIED_PAGE
+
+
 def choose_implementation(device: torch.device) -> str:
     """Activate FA3 where it runs. Logs and returns what is in use."""
     reason = ""
@@ -34,7 +53,8 @@ def choose_implementation(device: torch.device) -> str:
         reason = _activate(device)
     found = current_implementation()
     if device.type == "cuda":
-        log.info("flash_attention", implementation=found, **({"reason": reason} if reason else {}))
+        keys = "in pages" if has_page_tables() else "copied from their pages"
+        log.info("flash_attention", implementation=found, keys=keys, **({"reason": reason} if reason else {}))
     return found
 
 
@@ -64,9 +84,12 @@ def _try(device: torch.device) -> None:
     cu_rows, kv_lens, pages = (
         torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [2], [[0]])
     )
-    found = varlen.varlen_attn(
-        query, page, page, cu_rows, None, 2, 2,
-        window_size=(-1, 0), seqused_k=kv_lens, block_table=pages, num_splits=1,
-    )  # fmt: skip
+    if has_page_tables():
+        found = varlen.varlen_attn(
+            query, page, page, cu_rows, None, 2, 2,
+            window_size=(-1, 0), seqused_k=kv_lens, block_table=pages, num_splits=1,
+        )  # fmt: skip
+    else:
+        found = varlen.varlen_attn(query, query, query, cu_rows, cu_rows, 2, 2, window_size=(-1, 0))
     if not isinstance(found, torch.Tensor) or float(found.abs().max()):  # waits for the kernel
         raise RuntimeError("attention to zeros is not zero")

@@ -1,4 +1,5 @@
-"""Attention on CUDA by torch's variable-length FlashAttention over the page table, for the layers that it supports.
+"""Attention on CUDA by torch's variable-length FlashAttention, for the layers that it supports: over the page table, or
+over keys and values that are copied from their pages first.
 
 It has no soft caps, sinks or slopes, no float32, and not every head size. The keys are not split, so that a row's bits
 do not depend on the other rows of the step (Dao 2023 for the algorithm).
@@ -13,7 +14,7 @@ import torch
 from torch.nn.attention import varlen
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
-from lorikeet.shard.attention.flash import FA3, PAGE_SIZES, current_implementation
+from lorikeet.shard.attention.flash import COPIED_PAGE, FA3, PAGE_SIZES, current_implementation, has_page_tables
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.system import gpu
@@ -23,6 +24,9 @@ MOST_DIM, DIM_STEP = 256, 8
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST = (8, 0)
 """Compute capability of the first devices that the kernel runs on."""
+MOST_COPIED = 32_768
+"""Most tokens of a segment whose keys and values are copied; segments that see more are computed from the pages."""
+ANY_CONTEXT = 2**31 - 1
 
 Kernel = Callable[..., torch.Tensor]
 Store = Callable[[PagedKV, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -38,13 +42,14 @@ class VarlenAttention(AttentionBackend):
     """One call per layer for all segments: chunks of prompts, single tokens and draft tokens."""
 
     can_capture = True
+    most_context = ANY_CONTEXT
+    """Most tokens that a segment may see."""
 
     def __init__(self, page_size: int | None = None, kernel: Kernel | None = None, store: Store = copy_rows) -> None:
         """Runs the implementation that is in use in this process (flash.py). Raises ValueError for page sizes that it
         does not support. `kernel` replaces torch's.
         """
-        implementation = current_implementation()
-        self._is_fa3, least = implementation == FA3, PAGE_SIZES[implementation]
+        self._is_fa3, least = current_implementation() == FA3, self._least_page_size()
         self.page_size = page_size or least
         if self.page_size % least:
             raise ValueError(f"the varlen attention backend needs a page size that is a multiple of {least}")
@@ -60,6 +65,16 @@ class VarlenAttention(AttentionBackend):
         self._page_table = torch.empty(0, 0, dtype=torch.int32)
         # [T] page id * P + offset in page
         self._kv_slots = torch.empty(0, dtype=torch.long)
+
+    def _least_page_size(self) -> int:
+        return PAGE_SIZES[current_implementation()]
+
+    def allocate(self, spec: AttentionSpec, num_pages: int, dtype: torch.dtype, device: torch.device) -> LayerKV:
+        self.reserve(spec, dtype, device)
+        return super().allocate(spec, num_pages, dtype, device)
+
+    def reserve(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate what layers of this kind share, apart from pages."""
 
     def unsupported_reason(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:
         if dtype not in DTYPES:
@@ -119,7 +134,7 @@ class VarlenAttention(AttentionBackend):
         arguments = (query.contiguous(), kv.keys, kv.values, self._cu_rows, cu_keys, most_rows, most_tokens)
         named = {
             "scale": spec.scaling,
-            "window_size": (-1 if spec.window is None else spec.window - 1, 0),
+            "window_size": _window_of(spec),
             "enable_gqa": spec.group > 1,
             "seqused_k": self._kv_lens,
             "block_table": self._page_table,
@@ -133,6 +148,74 @@ class VarlenAttention(AttentionBackend):
         return self._kernel(*arguments, **named)
 
 
-def has_page_tables() -> bool:
-    """Whether this version of torch supports page tables."""
-    return "block_table" in inspect.signature(varlen.varlen_attn).parameters
+class CopiedKeysAttention(VarlenAttention):
+    """The same for versions of torch without page tables: for long prompts, next to which copies are short. Each
+    segment has calls of its own, so that the memory for copies is that of one.
+    """
+
+    can_capture = False
+    most_context = MOST_COPIED
+
+    def __init__(self, page_size: int | None = None, kernel: Kernel | None = None, store: Store = copy_rows) -> None:
+        super().__init__(page_size, kernel, store)
+        # versions without the argument take fewer heads of keys as they are
+        self._takes_groups = "enable_gqa" in inspect.signature(self._kernel).parameters
+        # first row, end, and number of visible tokens of each segment
+        self._spans: list[tuple[int, int, int]] = []
+        # int32, for each segment: 0 and its rows, 0 and its visible tokens, and the slots of these
+        self._numbers: tuple[torch.Tensor, ...] = ()
+        # by heads and size: [2, MOST_COPIED, num_kv_heads, dim] the copies
+        self._copies: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def _least_page_size(self) -> int:
+        return COPIED_PAGE
+
+    def reserve(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
+        kind = spec.num_kv_heads, spec.key_dim, dtype
+        if kind not in self._copies or self._copies[kind].device != device:
+            self._copies[kind] = torch.empty(2, self.most_context, *kind[:2], dtype=dtype, device=device)
+
+    def num_numbers(self, bounds: Bounds) -> int:
+        return 0
+
+    def prepare(self, inputs: StepInputs) -> None:
+        """Raises RuntimeError for a segment that sees more tokens than are copied."""
+        self._kv_slots = inputs.kv_slots
+        kv_lens = inputs.starts + inputs.counts
+        if int(kv_lens.max(initial=0)) > self.most_context:
+            raise RuntimeError(f"a segment sees {kv_lens.max()} tokens, only {self.most_context} are copied")
+        ends = inputs.first_rows + inputs.counts
+        self._spans = list(zip(inputs.first_rows.tolist(), ends.tolist(), kv_lens.tolist(), strict=True))
+        arrays = []
+        for count, length, pages in zip(inputs.counts.tolist(), kv_lens.tolist(), inputs.page_table, strict=True):
+            position = np.arange(length)
+            slots = pages[position // self.page_size] * self.page_size + position % self.page_size
+            arrays.append(np.concatenate([[0, count, 0, length], slots]).astype(np.int32))
+        [numbers] = inputs.upload.add(np.concatenate(arrays) if arrays else np.zeros(0, np.int32))
+        self._numbers = numbers.split([len(array) for array in arrays])
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        assert isinstance(kv, PagedKV)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        copies = self._copies[spec.num_kv_heads, spec.key_dim, query.dtype]
+        named = {"enable_gqa": spec.group > 1} if self._takes_groups else {}
+        for (first, end, length), numbers in zip(self._spans, self._numbers, strict=True):
+            cu_rows, cu_keys, slots = numbers[:2], numbers[2:4], numbers[4:]
+            for pool, copied in zip((kv.keys, kv.values), copies, strict=True):
+                torch.index_select(pool.flatten(0, 1), 0, slots, out=copied[:length])
+            output[first:end] = self._kernel(
+                query[first:end].contiguous(), *copies[:, :length], cu_rows, cu_keys, end - first, length,
+                scale=spec.scaling, window_size=_window_of(spec), **named,
+            )  # fmt: skip
+        return output
+
+
+def of_this_torch(page_size: int | None, store: Store = copy_rows) -> VarlenAttention:
+    """FlashAttention as this version of torch has it."""
+    made = VarlenAttention if has_page_tables() else CopiedKeysAttention
+    return made(page_size, store=store)
+
+
+def _window_of(spec: AttentionSpec) -> tuple[int, int]:
+    """Tokens before and after itself that a token sees, -1 for any."""
+    return (-1 if spec.window is None else spec.window - 1, 0)

@@ -16,7 +16,11 @@ from benchmarks.cuda.attention import owner_of
 from benchmarks.cuda.check.profiles import profiled
 from benchmarks.cuda.check.rows import Row, Rows, ceilings
 from benchmarks.cuda.setup import LlamaShape, Setup, step_bytes
+from lorikeet.shard.attention.by_length import ByLengthAttention
+from lorikeet.shard.attention.paged import PagedAttention
+from lorikeet.shard.attention.varlen import OLDEST
 from lorikeet.shard.model import Model
+from lorikeet.shard.system import gpu
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 MOST_TOKENS = 64
@@ -42,7 +46,7 @@ class Engines:
         graphs = next((log for log in logs if log["event"] == "graphs_captured"), {})
         found = {"attention": owners(model), "graphs": graphs.get("num_graphs", 0),
                  "capture_s": graphs.get("seconds", 0)}  # fmt: skip
-        is_owned = not self._setup.is_cuda or not any("Reference" in owner for owner in found["attention"])
+        is_owned = not self._setup.is_cuda or found["attention"] == [usual_owner(model.info.device)]
         return {"ok": not warnings and is_owned, **found, **({"warnings": warnings} if warnings else {})}
 
     def decode(self, name: str, count: int) -> Row:
@@ -86,6 +90,11 @@ def warnings_in(logs: Any) -> list[str]:
 def owners(model: Model) -> list[str]:
     """The attention backends that compute a model's layers: `auto` may have fallen back to another."""
     return sorted({owner_of(model.backend, binding.kv) for binding in model.bindings})
+
+
+def usual_owner(device: torch.device) -> str:
+    """The backend that computes layers like the large model's where nothing has failed."""
+    return ByLengthAttention.__name__ if gpu.capability(device) >= OLDEST else PagedAttention.__name__
 
 
 def check(rows: Rows, setup: Setup, is_brief: bool) -> None:

@@ -19,14 +19,14 @@ from lorikeet.shard.attention.layerwise import LayerwiseAttention
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
 from lorikeet.shard.attention.spans import spans_at
-from lorikeet.shard.attention.varlen import VarlenAttention
+from lorikeet.shard.attention.varlen import MOST_COPIED, CopiedKeysAttention, VarlenAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.loader import read_config
 from lorikeet.shard.model.probe import probe
 from tests import tiny
-from tests.shard.attention.test_varlen import written_out
+from tests.shard.attention.test_varlen import by_sdpa, written_out
 from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -356,15 +356,20 @@ BY_LENGTH: dict[str, list[tuple[int, int, list[int]]]] = {
 LIMITS = KernelLimits((Limit(20, 4), Limit(None, 6)))
 
 
-def by_length() -> ByLengthAttention:
-    return ByLengthAttention(PagedAttention(256, num_programs=3), VarlenAttention(256, written_out), LIMITS)
+def flash(is_copied: bool) -> VarlenAttention:
+    return CopiedKeysAttention(256, by_sdpa) if is_copied else VarlenAttention(256, written_out)
 
 
+def by_length(is_copied: bool = False) -> ByLengthAttention:
+    return ByLengthAttention(PagedAttention(256, num_programs=3), flash(is_copied), LIMITS)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("name", BY_LENGTH)
-def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) -> None:
+def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str, is_copied: bool) -> None:
     spec = AttentionSpec(4, 2, 16, 16, 0.25)
-    paged_only, varlen_only = PagedAttention(256, num_programs=3), VarlenAttention(256, written_out)
-    both = by_length()
+    paged_only, varlen_only = PagedAttention(256, num_programs=3), flash(is_copied)
+    both = by_length(is_copied)
     segments = [Segment(start, count, pages) for start, count, pages in BY_LENGTH[name]]
     total = sum(segment.num_tokens for segment in segments)
     rows, outputs = draw(spec, total, BFLOAT16), []
@@ -385,12 +390,17 @@ def test_by_length_each_row_is_computed_by_the_kernel_of_its_segment(name: str) 
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_by_length_a_prompt_in_chunks_of_both_kernels_agrees() -> None:
+@pytest.mark.parametrize("most_copied", [MOST_COPIED, 12])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_by_length_a_prompt_in_chunks_of_both_kernels_agrees(
+    is_copied: bool, most_copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of which one chunk is long and others are short, next to another request, against the reference."""
     spec = AttentionSpec(4, 2, 16, 16, 0.25)
+    monkeypatch.setattr(CopiedKeysAttention, "most_context", most_copied)
     prompt, other = draw(spec, 18, BFLOAT16), draw(spec, 3, BFLOAT16, 1)
     outputs = []
-    for backend in (by_length(), ReferenceAttention(256)):
+    for backend in (by_length(is_copied), ReferenceAttention(256)):
         runner, start, parts = Runner(backend, spec, BFLOAT16), 0, []
         for step, size in enumerate((9, 4, 5)):
             both = (start, [5], prompt.part(start, size)), (step, [7], other.part(step, 1))

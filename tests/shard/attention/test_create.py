@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionSpec
@@ -14,6 +15,7 @@ from lorikeet.shard.attention.reference import FP8, ReferenceAttention
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import Runner, random_rows
+from tests.shard.attention.test_varlen import by_sdpa
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BFLOAT16 = torch.bfloat16
@@ -41,6 +43,22 @@ def test_the_order_of_backends_on_cuda() -> None:
             found = attention.create("auto", CUDA, dtype, page_size, kept)
         assert names(found) == ["PagedAttention", "ReferenceAttention"] and found.page_size == 64
         assert found.can_capture
+
+
+def test_without_page_tables_keys_are_copied_for_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", by_sdpa)
+    with capture_logs() as logs:
+        found = attention.create("auto", CUDA, BFLOAT16, None)
+    assert names(found) == ["ByLengthAttention", "PagedAttention", "ReferenceAttention"] and found.page_size == 64
+    assert isinstance(found, LayerwiseAttention)
+    assert [type(part).__name__ for part in found._backends[0].parts] == ["PagedAttention", "CopiedKeysAttention"]
+    [event] = [log for log in logs if log["event"] == "flash_attention"]
+    assert event["implementation"] == "FA2" and event["keys"] == "copied from their pages"
+    with pytest.raises(ValueError, match=r"lacks: install torch 2\.13 or newer, or use --attention auto"):
+        attention.create("varlen", CUDA, BFLOAT16, None)
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert isinstance(attention.create("auto", CUDA, BFLOAT16, None), ReferenceAttention)
 
 
 def test_devices_without_flash_attention_have_small_pages() -> None:

@@ -83,7 +83,8 @@ def test_on_hopper_it_is_activated_tried_and_logged(installed: Any) -> None:
     registry = installed(Registry())
     with capture_logs() as logged:
         assert flash.choose_implementation(CUDA) == flash.choose_implementation(CUDA) == "FA3"
-    assert logged == [{"event": "flash_attention", "log_level": "info", "implementation": "FA3"}] * 2
+    event = {"event": "flash_attention", "log_level": "info", "implementation": "FA3", "keys": "in pages"}
+    assert logged == [event] * 2
     [call] = registry.calls
     assert call["cu_seq_k"] is None and call["num_splits"] == 1 and call["block_table"].tolist() == [[0]]
 
@@ -111,8 +112,8 @@ def test_without_its_package_the_log_says_so(installed: Any) -> None:
     installed(Registry(ModuleNotFoundError("No module named 'flash_attn_interface'", name="flash_attn_interface")))
     with capture_logs() as logged:
         assert flash.choose_implementation(CUDA) == "FA2"
-    reason = "the package flash_attn_interface is not installed"
-    assert logged == [{"event": "flash_attention", "log_level": "info", "implementation": "FA2", "reason": reason}]
+    event = {"event": "flash_attention", "log_level": "info", "implementation": "FA2", "keys": "in pages"}
+    assert logged == [{**event, "reason": "the package flash_attn_interface is not installed"}]
 
 
 @pytest.mark.parametrize("part", ["error", "in_kernel"])

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from lorikeet.shard.attention import AttentionSpec
 from lorikeet.shard.attention.base import AttentionBackend, PagedKV
+from lorikeet.shard.attention.flash import has_page_tables
 from lorikeet.shard.attention.layerwise import LayerwiseAttention, PlacedKV
 from lorikeet.shard.attention.reference import ReferenceAttention
-from lorikeet.shard.attention.varlen import VarlenAttention
+from lorikeet.shard.attention.varlen import CopiedKeysAttention, VarlenAttention, of_this_torch
 from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.system import gpu
@@ -90,6 +92,67 @@ def test_positions_beyond_a_page_are_in_the_next(monkeypatch: pytest.MonkeyPatch
     for start, count in ((0, 255), (255, 2), (257, 300), (557, 43)):
         segments = [(start, PAGES, rows.part(start, count))]
         torch.testing.assert_close(ours.step(segments)[0], reference.step(segments)[0], rtol=2**-7, atol=2**-8)
+
+
+def by_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, return_aux: object = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:  # fmt: skip
+    """`varlen_attn` of torch 2.11 after its documentation: without page tables, causal from the bottom right."""
+    assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size[1] == 0
+    assert cu_seq_q.tolist() == [0, len(query)] == [0, max_q] and cu_seq_k.tolist() == [0, len(key)] == [0, max_k]
+    positions = torch.arange(max_k, device=query.device)
+    behind = positions[max_k - max_q :, None] - positions
+    mask = behind >= 0
+    if window_size[0] >= 0:
+        mask &= behind <= window_size[0]
+    rows = (each.float().transpose(0, 1)[None] for each in (query, key, value))
+    mean = functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=True)
+    return mean[0].transpose(0, 1).to(query.dtype)
+
+
+@pytest.fixture
+def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", by_sdpa)
+    assert not has_page_tables()
+
+
+@pytest.mark.usefixtures("old_torch")
+@pytest.mark.parametrize("name", [name for name in SPECS if not unsupported_reason(name)])
+def test_copied_keys_agree_with_the_reference(name: str) -> None:
+    spec = spec_of(name)
+    long, short = random_rows(spec, LENGTH, BFLOAT16, 0), random_rows(spec, 40, BFLOAT16, 1)
+    ours = Runner(of_this_torch(256), spec, BFLOAT16)
+    assert isinstance(ours.backend, CopiedKeysAttention) and not ours.backend.can_capture
+    reference = Runner(ReferenceAttention(256), replace(spec, value_dim=3 * spec.value_dim), torch.float32)
+    for segments in three_steps(long, short):
+        wide = [(start, pages, with_moments(rows)) for start, pages, rows in segments]
+        for output, moments in zip(ours.step(segments), reference.step(wide), strict=True):
+            mean, allowed = expected(moments, BFLOAT16)
+            assert ((output.float() - mean).abs() <= allowed).all()
+
+
+@pytest.mark.usefixtures("old_torch")
+def test_keys_are_copied_from_pages_in_any_order() -> None:
+    spec = spec_of("grouped")
+    rows = random_rows(spec, 300, BFLOAT16, 0)
+    ours, reference = Runner(of_this_torch(64), spec, BFLOAT16), Runner(ReferenceAttention(64), spec, BFLOAT16)
+    for start, count in ((0, 63), (63, 2), (65, 200), (265, 35)):
+        segments = [(start, [5, 9, 2, 1, 7], rows.part(start, count))]
+        torch.testing.assert_close(ours.step(segments)[0], reference.step(segments)[0], rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.usefixtures("old_torch")
+def test_no_more_keys_are_copied_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopiedKeysAttention, "most_context", 100)
+    spec = spec_of("grouped")
+    rows = random_rows(spec, 101, BFLOAT16, 0)
+    ours = Runner(of_this_torch(64), spec, BFLOAT16)
+    ours.step([(0, [5, 9], rows.part(0, 100))])
+    with pytest.raises(RuntimeError, match="sees 101 tokens, only 100 are copied"):
+        ours.step([(100, [5, 9], rows.part(100, 1))])
 
 
 def layerwise(kernel: Any = None) -> LayerwiseAttention:
