@@ -98,7 +98,7 @@ fmt: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Lists the benchmarks; `make bench NAME=serving.start` runs one.
+# Lists the tools of benchmarks; `make bench NAME=kernels.tune` runs one.
 bench: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
 

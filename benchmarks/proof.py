@@ -2,17 +2,17 @@
 
 Without names it lists all suites: how long each takes, and when its figures were measured.
 
-    python -m benchmarks.proof [--suite NAME … | --all] [--here]
+    python -m benchmarks.proof [--suite NAME … | --all] [--here | --trial]
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 
 from benchmarks import report
-from benchmarks.catalogue import SUITES
 from benchmarks.evidence import arguments, results, runner
 from benchmarks.evidence.figure import Suite
 from benchmarks.evidence.results import Result
+from benchmarks.figures import SUITES
 
 
 def listed(suites: Sequence[Suite], known: Mapping[str, Result]) -> str:
@@ -33,15 +33,17 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments.add_suites(parser, SUITES)
     parser.add_argument("--all", action="store_true", help="measure every suite")
     parser.add_argument("--here", action="store_true", help="measure in this process, and write no pages")
+    parser.add_argument("--trial", action="store_true", help="measure in this process, and write nothing")
     options = parser.parse_args(given)
     runner.exit_on_sigterm()
     suites = [suite for suite in SUITES if suite.is_among(options.suite)]
     if not (options.suite or options.all):
         print(listed(suites, results.latest()))
         return 0
-    if options.here:
+    if options.here or options.trial:
         shared = results.facts()
-        return runner.worst(runner.run(suite, shared) for suite in suites)
+        folder = None if options.trial else results.RESULTS
+        return runner.worst(runner.run(suite, shared, folder) for suite in suites)
     command = [sys.executable, "-m", "benchmarks.proof", "--here", "--suite"]
     code = runner.run_apart({suite.name: [*command, suite.name] for suite in suites}, {}, None)
     for path in report.write():

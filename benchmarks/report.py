@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.catalogue import SUITES
 from benchmarks.evidence import arguments, results
 from benchmarks.evidence.figure import Figure
 from benchmarks.evidence.results import REPOSITORY, Result
 from benchmarks.evidence.statistics import Estimate
+from benchmarks.figures import SUITES
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 """Between these README has generated figures."""

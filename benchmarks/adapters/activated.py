@@ -1,23 +1,17 @@
 """Activated LoRA on the 200 M Llama: the time to its first token after a turn of the base model, next to the base model
-and to the same weights as plain LoRA; with `--mixed` the throughput of batches that mix all three.
-
-    python -m benchmarks.adapters.activated [--quick] [--mixed] [--rounds N]
+and to the same weights as plain LoRA; and the throughput of batches that mix all three.
 """
 
 import os
 import statistics
-import sys
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import uvloop
 
 from benchmarks.adapters import cost
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import adapted, completions
-from benchmarks.load.rounds import in_turn, speedup
+from benchmarks.load.rounds import in_turn
 from benchmarks.models.prompts import prompts, words
 
 ROUNDS, MIXED_ROUNDS = 8, 12
@@ -36,45 +30,32 @@ MIXED, LORA = "mixed", "lora"
 MIXED_SIZE = cost.Size(MIXED_ROUNDS, 0, 3)
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is asked."""
-
-    rounds: int = ROUNDS
-    times: int = TIMES
-    num_prompt: int = NUM_PROMPT
-    mixed: cost.Size = MIXED_SIZE
-
-
-QUICK = Size(1, 1, 128, cost.QUICK)
-
-
-def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def measure() -> Cases:
     """One case per round: after a turn of the base model, the same conversation goes on in three ways."""
-    base, size = base or adapted.full(), size or Size()
+    base = adapted.full()
     _adapters(base, 1)
     with adapted.serving("activated", base) as server:
         model = str(base.model)
-        for number in range(-1, size.rounds):
-            raw, error = uvloop.run(_round(server.port, model, size, number))
+        for number in range(-1, ROUNDS):
+            raw, error = uvloop.run(_round(server.port, model, number))
             if number >= 0:
                 yield Case(f"round {number}", raw, error)
 
 
-def mixed(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def mixed() -> Cases:
     """One case per round: eight clients with LoRA alone, and with base model, LoRA and activated LoRA in one batch.
 
     Both ask the same prompts. Without prefix caching the second way does not find the KV of the first.
     """
-    base, size = base or adapted.full(), size or Size()
+    base = adapted.full()
     _adapters(base, cost.CLIENTS)
     plain, activated = ([f"{kind}-{i}" for i in range(cost.CLIENTS)] for kind in (PLAIN, ACTIVATED))
     blend = [(str(base.model), plain[i], activated[i])[i % 3] for i in range(cost.CLIENTS)]
     asked = {LORA: ("activated", plain), MIXED: ("activated", blend)}
     with adapted.serving("activated", base, "--prefix-caching", "false") as server:
-        for number in range(-1, size.mixed.rounds):
+        for number in range(-1, MIXED_SIZE.rounds):
             ways = {way: asked[way] for way in in_turn(list(asked), number)}
-            case = cost.run_round(number, ways, {"activated": server}, size.mixed, SEED, _invocation())
+            case = cost.run_round(number, ways, {"activated": server}, MIXED_SIZE, SEED, _invocation())
             if number >= 0:
                 yield case
 
@@ -93,10 +74,10 @@ def _adapters(base: adapted.Base, count: int) -> None:
     adapter_files.make(base.model, base.root, [f"{ACTIVATED}-{i}" for i in range(count)], invocation_ids=ids)
 
 
-async def _round(port: int, model: str, size: Size, number: int) -> tuple[dict[str, Any], str]:
+async def _round(port: int, model: str, number: int) -> tuple[dict[str, Any], str]:
     """Times to the first token."""
     raw: dict[str, Any] = {BASE: [], ACTIVATED: [], PLAIN: [], "load_average": os.getloadavg()[0]}
-    texts = prompts(size.times, size.num_prompt, SEED + 1 + number, VOCABULARY)
+    texts = prompts(TIMES, NUM_PROMPT, SEED + 1 + number, VOCABULARY)
     other = " " + " ".join(words(VOCABULARY)[100 : 100 + NUM_UNCACHED])
     filler = " " + " ".join(words(VOCABULARY)[200 : 200 + NUM_UNCACHED - 4])
     for place, text in enumerate(texts):
@@ -107,7 +88,7 @@ async def _round(port: int, model: str, size: Size, number: int) -> tuple[dict[s
         for way in in_turn(list(ways), number + place):
             name, end = ways[way]
             seconds, cached, error = await _first_token(port, name, turn + end)
-            if error or (cached >= size.num_prompt - 64) != (way != PLAIN):
+            if error or (cached >= NUM_PROMPT - 64) != (way != PLAIN):
                 return raw, error or f"{way}: {cached} tokens were cached"
             raw[way].append(round(seconds, 5))
     return raw, ""
@@ -126,18 +107,3 @@ async def _first_token(port: int, name: str, prompt: str) -> tuple[float, int, s
 def ratio(of: str, over: str, raw: Raw) -> float:
     """Median time to the first token of one way over that of another."""
     return float(statistics.median(raw[of]) / statistics.median(raw[over]))
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    parser.add_argument("--mixed", action="store_true", help="throughput of batches that mix adapters")
-    options = parser.parse_args()
-    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
-    if options.mixed:
-        return arguments.print_cases(mixed(base, size), {"mixed over LoRA": partial(speedup, MIXED, LORA)})
-    pairs = ((ACTIVATED, BASE), (PLAIN, ACTIVATED))
-    return arguments.print_cases(measure(base, size), {f"{a}/{b}": partial(ratio, a, b) for a, b in pairs})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

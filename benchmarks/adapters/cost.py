@@ -1,27 +1,22 @@
 """The cost of adapters: closed loops of eight clients over HTTP on the 200 M Llama, in alternating rounds.
 
 One server has no adapters, one has room for all, one has 16 slots that 256 adapters share. Only the server that is
-asked runs. `--idle` compares requests without an adapter, `--peer` serves the same eight adapters from vLLM, `--int8`
-rounds the base's weights, `--ranks` asks for adapters of rank 8 next to others of rank 64.
-
-    python -m benchmarks.adapters.cost [--quick] [--idle | --peer | --int8 | --ranks] [--rounds N]
+asked runs. Other suites compare requests without an adapter, serve the same eight adapters from vLLM, round the base's
+weights to int8, and ask for adapters of rank 8 next to others of rank 64.
 """
 
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import adapted, completions, peers, servers
-from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, speedup, summary
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, summary
 from benchmarks.models.prompts import prompts
 
 ROUNDS, IDLE_ROUNDS = 8, 12
@@ -228,28 +223,3 @@ def idle_share(raw: Raw) -> float:
         for server in (BARE, ROOMY)
     }
     return seconds[BARE] / seconds[ROOMY]
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--idle", action="store_true", help="requests without an adapter")
-    other.add_argument("--peer", action="store_true", help="against vLLM")
-    other.add_argument("--int8", action="store_true", help="weights rounded to int8")
-    other.add_argument("--ranks", action="store_true", help="rank 8 next to rank 64")
-    options = parser.parse_args()
-    if options.peer:
-        return arguments.print_cases(against_vllm(options.rounds), {"over vLLM": partial(speedup, OURS, VLLM)})
-    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
-    if options.int8:
-        return arguments.print_cases(quantized(base, size), {"all over the base": partial(speedup, "all", "base")})
-    if options.ranks:
-        return arguments.print_cases(mixed_ranks(base, size), {"rank 8 next to rank 64": small_over_alone})
-    if options.idle:
-        return arguments.print_cases(without(base, size), {"without an adapter": idle_share})
-    pairs = (("attention", "base"), ("all", "base"), ("rotation", "attention"))
-    return arguments.print_cases(measure(base, size), {f"{a}/{b}": partial(speedup, a, b) for a, b in pairs})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

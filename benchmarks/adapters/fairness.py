@@ -4,15 +4,12 @@ its rate, and how many tokens an adapter of weight three gets compared with one 
 Flood: requests arrive by a Poisson process per adapter, whatever the server does, without and with a flood in turn; the
 others' arrivals are the same in both. Weights: more clients than run at once send requests for both adapters without a
 pause, and tokens are counted while both have requests waiting.
-
-    python -m benchmarks.adapters.fairness [--quick] [--weights] [--rounds N]
 """
 
 import asyncio
 import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +19,6 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, completions, rounds, servers
@@ -187,17 +183,3 @@ def heavy_share(raw: Raw) -> float:
 def off_weight(raw: Raw) -> float:
     """How far the ratio of tokens is from that of the weights."""
     return abs(heavy_share(raw) - WEIGHT)
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    parser.add_argument("--weights", action="store_true", help="tokens by weight, without a flood")
-    options = parser.parse_args()
-    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
-    if options.weights:
-        return arguments.print_cases(weights(base, size), {"heavy over light": heavy_share})
-    return arguments.print_cases(flood(base, size), {"p99 of others with a flood over without": others_wait})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,16 @@
 """The highest request rate of a server whose host memory holds a fifth of its adapters, the rest being on disk, over
 the rate of a server that holds them all.
 
-Adapters have ranks 8 to 64, on attention alone or on all linear layers in turn. How often requests ask for each follows
+Adapters have ranks 8 to 64, on attention only or on all linear layers in turn. How often requests ask for each follows
 a Zipf distribution, gaps between arrivals a gamma distribution. A rate holds if the 99th percentiles of the time to
 first token and of the time between tokens do.
-
-    python -m benchmarks.adapters.goodput [--quick] [--count N]
 """
 
 import asyncio
 import random
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,6 @@ import uvloop
 
 from benchmarks.adapters.cost import load
 from benchmarks.adapters.tiers import uncache
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, completions
@@ -167,20 +162,3 @@ def void(raws: Sequence[Raw]) -> str:
     if min(rates) < LEAST_RATE:
         return f"with all adapters in memory {min(rates)} requests/s hold, not {LEAST_RATE}"
     return f"with all adapters in memory the highest rate of {RATES[-1]} holds" if max(rates) >= RATES[-1] else ""
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, quick=True)
-    parser.add_argument("--count", type=int, default=COUNT, help="number of adapters")
-    options = parser.parse_args()
-    values: Mapping[str, Any] = {
-        **{f"{name} requests/s": partial(highest_rate, name) for name in (RESIDENT, FIFTH)},
-        "share of all resident": share_of_resident,
-    }
-    if options.quick:
-        return arguments.print_cases(measure(0, adapted.small(), QUICK), values)
-    return arguments.print_cases(measure(options.count), values)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,8 +6,6 @@ eight long generations keep both cores busy, and short requests come four times 
 for the same adapters when they are resident, each first in turn. The slowdown of the generations is the ratio of their
 time between tokens. Last, 64 requests ask for one cold adapter each, all at once, while such generations run: the
 longest time to first token counts.
-
-    python -m benchmarks.adapters.loading [--quick] [--rounds N]
 """
 
 import asyncio
@@ -24,7 +22,6 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, completions, rounds, servers
@@ -202,10 +199,3 @@ def longest_wait(raw: Raw) -> float:
 def active_at_once(raw: Raw) -> float:
     """The same while all 64 are requested at once."""
     return float(raw["waiting"]["p99_s"] / raw["next to"]["resident"]["p99_s"])
-
-
-if __name__ == "__main__":
-    chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    cases = measure(adapted.small(), QUICK) if chosen.quick else measure(None, Size(chosen.rounds))
-    figures = {"slowdown": active, "at once": active_at_once, "over plain reading": over_plain, "longest": longest_wait}
-    sys.exit(arguments.print_cases(cases, figures))

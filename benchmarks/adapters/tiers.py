@@ -4,22 +4,17 @@ One request at a time with a prompt of 256 tokens. An adapter is evicted from it
 the operator, who unloads it; its served file is then dropped from the system's cache. What lies below that, such as the
 host of a virtual machine, may still hold it. The disk's rate is measured in the same way afterwards. The server's own
 counters confirm the tier that each request met.
-
-    python -m benchmarks.adapters.tiers [--quick] [--rounds N]
 """
 
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import adapted, completions
 from benchmarks.models.prompts import prompts
@@ -118,10 +113,3 @@ def disk_over_host(raw: Raw) -> float:
 
 def over_resident(place: str, raw: Raw) -> float:
     return float(statistics.median(raw[place]) / statistics.median(raw["resident"]))
-
-
-if __name__ == "__main__":
-    chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    cases = measure(adapted.small(), QUICK) if chosen.quick else measure(None, Size(chosen.rounds))
-    ratios = {tier: partial(over_resident, tier) for tier in ("host", "disk")}
-    sys.exit(arguments.print_cases(cases, {**ratios, "disk over host": disk_over_host}))

@@ -1,13 +1,12 @@
-"""The command line that benchmarks share: options for rounds and a small run, and how cases are printed.
+"""The command line that benchmarks share: options for rounds and a small run.
 
 No benchmark measures before its arguments are parsed, so `--help` never starts one.
 """
 
 import argparse
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from benchmarks.evidence.figure import Cases, Raw, Suite
+from benchmarks.evidence.figure import Suite
 
 
 def parser(doc: str | None, *, rounds: int = 0, quick: bool = False) -> argparse.ArgumentParser:
@@ -25,14 +24,3 @@ def add_suites(parser: argparse.ArgumentParser, suites: Iterable[Suite]) -> None
     names = sorted({name for suite in suites for name in (suite.name, suite.group)})
     text = f"a suite, or a group of them: {', '.join(names)}"
     parser.add_argument("--suite", action="append", choices=names, metavar="NAME", help=text)
-
-
-def print_cases(cases: Cases, figures: Mapping[str, Callable[[Raw], float]]) -> int:
-    """Print the figures and the raw values of each case as it is measured. Returns the exit code."""
-    has_failed = False
-    for case in cases:
-        values = "" if case.error else ", ".join(f"{name} {value(case.raw):.4g}" for name, value in figures.items())
-        raw = json.dumps(case.raw, ensure_ascii=False)
-        print(f"{case.name}: {values or f'FAILED: {case.error}'}  {raw}", flush=True)
-        has_failed = has_failed or bool(case.error)
-    return int(has_failed)

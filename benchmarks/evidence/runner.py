@@ -21,8 +21,8 @@ HOLDS, FAILED, MISSED = 0, 1, 3
 """Exit codes: every target is reached, something failed, some targets are missed."""
 
 
-def run(suite: Suite, shared: Mapping[str, object], folder: Path = results.RESULTS) -> int:
-    """Measure a suite and write its results. Returns an exit code."""
+def run(suite: Suite, shared: Mapping[str, object], folder: Path | None = results.RESULTS) -> int:
+    """Measure a suite, print its results and write them into `folder`, if it is not None. Returns an exit code."""
     start = time.monotonic()
     cases: list[Case] = []
     with contextlib.closing(suite.measure()) as measured:
@@ -32,7 +32,8 @@ def run(suite: Suite, shared: Mapping[str, object], folder: Path = results.RESUL
             print(f"{suite.name}: {case.name} {'FAILED: ' + case.error if case.error else raw}", flush=True)
     seconds = time.monotonic() - start
     found = [results.result_of(figure, suite, cases, shared, seconds) for figure in suite.figures]
-    results.write(found, cases, folder)
+    if folder is not None:
+        results.write(found, cases, folder)
     for result in found:
         print(line(result), flush=True)
     states = {result["status"] for result in found}

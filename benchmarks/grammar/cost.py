@@ -2,8 +2,6 @@
 request with a schema that was not seen before, and other requests next to schemas that use up their compile limit.
 
 Ways take turns within a round, each first in turn. Prompts, schemas and lengths come from a seed.
-
-    python -m benchmarks.grammar.cost [--quick] [--first | --neighbours] [--rounds N]
 """
 
 import asyncio
@@ -11,14 +9,11 @@ import contextlib
 import itertools
 import os
 import statistics
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, completions
@@ -37,21 +32,6 @@ STREAMS, STREAM = 4, completions.Length(32, 512)
 SEED = 61_000
 PLAIN, CONSTRAINED = "plain", "constrained"
 CALM, HOSTILE = "calm", "hostile"
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is asked."""
-
-    rounds: int = ROUNDS
-    requests: int = REQUESTS
-    times: int = TIMES
-    length: completions.Length = LENGTH
-    first_prompt: int = FIRST_PROMPT
-    stream: completions.Length = STREAM
-
-
-QUICK = Size(1, 1, 2, completions.Length(16, 8), 32, completions.Length(8, 64))
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -74,16 +54,16 @@ def following(number: int) -> dict[str, Any]:
     return {"response_format": {"type": "json_object", "schema": schema(number)}, "speculative_tokens": 0}
 
 
-def steps(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def steps() -> Cases:
     """One case per round: median pause between tokens of eight plain and of eight constrained requests. Most pauses are
     steps in which all eight get a token; a mean would also count the prompts of requests that begin later.
     """
-    base, size = base or adapted.full(), size or Size()
+    base = adapted.full()
     with adapted.serving("grammar-steps", base) as server:
-        for number in range(-1, size.rounds):
+        for number in range(-1, ROUNDS):
             raw, errors = _raw(), list[str]()
             for way in in_turn((PLAIN, CONSTRAINED), number):
-                answers = uvloop.run(_closed(server.port, base, size, SEED + number + 1, way))
+                answers = uvloop.run(_closed(server.port, base, SEED + number + 1, way))
                 errors += [answer.error for answer in answers if answer.error]
                 pauses = [pause for answer in answers if not answer.error for pause in _pauses(answer)]
                 raw[way] = statistics.median(pauses) if pauses else 0.0
@@ -91,19 +71,19 @@ def steps(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-def first_tokens(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def first_tokens() -> Cases:
     """One case per round: times to first token without a schema and with one that the server has never seen."""
-    base, size = base or adapted.full(), size or Size()
+    base = adapted.full()
     numbers = itertools.count(1)
     with adapted.serving("grammar-first", base) as server:
-        for number in range(-1, size.rounds):
+        for number in range(-1, ROUNDS):
             raw, errors = _raw() | {PLAIN: [], CONSTRAINED: []}, list[str]()
-            texts = iter(prompts(2 * size.times, size.first_prompt, SEED + number + 1))
-            for _ in range(size.times):
+            texts = iter(prompts(2 * TIMES, FIRST_PROMPT, SEED + number + 1))
+            for _ in range(TIMES):
                 for way in in_turn((PLAIN, CONSTRAINED), number):
                     extra = {} if way == PLAIN else following(next(numbers))
                     target = completions.Target(server.port, str(base.model), {"ignore_eos_token": True, **extra})
-                    length = completions.Length(size.first_prompt, 1)
+                    length = completions.Length(FIRST_PROMPT, 1)
                     answer = uvloop.run(completions.complete(target, next(texts), length))
                     errors += [answer.error] if answer.error else []
                     raw[way] += [round(answer.first_token_s, 5)] if answer.events else []
@@ -111,18 +91,18 @@ def first_tokens(base: adapted.Base | None = None, size: Size | None = None) -> 
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-def neighbours(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def neighbours() -> Cases:
     """One case per round: every pause between tokens of some streams, without and with a caller who sends one endless
     schema after another.
     """
-    base, size = base or adapted.full(), size or Size()
+    base = adapted.full()
     numbers = itertools.count(1)
     with adapted.serving("grammar-neighbours", base) as server:
-        for number in range(-1, size.rounds):
+        for number in range(-1, ROUNDS):
             raw, errors = _raw(), list[str]()
             for way in in_turn((CALM, HOSTILE), number):
                 hostile = numbers if way == HOSTILE else iter(())
-                answers, statuses = uvloop.run(_next_to(server.port, base, size, SEED + number + 1, hostile))
+                answers, statuses = uvloop.run(_next_to(server.port, base, SEED + number + 1, hostile))
                 errors += [answer.error for answer in answers if answer.error]
                 errors += [f"{status} for an endless schema" for status in statuses if status not in (422, 429)]
                 raw[way] = [round(pause, 5) for answer in answers for pause in _pauses(answer)]
@@ -131,20 +111,20 @@ def neighbours(base: adapted.Base | None = None, size: Size | None = None) -> Ca
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-async def _closed(port: int, base: adapted.Base, size: Size, seed: int, way: str) -> list[completions.Answer]:
-    texts = prompts(CLIENTS * size.requests, size.length.num_prompt, seed)
+async def _closed(port: int, base: adapted.Base, seed: int, way: str) -> list[completions.Answer]:
+    texts = prompts(CLIENTS * REQUESTS, LENGTH.num_prompt, seed)
 
     async def client(index: int) -> list[completions.Answer]:
         extra = {} if way == PLAIN else following(index)
         target = completions.Target(port, str(base.model), {"ignore_eos_token": True, **extra})
-        mine = texts[index * size.requests : (index + 1) * size.requests]
-        return [await completions.complete(target, text, size.length) for text in mine]
+        mine = texts[index * REQUESTS : (index + 1) * REQUESTS]
+        return [await completions.complete(target, text, LENGTH) for text in mine]
 
     return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
 
 async def _next_to(
-    port: int, base: adapted.Base, size: Size, seed: int, hostile: Iterator[int]
+    port: int, base: adapted.Base, seed: int, hostile: Iterator[int]
 ) -> tuple[list[completions.Answer], list[int]]:
     """What the streams saw, and how the endless schemas were answered."""
     statuses: list[int] = []
@@ -159,8 +139,8 @@ async def _next_to(
 
     attacking = asyncio.create_task(attack())
     target = completions.Target(port, str(base.model), {"ignore_eos_token": True})
-    texts = prompts(STREAMS, size.stream.num_prompt, seed)
-    answers = await asyncio.gather(*(completions.complete(target, text, size.stream) for text in texts))
+    texts = prompts(STREAMS, STREAM.num_prompt, seed)
+    answers = await asyncio.gather(*(completions.complete(target, text, STREAM) for text in texts))
     attacking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await attacking
@@ -186,20 +166,3 @@ def _median(value: float | list[float]) -> float:
 
 def p99_over_calm(raw: Raw) -> float:
     return percentile(raw[HOSTILE], 99) / percentile(raw[CALM], 99)
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--first", action="store_true", help="the first token with a schema that is new")
-    other.add_argument("--neighbours", action="store_true", help="other requests next to endless schemas")
-    options = parser.parse_args()
-    base, size = (adapted.small(), QUICK) if options.quick else (None, Size(options.rounds))
-    if options.neighbours:
-        return arguments.print_cases(neighbours(base, size), {"p99 pause": p99_over_calm})
-    measured = first_tokens if options.first else steps
-    return arguments.print_cases(measured(base, size), {"over plain": over_plain})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""Closed loop over HTTP against the machine's limit and vLLM, in alternating rounds.
-
-python -m benchmarks.serving.closed_loop [--clients 1|8|32]
-"""
+"""Closed loop over HTTP against the machine's limit and vLLM, in alternating rounds."""
 
 import contextlib
 import json
@@ -16,7 +13,6 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import completions, peers, servers
 from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, summary
@@ -98,12 +94,3 @@ def void(raws: Sequence[Raw]) -> str:
     if share >= VOID_BELOW[clients]:
         return ""
     return f"vLLM reached {share:.2f} of the limit at {clients} clients, below {VOID_BELOW[clients]}"
-
-
-if __name__ == "__main__":
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=8)
-    chosen = parser.parse_args()
-    vllm: Callable[[Raw], float] = partial(share_of_limit, server=VLLM)
-    cases = measure(chosen.clients, chosen.rounds)
-    sys.exit(arguments.print_cases(cases, {"of the limit": share_of_limit, "vLLM": vllm}))

@@ -1,17 +1,12 @@
 """Open loop: requests arrive by a Poisson process whatever the server does; the highest rate with a 99th percentile of
 the time to first token within two seconds.
-
-    python -m benchmarks.serving.open_loop
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import completions, peers, servers
@@ -80,8 +75,3 @@ def over_vllm(raw: Raw) -> float:
     """Our highest rate over vLLM's; 0 where vLLM held none."""
     peer = highest_rate(VLLM, raw)
     return highest_rate(OURS, raw) / peer if peer else 0.0
-
-
-if __name__ == "__main__":
-    arguments.parser(__doc__).parse_args()
-    sys.exit(arguments.print_cases(measure(), {name: partial(highest_rate, name) for name in (OURS, VLLM)}))

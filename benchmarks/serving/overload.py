@@ -1,9 +1,7 @@
 """Beyond capacity: how fast requests are rejected, and how much throughput the accepted ones keep.
 
 As many clients as are accepted at once, by turns with and without a flood of further requests, four times as many as
-could be served. The flood is a separate process (`--flood`), so that its clock waits for nothing else.
-
-    python -m benchmarks.serving.overload
+could be served. The flood is a separate process (this module as a program), so that its clock waits for nothing else.
 """
 
 import asyncio
@@ -70,7 +68,7 @@ async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
                 await asyncio.sleep(RETRY_S)
 
     words = [sys.executable, "-m", "benchmarks.serving.overload"]
-    words += ["--flood", str(target.port), target.model, str(SEED + 1000 + number)]
+    words += [str(target.port), target.model, str(SEED + 1000 + number)]
     pipe = asyncio.subprocess.PIPE
     flood = await asyncio.create_subprocess_exec(*words, cwd=servers.REPOSITORY, stdin=pipe, stdout=pipe)
     assert flood.stdout is not None
@@ -145,17 +143,8 @@ def refusal_p99(raw: Raw) -> float:
     return float(statistics.quantiles(raw["refused_ms"], n=100)[98])
 
 
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--flood", nargs=3, metavar=("PORT", "MODEL", "SEED"), help="be the process of the flood")
-    options = parser.parse_args()
-    if options.flood:
-        port, model, seed = options.flood
-        print(json.dumps(uvloop.run(flood(completions.Target(int(port), model, EXTRA[OURS]), int(seed)))))
-        return 0
-    figures = {"throughput with a flood over without": goodput, "p99 of rejections, ms": refusal_p99}
-    return arguments.print_cases(measure(options.rounds), figures)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = arguments.parser(__doc__)
+    parser.add_argument("flood", nargs=3, metavar=("PORT", "MODEL", "SEED"), help="the server, its model, and a seed")
+    port, model, seed = parser.parse_args().flood
+    print(json.dumps(uvloop.run(flood(completions.Target(int(port), model, EXTRA[OURS]), int(seed)))))

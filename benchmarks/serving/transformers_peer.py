@@ -1,9 +1,7 @@
 """Our server against transformers' own continuous batching on the same prompts, one after the other in every round.
 
-transformers runs in a process of its own (`--worker MODEL`), which reads lines with a JSON list of prompts and answers
-each with a JSON object.
-
-    python -m benchmarks.serving.transformers_peer [--rounds N]
+transformers runs in a process of its own (this module as a program). It reads lines with a JSON list of prompts, and
+answers each with a JSON object.
 """
 
 import contextlib
@@ -61,7 +59,7 @@ def over_transformers(raw: Raw) -> float:
 
 @contextlib.contextmanager
 def _worker(model: Path) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "benchmarks.serving.transformers_peer", "--worker", str(model)]
+    command = [sys.executable, "-m", "benchmarks.serving.transformers_peer", str(model)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=servers.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
     try:
@@ -113,15 +111,7 @@ def generated(model: Any, ids: list[list[int]], num_tokens: int, **memory: Any) 
     return [len(output.generated_tokens) for output in outputs.values()], seconds
 
 
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--worker", metavar="MODEL", help="be the process that runs transformers")
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker)
-        return 0
-    return arguments.print_cases(measure(options.rounds), {"over transformers": over_transformers})
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = arguments.parser(__doc__)
+    parser.add_argument("worker", metavar="MODEL", help="folder of the model")
+    work(parser.parse_args().worker)

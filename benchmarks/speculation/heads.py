@@ -2,15 +2,11 @@
 
 One row with one set of heads, and four rows of four requests with four sets, in turn in one process. Only the model
 runs: no scheduling, sampling or network.
-
-    python -m benchmarks.speculation.heads [--quick] [--rounds N]
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Cases, Raw, in_rounds
 from benchmarks.load import peers
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
@@ -102,10 +97,3 @@ def _step(model: Any, num_rows: int, slots: Sequence[int]) -> None:
 def over_plain(name: str, raw: Raw) -> float:
     """Seconds of a step with heads over one without."""
     return float(raw[f"{name} with heads"] / raw[name])
-
-
-if __name__ == "__main__":
-    chosen = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    cases = measure(Size(2, 5) if chosen.quick else Size(chosen.rounds))
-    ratios = {f"{name} over plain": partial(over_plain, name) for name in ("one", "four")}
-    sys.exit(arguments.print_cases(cases, ratios))

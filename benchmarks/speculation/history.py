@@ -1,25 +1,20 @@
-"""Tokens per step of history drafts over prompt lookup alone, on requests of the embedded model's adapters that repeat
+"""Tokens per step of history drafts over prompt lookup, on requests of the embedded model's adapters that repeat
 earlier ones: all of them, half of them, or none. The counts are the server's own, of one client and texts with a seed,
-so that they do not depend on time. `--unrelated` times requests that repeat nothing, with history and without, in turn.
-
-    python -m benchmarks.speculation.history [--quick] [--workload NAME | --unrelated [--rounds N]]
+so that they do not depend on time. Another suite times requests that repeat nothing, with history and without.
 """
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import servers
-from benchmarks.load.rounds import in_turn, speedup
+from benchmarks.load.rounds import in_turn
 from tests.oracles import family
 from tests.oracles.family import KINDS, LOOKUP, DraftOptions, TextRequest
 
@@ -31,29 +26,18 @@ ALL, HALF, NONE = "all", "half", "none"
 REPEATS: Mapping[str, float] = {ALL: 1.0, HALF: 0.5, NONE: 0.0}
 """The part of the counted requests whose prompt was sent before."""
 ROUNDS = 8
+REQUESTS, TIMED = 240, 48
+"""Requests that are counted, and requests of a round that is timed."""
 MOST_TOKENS = 96
-
-
-@dataclass(frozen=True)
-class Size:
-    """How many requests are counted, and how many rounds are timed."""
-
-    requests: int = 240
-    rounds: int = ROUNDS
-    timed: int = 48
-
-
-QUICK = Size(12, 1, 6)
 
 
 def command() -> servers.Command:
     return family.command("--speculation-max-batch-size", "64", draft=None)
 
 
-def measure(workload: str, size: Size | None = None) -> Cases:
+def measure(workload: str) -> Cases:
     """One case per temperature: tokens and steps with lookup alone, and with lookup and history."""
-    size = size or Size()
-    earlier, counted = _workload(size.requests, REPEATS[workload])
+    earlier, counted = _workload(REQUESTS, REPEATS[workload])
     with servers.running("history", command()) as server:
         for temperature in TEMPERATURES:
             raw: dict[str, Any] = {"requests": len(counted)}
@@ -65,16 +49,15 @@ def measure(workload: str, size: Size | None = None) -> Cases:
             yield Case(f"temperature {temperature:g}", raw, error)
 
 
-def unrelated(size: Size | None = None) -> Cases:
+def unrelated() -> Cases:
     """One case per round: requests without a common text, with history and without, each first in turn."""
-    size = size or Size()
-    prompts = _prompts(2 * size.timed * (size.rounds + 1))
+    prompts = _prompts(2 * TIMED * (ROUNDS + 1))
     with servers.running("history", command()) as server:
-        for number in range(-1, size.rounds):
+        for number in range(-1, ROUNDS):
             raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
             for place, way in enumerate(in_turn((OFF, ON), number)):
-                first = (2 * (number + 1) + place) * size.timed
-                result = _run(server.port, _asked(prompts[first : first + size.timed], 0.0, way, ""))
+                first = (2 * (number + 1) + place) * TIMED
+                result = _run(server.port, _asked(prompts[first : first + TIMED], 0.0, way, ""))
                 raw[way] = {"tokens_per_second": result["tokens"] / result["seconds"]}
             if number >= 0:
                 yield Case(f"round {number}", raw)
@@ -135,18 +118,3 @@ def _asked(
         own |= {"temperature": temperature, "do_sample": True, "seed": number} if temperature else {}
         asked.append((replace(request, distribution=own), DraftOptions(LOOKUP, WIDTH)))
     return asked
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    parser.add_argument("--workload", choices=REPEATS, default=ALL, help="how many requests repeat an earlier prompt")
-    parser.add_argument("--unrelated", action="store_true", help="time requests that repeat nothing")
-    options = parser.parse_args()
-    size = QUICK if options.quick else Size(rounds=options.rounds)
-    if options.unrelated:
-        return arguments.print_cases(unrelated(size), {"over without": partial(speedup, ON, OFF)})
-    return arguments.print_cases(measure(options.workload, size), {"over lookup alone": gain})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

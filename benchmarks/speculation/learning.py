@@ -1,8 +1,6 @@
 """Medusa heads learned while serving: the embedded model, open loop at half of what it can generate, with learning and
 without on the same requests in turn. The traffic switches from one task to another; then the learned heads are compared
 with heads that are trained offline on the same texts of the new task.
-
-    python -m benchmarks.speculation.learning [--quick]
 """
 
 import asyncio
@@ -11,21 +9,18 @@ import json
 import os
 import random
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.evidence.statistics import percentile
 from benchmarks.load import adapted, servers
-from benchmarks.load.rounds import alone, in_turn, speedup
+from benchmarks.load.rounds import alone, in_turn
 from tests.oracles import family
 
 ON, OFF = "on", "off"
@@ -45,19 +40,6 @@ TEMPERATURE = 0.7
 EVALUATED = 300
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is asked."""
-
-    first: int = FIRST_REQUESTS
-    second: int = SECOND_REQUESTS
-    segment: int = SEGMENT
-    evaluated: int = EVALUATED
-
-
-QUICK = Size(24, 48, 24, 8)
-
-
 @dataclass
 class Streamed:
     """One text as it arrived."""
@@ -72,13 +54,12 @@ class Streamed:
         return [(end - start) / count for (start, _), (end, count) in pairs for _ in range(count)]
 
 
-def measure(size: Size | None = None) -> Cases:
+def measure() -> Cases:
     """One case: the whole run."""
-    size = size or Size()
     random_ = random.Random(0)
-    code = _prompts(FIRST_TASK, size.first + size.segment)
-    first, others = code[: size.first], code[size.first :]
-    second = _prompts(SECOND_TASK, size.second)
+    code = _prompts(FIRST_TASK, FIRST_REQUESTS + SEGMENT)
+    first, others = code[:FIRST_REQUESTS], code[FIRST_REQUESTS:]
+    second = _prompts(SECOND_TASK, SECOND_REQUESTS)
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
     with _both() as running:
@@ -88,8 +69,8 @@ def measure(size: Size | None = None) -> Cases:
         texts: dict[str, list[Streamed]] = {ON: [], OFF: []}
         seconds = {ON: 0.0, OFF: 0.0}
         prompts = first + second
-        for number, start in enumerate(range(0, len(prompts), size.segment)):
-            part = [(at, prompts[at]) for at in range(start, min(start + size.segment, len(prompts)))]
+        for number, start in enumerate(range(0, len(prompts), SEGMENT)):
+            part = [(at, prompts[at]) for at in range(start, min(start + SEGMENT, len(prompts)))]
             offsets = [random_.expovariate(rate) for _ in part]
             for way in in_turn((ON, OFF), number):
                 with alone(way, running, errors):
@@ -105,8 +86,8 @@ def measure(size: Size | None = None) -> Cases:
         pairs = zip(texts[ON], texts[OFF], strict=True)
         raw["differing_texts"] = sum(on.token_ids != off.token_ids for on, off in pairs)
         raw["learning"] = uvloop.run(_learning(running[ON].port))
-        with _offline([text.token_ids for text in texts[ON][size.first :]], second, running) as folder:
-            evaluated = _prompts(SECOND_TASK, size.second + size.evaluated)[size.second :]
+        with _offline([text.token_ids for text in texts[ON][FIRST_REQUESTS:]], second, running) as folder:
+            evaluated = _prompts(SECOND_TASK, SECOND_REQUESTS + EVALUATED)[SECOND_REQUESTS:]
             with alone(ON, running, errors):
                 raw["tokens_per_step"] = uvloop.run(_evaluate(running[ON].port, evaluated, folder))
     yield Case("switch of traffic", raw, "; ".join(errors[:3]))
@@ -268,15 +249,3 @@ def _offline(
         tensors = trainer.heads.tensors(torch.float32)
         files.write(folder / "heads" / "offline", files.HeadsFile(trainer.heads.shape, tensors, "demo"))
     yield folder / "heads" / "offline"
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, quick=True)
-    options = parser.parse_args()
-    size = QUICK if options.quick else Size()
-    figures = {"over offline": over_offline, "p99 over without": p99_ratio, "trainer": trainer_share}
-    return arguments.print_cases(measure(size), {**figures, "throughput": partial(speedup, ON, OFF)})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

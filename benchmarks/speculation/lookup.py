@@ -1,27 +1,22 @@
 """The speed-up of prompt lookup over HTTP: the embedded model with its copy-heavy adapter, with lookup and without;
-with `--peer` the same adapter from vLLM with its n-gram speculation. Alternating rounds of fresh prompts; the server
+and against the same adapter from vLLM with its n-gram speculation. Alternating rounds of fresh prompts; the server
 that is not asked is stopped.
-
-    python -m benchmarks.speculation.lookup [--quick] [--peer] [--rounds N]
 """
 
 import asyncio
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw, in_rounds
 from benchmarks.load import adapted, peers, servers
-from benchmarks.load.rounds import OURS, VLLM, alone, in_turn, speedup
+from benchmarks.load.rounds import OURS, VLLM, alone, in_turn
 from tests.oracles import family
 
 ROUNDS = 8
@@ -118,17 +113,3 @@ async def ask(port: int, prompts: Sequence[str], extra: Mapping[str, Any]) -> di
     seconds = time.monotonic() - start
     tokens = sum(num_tokens)
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=ROUNDS, quick=True)
-    parser.add_argument("--peer", action="store_true", help="against vLLM with n-grams")
-    options = parser.parse_args()
-    size = QUICK if options.quick else Size(options.rounds)
-    if options.peer:
-        return arguments.print_cases(against_peer(size), {"over vLLM": partial(speedup, OURS, VLLM)})
-    return arguments.print_cases(measure(size), {"over without": partial(speedup, ON, OFF)})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

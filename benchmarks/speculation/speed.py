@@ -4,16 +4,11 @@ and a chosen acceptance probability, in the engine of a shard.
 A round times single steps (of several tokens, of the draft model) and whole runs with and without drafts in turn, so
 that all of its figures see the same state of the machine. Texts are sampled at temperature 1: greedy ones would repeat
 themselves.
-
-    python -m benchmarks.speculation.speed [--quick] [--schedule CLIENTS | --rejected CLIENTS]
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
 from benchmarks.speculation.timed_pair import BATCHES, CHANCE, WIDTH, Pair, Size, fixed, steps
@@ -134,45 +129,3 @@ def efficiency_of_bytes(raw: Raw) -> float:
 def repeated(raw: Raw) -> float:
     """Share of the texts' tokens in repeated runs of eight."""
     return float(raw["repeated"])
-
-
-FIGURES: Mapping[str, Callable[[Raw], float]] = {
-    "v(4)": partial(cost, 4),
-    "v(8)": partial(cost, 8),
-    "c": draft_cost,
-    "c over bytes": cost_over_bytes,
-    "times alone": partial(times, 1),
-    "η alone": partial(efficiency, 1),
-    "times of 8": partial(times, 8),
-    "η of 8": partial(efficiency, 8),
-    "η of bytes": efficiency_of_bytes,
-    "repeated": repeated,
-}
-SCHEDULE_FIGURES: Mapping[str, Callable[[Raw], float]] = {
-    "best width": lambda raw: float(raw["best"]),
-    "auto over it": partial(speedup, AUTO, FIXED),
-}
-REJECTED_FIGURES: Mapping[str, Callable[[Raw], float]] = {
-    "auto with nothing accepted over off": partial(speedup, REJECTED, OFF),
-    "above the limit over off": partial(speedup, LIMITED, OFF),
-}
-
-
-def main() -> int:
-    parser = arguments.parser(__doc__, quick=True)
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--schedule", type=int, choices=LOADS, metavar="CLIENTS", help="auto against the best fixed width"
-    )
-    other.add_argument("--rejected", type=int, choices=LOADS, metavar="CLIENTS", help="drafts that are never accepted")
-    options = parser.parse_args()
-    size = QUICK if options.quick else Size()
-    if options.schedule:
-        return arguments.print_cases(schedules(options.schedule, size), SCHEDULE_FIGURES)
-    if options.rejected:
-        return arguments.print_cases(rejected(options.rejected, size), REJECTED_FIGURES)
-    return arguments.print_cases(measure(size), FIGURES)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

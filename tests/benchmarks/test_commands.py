@@ -18,7 +18,7 @@ def text(module: str) -> str:
 
 
 def test_folders_have_commands() -> None:
-    assert {name.split(".")[1] for name in MODULES if "." in name} >= {"serving", "adapters", "speculation", "router"}
+    assert {name.split(".")[1] for name in MODULES if "." in name} >= {"serving", "adapters", "speculation", "proof"}
     assert all(sentence for sentence in runnable().values())
 
 

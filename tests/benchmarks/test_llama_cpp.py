@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.llama_cpp.files import adapter_file, model_file
 from benchmarks.models import adapter_files, random_llama
+from benchmarks.models.gguf_files import adapter_file, model_file
 from tests.shard.model.gguf.files import answer_of
 
 

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks.router.throughput import Client
+from benchmarks.serving.router import StreamClient
 from lorikeet.proto import shard_pb2 as pb
 from tests.router.simulated_shard import merge_outputs
 
@@ -26,7 +26,7 @@ def stream(num_events: int) -> bytes:
     return b"HTTP/1.1 200 OK\r\n\r\n" + events + b"0\r\n\r\n"
 
 
-def fed(client: Client, data: bytes, size: int) -> Transport:
+def fed(client: StreamClient, data: bytes, size: int) -> Transport:
     transport = Transport()
     client.connection_made(cast(asyncio.Transport, transport))
     for start in range(0, len(data), size):
@@ -36,7 +36,7 @@ def fed(client: Client, data: bytes, size: int) -> Transport:
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100_000])
 def test_events_are_counted_wherever_reads_end(size: int) -> None:
-    client = Client(5)
+    client = StreamClient(5)
     transport = fed(client, stream(5), size)
     assert (client.num_events, client.num_requests, client.failure) == (5, 1, "")
     assert len(transport.written) == 2  # it asks again
@@ -44,10 +44,10 @@ def test_events_are_counted_wherever_reads_end(size: int) -> None:
 
 
 def test_missing_events_and_errors_are_failures() -> None:
-    short = Client(5)
+    short = StreamClient(5)
     fed(short, stream(4), 1000)
     assert "4 events instead of 5" in short.failure
-    broken = Client(1)
+    broken = StreamClient(1)
     fed(broken, b'data: {"error":"x"}\n\n0\r\n\r\n', 1000)
     assert broken.failure
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import catalogue, proof, report
+from benchmarks import figures, proof, report
 from benchmarks.evidence import results, runner
 from benchmarks.evidence.figure import Case, Figure, Suite, raw_value
 from benchmarks.evidence.results import REPOSITORY
@@ -81,7 +81,7 @@ def test_a_void_run_is_archived_alone(measured: Measured) -> None:
 
 
 def test_settings_do_not_depend_on_the_folder_of_the_checkout() -> None:
-    for suite in catalogue.SUITES:
+    for suite in figures.SUITES:
         assert str(REPOSITORY) not in json.dumps(suite.settings), suite.name
 
 
@@ -113,7 +113,7 @@ def test_long_lists_of_samples_are_archived_as_percentiles() -> None:
 def test_current_results_are_small_and_belong_to_figures() -> None:
     files = list(results.RESULTS.rglob("*"))
     assert sum(path.stat().st_size for path in files if path.is_file()) <= MOST_BYTES
-    declared = {figure.name for suite in catalogue.SUITES for figure in suite.figures}
+    declared = {figure.name for suite in figures.SUITES for figure in suite.figures}
     assert results.latest().keys() <= declared
     assert {path.name for path in files if path.suffix == ".json"} == {
         f"{results.slug(name)}.json" for name in results.latest()
@@ -121,7 +121,7 @@ def test_current_results_are_small_and_belong_to_figures() -> None:
 
 
 def test_figures_have_different_files() -> None:
-    names = [figure.name for suite in catalogue.SUITES for figure in suite.figures]
+    names = [figure.name for suite in figures.SUITES for figure in suite.figures]
     assert len({results.slug(name) for name in names}) == len(names)
 
 

@@ -1,9 +1,8 @@
-"""The cost of one router process: streamed tokens per second, and what it adds to the time to first token.
+"""The cost of one router process: streamed tokens per second over one shard and over four, and its part of the time to
+first token.
 
 A simulated shard and the load generator share one core, the router has the other. The real gRPC stream, detokenization
 and HTTP are in the path; the shard gives every request one token per step.
-
-    python -m benchmarks.router.throughput [--rounds N] [--profile FILE]
 """
 
 import asyncio
@@ -17,18 +16,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import grpc
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases, Raw, raw_value
+from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.servers import cpu_seconds, free_port
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
@@ -37,8 +34,8 @@ CORES = sorted(os.sched_getaffinity(0))
 NUM_STREAMS = 256
 STEP_MS = 4.0
 NEW_TOKENS = 256
-ROUND_SECONDS = 3.0
-NUM_ROUNDS = 8
+ROUND_S = 3.0
+ROUNDS = 8
 """Chosen by a pilot: rounds of three seconds differ by less than five percent."""
 
 FIRST_TOKEN_CLIENTS = 64
@@ -51,7 +48,7 @@ EVENT = b"data: {"
 
 
 @dataclass
-class Servers:
+class SimulatedServers:
     """Simulated shards and a router in front of them, as processes."""
 
     port: int
@@ -73,18 +70,8 @@ def write_model(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def servers(
-    step_ms: float,
-    profile: str | None = None,
-    num_shards: int = 1,
-    max_running: int = 512,
-    settings: Mapping[str, Any] | None = None,
-    router: Sequence[str] = ("lorikeet.router",),
-) -> AsyncIterator[Servers]:
-    """Start both, the router on the last core and everything else on the first. All shards are one process.
-
-    `settings` are further ones of the router; `router` is its module, and what follows the configuration.
-    """
+async def servers(step_ms: float, num_shards: int = 1, max_running: int = 512) -> AsyncIterator[SimulatedServers]:
+    """Start both, the router on the last core and everything else on the first. All shards are one process."""
     earlier = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORES[0]})
     with tempfile.TemporaryDirectory() as name:
@@ -99,19 +86,15 @@ async def servers(
             "hostname": "127.0.0.1",
             "port": port,
             "log_level": "error",
-            **(settings or {}),
         }
         (folder / "router.json").write_text(json.dumps(written))
         shard_command = ["tests.router.simulated_shard", *addresses, "--step-ms", str(step_ms)]
         shard_command += ["--max-running", str(max_running)]
-        router_command = [router[0], str(folder / "router.json"), *router[1:]]
-        if profile is not None:
-            router_command = ["cProfile", "-o", profile, "-m", *router_command]
         shard = _start(shard_command, CORES[0])
-        started = _start(router_command, CORES[-1])
+        started = _start(["lorikeet.router", str(folder / "router.json")], CORES[-1])
         try:
             await _until_ready(port)
-            yield Servers(port, addresses[0], started.pid)
+            yield SimulatedServers(port, addresses[0], started.pid)
         finally:
             for process in (started, shard):
                 process.send_signal(signal.SIGTERM)
@@ -139,7 +122,7 @@ async def _until_ready(port: int) -> None:
     raise RuntimeError("the router did not become ready")
 
 
-class Client(asyncio.Protocol):
+class StreamClient(asyncio.Protocol):
     """One connection that asks for a stream, counts its events, and asks again."""
 
     def __init__(self, new_tokens: int) -> None:
@@ -173,13 +156,13 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         # An event's start may lie across two reads.
         text = self._tail + data
-        found = text.count(EVENT)
+        num_events = text.count(EVENT)
         self._tail = text[-len(EVENT) + 1 :]
-        if found:
+        if num_events:
             if self._seen == 0:
                 self.first_token_seconds.append(time.perf_counter() - self._started)
-            self._seen += found
-            self.num_events += found
+            self._seen += num_events
+            self.num_events += num_events
         if text.endswith(b"0\r\n\r\n"):
             self.num_requests += 1
             if self._seen != self._new_tokens or b'{"error":' in text:
@@ -193,47 +176,43 @@ class Client(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def clients(port: int, lengths: Sequence[int]) -> AsyncIterator[list[Client]]:
+async def clients(port: int, lengths: Sequence[int]) -> AsyncIterator[list[StreamClient]]:
     """One closed-loop client for each length of stream; they run until the block ends.
 
-    Raises RuntimeError when one of them saw a wrong stream.
+    Raises RuntimeError if one of them saw a wrong stream.
     """
     loop = asyncio.get_running_loop()
-    made = [Client(new_tokens) for new_tokens in lengths]
-    for client in made:
+    streams = [StreamClient(new_tokens) for new_tokens in lengths]
+    for client in streams:
         await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
     try:
-        yield made
+        yield streams
     finally:
-        for client in made:
+        for client in streams:
             client.close()
-    failures = [client.failure for client in made if client.failure]
+    failures = [client.failure for client in streams if client.failure]
     if failures:
         raise RuntimeError(failures[0])
 
 
-async def throughput(rounds: int = NUM_ROUNDS, profile: str | None = None) -> list[tuple[float, float]]:
+async def throughput(rounds: int = ROUNDS) -> list[tuple[float, float]]:
     """(streamed tokens per second, the router's processor seconds per token) in each round after a warm-up."""
     results = []
-    async with servers(STEP_MS, profile) as started, clients(started.port, [NEW_TOKENS] * NUM_STREAMS) as running:
+    async with servers(STEP_MS) as started, clients(started.port, [NEW_TOKENS] * NUM_STREAMS) as running:
         for number in range(rounds + 1):
-            before, begin = sum(client.num_events for client in running), time.perf_counter()
-            cpu_before = cpu_seconds(started.router_pid)
-            await asyncio.sleep(ROUND_SECONDS)
-            num_tokens = sum(client.num_events for client in running) - before
+            num_tokens, seconds, cpu_s = await counted(started, running)
             if number:
-                cpu = cpu_seconds(started.router_pid) - cpu_before
-                results.append((num_tokens / (time.perf_counter() - begin), cpu / num_tokens))
+                results.append((num_tokens / seconds, cpu_s / num_tokens))
     return results
 
 
-async def first_token(rounds: int = NUM_ROUNDS) -> list[tuple[float, float]]:
+async def first_token(rounds: int = ROUNDS) -> list[tuple[float, float]]:
     """(median through the router, median straight from the shard) in seconds, for each pair of rounds."""
     pairs = []
     async with servers(FIRST_TOKEN_STEP_MS) as started:
         for number in range(rounds + 1):
             async with clients(started.port, FIRST_TOKEN_LENGTHS) as running:
-                await asyncio.sleep(ROUND_SECONDS)
+                await asyncio.sleep(ROUND_S)
             routed = [seconds for client in running for seconds in client.first_token_seconds]
             straight = await _straight_first_tokens(started.shard_address)
             if not routed or not straight:
@@ -244,9 +223,9 @@ async def first_token(rounds: int = NUM_ROUNDS) -> list[tuple[float, float]]:
 
 
 async def _straight_first_tokens(address: str) -> list[float]:
-    """The same closed loop spoken to the shard itself, one message per request at once: what the router adds to."""
+    """First tokens of the same closed loop straight from the shard, which gets one message per request."""
     seconds: list[float] = []
-    asked: dict[int, float] = {}
+    started: dict[int, float] = {}
     length_of: dict[int, int] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         call = shard_pb2_grpc.ShardStub(channel).Serve()
@@ -257,26 +236,26 @@ async def _straight_first_tokens(address: str) -> list[float]:
             nonlocal next_id
             next_id += 1
             length_of[next_id] = length
-            asked[next_id] = time.perf_counter()
+            started[next_id] = time.perf_counter()
             submit = pb.Submit(id=next_id, prompt_ids=range(300, 312), max_new_tokens=length)
             await call.write(pb.Command(submits=[submit]))
 
         for length in FIRST_TOKEN_LENGTHS:
             await ask(length)
-        end = time.perf_counter() + ROUND_SECONDS
+        end = time.perf_counter() + ROUND_S
         while time.perf_counter() < end:
             output = await call.read()
             now = time.perf_counter()
             for part in output.outputs:
-                if part.id in asked:
-                    seconds.append(now - asked.pop(part.id))
+                if part.id in started:
+                    seconds.append(now - started.pop(part.id))
                 if part.finish_reason:
                     await ask(length_of.pop(part.id))
         call.cancel()
     return seconds
 
 
-def measure(rounds: int = NUM_ROUNDS) -> Cases:
+def measure(rounds: int = ROUNDS) -> Cases:
     """One case per round: tokens per second of all streams, and both times to first token."""
     pairs = zip(uvloop.run(throughput(rounds)), uvloop.run(first_token(rounds)), strict=True)
     for number, ((rate, cost), (routed, straight)) in enumerate(pairs):
@@ -289,17 +268,51 @@ def added_first_token_ms(raw: Raw) -> float:
     return float(1000 * (raw["first_token_s"] - raw["first_token_without_router_s"]))
 
 
-def main() -> int:
-    parser = arguments.parser(__doc__, rounds=NUM_ROUNDS)
-    parser.add_argument("--profile", metavar="FILE", help="only measure throughput, and write a cProfile of the router")
-    options = parser.parse_args()
-    if options.profile:
-        print(uvloop.run(throughput(options.rounds, options.profile)))
-        return 0
-    rate: Callable[[Raw], float] = partial(raw_value, "tokens_per_second")
-    figures = {"tokens/s": rate, "added ms": added_first_token_ms}
-    return arguments.print_cases(measure(options.rounds), figures)
+WARM_UP_S = 1.0
+SHARDS = 4
+SHARD_STREAMS, SHARD_STEP_MS = 64, 8.0
+"""Streams, and milliseconds of a step, of each shard."""
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+async def loaded(servers: SimulatedServers, num_shards: int) -> dict[str, float]:
+    """Tokens per second of as many streams as the shards take at once, and the router's time for each."""
+    async with clients(servers.port, [NEW_TOKENS] * SHARD_STREAMS * num_shards) as running:
+        await asyncio.sleep(WARM_UP_S)
+        num_tokens, seconds, cpu_s = await counted(servers, running)
+    return {"tokens_per_s": round(num_tokens / seconds, 1), "router_us_per_token": round(1e6 * cpu_s / num_tokens, 2)}
+
+
+def measure_shards(rounds: int = ROUNDS) -> Cases:
+    """One case per round: one shard, then four."""
+    values = shard_rounds(rounds)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            for number in range(rounds):
+                yield Case(f"round {number}", runner.run(anext(values)))
+        finally:
+            runner.run(values.aclose())
+
+
+async def counted(servers: SimulatedServers, running: Sequence[StreamClient]) -> tuple[int, float, float]:
+    """Tokens that clients get in a round, its seconds, and the router's processor time."""
+    num_earlier, start = sum(client.num_events for client in running), time.perf_counter()
+    cpu_earlier = cpu_seconds(servers.router_pid)
+    await asyncio.sleep(ROUND_S)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(client.num_events for client in running) - num_earlier
+    return num_tokens, seconds, cpu_seconds(servers.router_pid) - cpu_earlier
+
+
+async def shard_rounds(rounds: int) -> AsyncGenerator[Raw, None]:
+    """The raw values of each round."""
+    async with (
+        servers(SHARD_STEP_MS, max_running=SHARD_STREAMS) as one,
+        servers(SHARD_STEP_MS, num_shards=SHARDS, max_running=SHARD_STREAMS) as four,
+    ):
+        for _ in range(rounds):
+            yield {"one": await loaded(one, 1), "four": await loaded(four, SHARDS)}
+
+
+def share(raw: Raw) -> float:
+    """Tokens per second of four shards as a share of four times one."""
+    return float(raw["four"]["tokens_per_s"] / (SHARDS * raw["one"]["tokens_per_s"]))

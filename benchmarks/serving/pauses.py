@@ -1,14 +1,10 @@
 """How long streams pause when a shard is killed, stopped, or replaced by a rolling restart, under a mixed load.
 
 The run is that of the long tests (`tests/endurance/faults.py`): an answer that a fault changed fails the case.
-
-    python -m benchmarks.recovery.pauses [kill | stop | roll] [--faults N]
 """
 
 import signal
-import sys
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases
 from tests.endurance import faults
 
@@ -24,11 +20,3 @@ def measure(kind: str, num_faults: int | None = None) -> Cases:
         case = faults.run_with_faults(SIGNALS[kind], min(PER_CASE, left - number * PER_CASE), number)
         wrong = "; ".join(case.raw["wrong"][:3])
         yield Case(case.name, {"answers": case.raw["answers"], "faults": case.raw["faults"]}, case.error or wrong)
-
-
-if __name__ == "__main__":
-    parser = arguments.parser(__doc__)
-    parser.add_argument("kind", nargs="?", choices=list(FAULTS), default="kill")
-    parser.add_argument("--faults", type=int, help="100 kills, 20 stops or 10 rolling restarts if not given")
-    chosen = parser.parse_args()
-    sys.exit(arguments.print_cases(measure(chosen.kind, chosen.faults), {"longest pause, s": faults.longest_gap}))

@@ -1,12 +1,10 @@
-"""Rounded weights against plain ones, both by our own code on this machine: steps of one request, and perplexity.
+"""Rounded weights against plain ones, both by our own code on this machine: steps of one request, and perplexity."""
 
-python -m benchmarks.quantization.weights       # one round, printed
-"""
-
-import json
+import contextlib
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from benchmarks.evidence import arguments
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Case, Cases, Raw, in_rounds
+from benchmarks.load import completions, servers
+from benchmarks.load.rounds import EXTRA, OURS
 from benchmarks.models.random_llama import llama_200m
+from benchmarks.serving.closed_loop import in_round, run
 from lorikeet.demo.data import corpus
 from lorikeet.demo.training.model import BASE_FOLDER
 from lorikeet.shard.batch.inputs import Segment
@@ -94,7 +94,21 @@ def perplexity_ratio(method: str, raw: Raw) -> float:
     return float(raw[method] / raw[PLAIN])
 
 
-if __name__ == "__main__":
-    arguments.parser(__doc__).parse_args()
-    for cases in (perplexities(), steps()):
-        print(json.dumps(next(cases).raw))
+REQUESTS = 4
+"""Requests of a round."""
+SEED = 31_000
+
+
+def measure(rounds: int = ROUNDS) -> Cases:
+    """One case per round, after one that warms up."""
+    model = llama_200m()
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(_serving(name, model)) for name in (PLAIN, *METHODS)}
+        targets = {name: completions.Target(each.port, str(model), EXTRA[OURS]) for name, each in running.items()}
+        ask = partial(run, targets, 1, REQUESTS)
+        yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, SEED + number)))
+
+
+def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[servers.Server]:
+    flags = () if name == PLAIN else ("--quantize", name)
+    return servers.running(f"{OURS}-{name}", servers.lorikeet(model, "--dtype", "bfloat16", *flags))

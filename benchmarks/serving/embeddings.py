@@ -4,15 +4,12 @@ and to infinity over HTTP, in alternating rounds.
 The model is a random BERT of the size of all-MiniLM-L6-v2; texts have 4 to 200 words. sentence-transformers sorts them
 by length itself; the first round tries all batch sizes, and the later ones the best of them. All compute in float32 on
 all cores. `python -m benchmarks.load.peers install-embedders` installs both.
-
-    python -m benchmarks.embeddings.throughput [--rounds N] [--quick]
 """
 
 import json
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -26,7 +23,6 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel
 
-from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import peers
 from benchmarks.load.rounds import OURS
@@ -154,15 +150,3 @@ def over_sentence_transformers(raw: Raw) -> float:
 def over_infinity(raw: Raw) -> float:
     """Times infinity."""
     return float(raw[OURS] / raw[INFINITY])
-
-
-def main() -> int:
-    """Print texts per second and ratios."""
-    given = arguments.parser(__doc__, rounds=ROUNDS, quick=True).parse_args()
-    rounds, num_texts = (1, 64) if given.quick else (given.rounds, NUM_TEXTS)
-    figures = {"over sentence-transformers": over_sentence_transformers, "over infinity": over_infinity}
-    return arguments.print_cases(measure(rounds, num_texts), figures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,17 @@
 """This server next to llama.cpp's: closed loops over HTTP on the 200 M Llama, 256 tokens in and 64 out, in alternating
-rounds. int8 stands next to Q8_0, int4 next to Q4_0; with `--adapters` eight clients have an adapter each.
+rounds. int8 stands next to Q8_0, int4 next to Q4_0. In another suite eight clients have an adapter each.
 
-    python -m benchmarks.llama_cpp.served [--clients 1|8|32 | --adapters] [--rounds N]
-
-llama.cpp is compiled by `python -m benchmarks.llama_cpp.build`. It computes requests with different adapters one after
-the other.
+`python -m benchmarks.serving.llama_cpp` compiles llama.cpp from the sources that llama-cpp-python has; it needs cmake
+and a C++ compiler. llama.cpp computes requests with different adapters one after the other.
 """
 
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,46 @@ import uvloop
 
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Cases, in_rounds
-from benchmarks.llama_cpp.build import VERSION, program
 from benchmarks.load import adapted, completions, servers
-from benchmarks.load.rounds import EXTRA, LENGTH, OURS, speedup
+from benchmarks.load.peers import VENVS
+from benchmarks.load.rounds import EXTRA, LENGTH, OURS
 from benchmarks.models.prompts import prompts
 from benchmarks.models.random_llama import llama_200m
 from benchmarks.serving.closed_loop import in_round, run
+
+VERSION = "0.3.36"
+"""Version of llama-cpp-python, which has llama.cpp's whole source of that day."""
+FOLDER = VENVS / "llama-cpp"
+OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
+           "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF", "-DBUILD_SHARED_LIBS=OFF")  # fmt: skip
+
+
+def program() -> Path:
+    """The server. Raises FileNotFoundError if it was not built."""
+    found = FOLDER / "build" / "bin" / "llama-server"
+    if not found.exists():
+        raise FileNotFoundError(f"{found} is missing: python -m benchmarks.serving.llama_cpp")
+    return found
+
+
+def build() -> None:
+    """Fetch the sources and compile the server."""
+    sources = FOLDER / "sources"
+    if not sources.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            wanted = f"llama-cpp-python=={VERSION}"
+            command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder)
+            subprocess.run([*command, wanted], check=True)
+            (archive,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+            (unpacked,) = Path(folder).glob("*/vendor/llama.cpp")
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            unpacked.rename(sources)
+    made = str(FOLDER / "build")
+    subprocess.run(["cmake", "-S", str(sources), "-B", made, *OPTIONS], check=True)
+    subprocess.run(["cmake", "--build", made, "--target", "llama-server", "-j", "2"], check=True)
+
 
 ROUNDS = 8
 REQUESTS_PER_CLIENT = {1: 4, 8: 3, 32: 2}
@@ -38,11 +73,10 @@ SEED, ADAPTED_SEED = 41_000, 42_000
 PAIRS = {"int8": "Q8_0", "int4": "Q4_0"}
 """Our rounding, and llama.cpp's of about as many bits."""
 ADAPTED = {"bfloat16": "BF16", "int8": "Q8_0"}
-"""The same with adapters."""
+"""Pairs of rounding with adapters."""
 SLOT_TOKENS = 512
 """Context of each of llama.cpp's slots."""
 IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True, "cache_prompt": False}
-LLAMA_CPP_VERSION = VERSION
 
 
 def llama_cpp(model: Path, clients: int, *flags: str) -> servers.Command:
@@ -69,7 +103,7 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
 
 
 def adapters(rounds: int = ROUNDS) -> Cases:
-    """The same with eight adapters of rank 16 on q, k, v and o, in bfloat16 and with int8 and Q8_0."""
+    """One case per round: eight adapters of rank 16 on q, k, v and o, in bfloat16 and with int8 and Q8_0."""
     from benchmarks.models import adapter_files
 
     base = adapted.full()
@@ -86,13 +120,13 @@ def adapters(rounds: int = ROUNDS) -> Cases:
 
 
 def _file(model: Path, kind: str) -> Path:
-    from benchmarks.llama_cpp.files import model_file  # gguf
+    from benchmarks.models.gguf_files import model_file  # gguf
 
     return model_file(model, kind)
 
 
 def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.Command:
-    from benchmarks.llama_cpp.files import adapter_file  # gguf
+    from benchmarks.models.gguf_files import adapter_file  # gguf
 
     files = [flag for folder in folders for flag in ("--lora", str(adapter_file(folder, model)))]
     return llama_cpp(_file(model, kind), len(folders), *files, "--lora-init-without-apply")
@@ -119,10 +153,5 @@ def _ask_adapters(
 
 
 if __name__ == "__main__":
-    parser = arguments.parser(__doc__, rounds=ROUNDS)
-    parser.add_argument("--clients", type=int, choices=list(REQUESTS_PER_CLIENT), default=1)
-    parser.add_argument("--adapters", action="store_true", help="eight clients with an adapter each")
-    chosen = parser.parse_args()
-    pairs = ADAPTED if chosen.adapters else PAIRS
-    cases = adapters(chosen.rounds) if chosen.adapters else measure(chosen.clients, chosen.rounds)
-    sys.exit(arguments.print_cases(cases, {f"{a} over {b}": partial(speedup, a, b) for a, b in pairs.items()}))
+    arguments.parser(__doc__).parse_args()
+    build()

@@ -1,1 +1,0 @@
-"""Embedding models: texts per second next to sentence-transformers and infinity."""

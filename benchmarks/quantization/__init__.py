@@ -1,1 +1,0 @@
-"""Speed and perplexity of rounded weights."""

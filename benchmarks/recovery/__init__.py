@@ -1,1 +1,0 @@
-"""How long streams pause when a shard ends, hangs or is replaced."""
