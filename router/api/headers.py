@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lorikeet.router.api.prepare import Timing, now
 from lorikeet.router.api.service import Service
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.schemas.fields import MAX_IGNORED
+from lorikeet.router.schemas.model import MAX_IGNORED
 
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")

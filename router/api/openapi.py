@@ -1,4 +1,4 @@
-"""The OpenAPI document, from a table of routes, the models in `router/schemas/openapi/` and the table
+"""The OpenAPI document, from a table of routes, the models in `router/schemas/` and the table
 of errors.
 
 An operation lists every status and media type of its answers.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from lorikeet.router.answers import ANSWERS
@@ -40,11 +40,8 @@ from lorikeet.router.errors import (
     UnknownRoute,
     ValidationError,
 )
-from lorikeet.router.schemas.openapi import adapters as adapter_models
-from lorikeet.router.schemas.openapi import dialects
-from lorikeet.router.schemas.openapi import models as models
-from lorikeet.router.schemas.openapi import pooled as pooled_models
-from lorikeet.router.schemas.openapi import tokens as token_models
+from lorikeet.router.schemas import admin, answers, native, openai, pooled, tokens
+from lorikeet.router.schemas.dialects import published
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 
@@ -104,29 +101,38 @@ class Operation:
     """Styles of the route's errors; none for the style of its path."""
 
 
-_COMPAT = (models.CompatGenerateRequest, models.GenerateResponse, True, models.StreamResponse)
+class InvocationBody(
+    RootModel[
+        native.CompatGenerateRequest | openai.ChatCompletionRequest | openai.CompletionRequest
+        | pooled.InputGroup | pooled.ScoreRequest | pooled.RerankRequest
+    ]
+):  # fmt: skip
+    """LoRAX's body, a chat, or a completion; of a model without text a body of its routes."""
+
+
+_COMPAT = (native.CompatGenerateRequest, answers.GenerateResponse, True, answers.StreamResponse)
 _BOTH = (ErrorStyle.LORAX, ErrorStyle.OPENAI)
 OPERATIONS = (
     Operation(Kind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
     Operation(Kind.GENERATE, "post", "/invocations", "For SageMaker: the body of another route",
-              token_models.InvocationBody, token_models.InvocationAnswer, streams=token_models.InvocationEvent,
+              InvocationBody, answers.InvocationAnswer, streams=answers.InvocationEvent,
               styles=_BOTH),
-    Operation(Kind.GENERATE, "post", "/generate", "Generate", models.GenerateRequest, models.GenerateResponse),
-    Operation(Kind.GENERATE, "post", "/generate_stream", "Generate, one event per token", models.GenerateRequest,
-              streams=models.StreamResponse),
+    Operation(Kind.GENERATE, "post", "/generate", "Generate", native.GenerateRequest, answers.GenerateResponse),
+    Operation(Kind.GENERATE, "post", "/generate_stream", "Generate, one event per token", native.GenerateRequest,
+              streams=answers.StreamResponse),
     Operation(Kind.GENERATE, "post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
-              models.PredictRequest, models.PredictResponse),
+              native.PredictRequest, answers.PredictResponse),
     Operation(Kind.TOKENIZE, "post", "/tokenize", "Tokenize, as in LoRAX or in vLLM",
-              token_models.TokenizeBody, token_models.TokenizeAnswer, styles=_BOTH),
+              tokens.TokenizeBody, answers.TokenizeAnswer, styles=_BOTH),
     Operation(Kind.TOKENIZE, "post", "/chat_tokenize", "Tokenize a chat, as in TGI",
-              token_models.TokenizeChat, token_models.ChatTokenizeAnswer),
+              tokens.TokenizeChat, answers.ChatTokenizeAnswer),
     Operation(Kind.TOKENIZE, "post", "/detokenize", "The text of token ids, as in vLLM",
-              token_models.DetokenizeRequest, token_models.DetokenizeAnswer),
+              tokens.DetokenizeRequest, answers.DetokenizeAnswer),
     Operation(Kind.READ, "get", "/tokenizer_info", "The tokenizer's configuration, as in vLLM", media=(JSON,)),
     Operation(Kind.GENERATE, "post", "/v1/completions", "OpenAI's completions",
-              models.CompletionRequest, models.CompletionResponse, streams=models.CompletionChunk),
+              openai.CompletionRequest, answers.CompletionResponse, streams=answers.CompletionChunk),
     Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
-              models.ChatCompletionRequest, models.ChatCompletionResponse, streams=models.ChatCompletionChunk),
+              openai.ChatCompletionRequest, answers.ChatCompletionResponse, streams=answers.ChatCompletionChunk),
     Operation(Kind.READ, "get", "/ui", "A page with a playground and a live view; at `/` for browsers", media=(HTML,)),
     Operation(Kind.READ, "get", "/v1/capabilities", "What the caller may ask for, and its limits", media=(JSON,)),
     Operation(Kind.WATCH, "get", "/v1/live", "What the server does now, as events without end", media=(EVENTS,)),
@@ -134,61 +140,61 @@ OPERATIONS = (
               media=(EVENTS, JSON)),
     Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),
     Operation(Kind.GENERATE, "post", "/v1/responses", "OpenAI's responses; nothing is stored",
-              dialects.ResponsesRequest, dialects.ResponsesAnswer, streams=dialects.ResponsesEvent),
+              published.ResponsesRequest, answers.ResponsesAnswer, streams=answers.ResponsesEvent),
     Operation(Kind.TOKENIZE, "post", "/v1/responses/input_tokens", "Tokens of a response's input",
-              dialects.ResponsesRequest, dialects.InputTokens),
+              published.ResponsesRequest, answers.InputTokens),
     *(Operation(Kind.MISSING, method, f"/v1/responses/{{response_id}}{path}", "404: no response is stored")
       for method, path in (("get", ""), ("delete", ""), ("get", "/input_items"), ("post", "/cancel"))),
     Operation(Kind.GENERATE, "post", "/v1/messages", "Anthropic's messages",
-              dialects.MessagesRequest, dialects.MessageAnswer, streams=dialects.MessageEvent),
+              published.MessagesRequest, answers.MessageAnswer, streams=answers.MessageEvent),
     Operation(Kind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
-              dialects.CountTokensRequest, dialects.CountedTokens),
+              published.CountTokensRequest, answers.CountedTokens),
     Operation(Kind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
-              pooled_models.EmbeddingsRequest, pooled_models.EmbeddingsResponse),
+              pooled.EmbeddingsRequest, answers.EmbeddingsResponse),
     Operation(Kind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
-              pooled_models.CohereEmbedRequest, pooled_models.CohereEmbedResponse),
+              published.CohereEmbedRequest, answers.CohereEmbedResponse),
     Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
-              pooled_models.EmbedRequest, pooled_models.EmbedResponse),
+              pooled.EmbedRequest, answers.EmbedResponse),
     Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
-              pooled_models.ClassifyRequest, media=(JSON,), styles=_BOTH),
+              pooled.ClassifyRequest, media=(JSON,), styles=_BOTH),
     Operation(Kind.GENERATE, "post", "/classify_batch", "LoRAX's entities or labels of several texts",
-              pooled_models.ClassifyBatchRequest, media=(JSON,)),
+              pooled.ClassifyBatchRequest, media=(JSON,)),
     Operation(Kind.GENERATE, "post", "/pooling", "vLLM's: what the model computes",
-              pooled_models.PoolingRequest, pooled_models.PoolingResponse),
+              pooled.PoolingRequest, answers.PoolingResponse),
     *(Operation(Kind.GENERATE, "post", path, "Scores of pairs of texts",
-                pooled_models.ScoreRequest, pooled_models.ScoreResponse) for path in ("/score", "/v1/score")),
+                pooled.ScoreRequest, answers.ScoreResponse) for path in ("/score", "/v1/score")),
     *(Operation(Kind.GENERATE, "post", path, "Documents by relevance to a query",
-                pooled_models.RerankRequest, pooled_models.RerankResponse)
+                pooled.RerankRequest, answers.RerankResponse)
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
-              response=adapter_models.ModelList),
+              response=answers.ModelList),
     Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
-              response=adapter_models.Model),
+              response=answers.Model),
     Operation(Kind.ADMIN, "delete", "/v1/models/{model_id}", "Remove an adapter's name, and free its memory",
-              response=adapter_models.DeletedModel),
+              response=answers.DeletedModel),
     Operation(Kind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
-              response=adapter_models.AdapterList),
+              response=answers.AdapterList),
     Operation(Kind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
-              adapter_models.AdapterName, media=(JSON,)),
+              admin.AdapterName, media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/admin/adapters/pin", "Load an adapter and keep it loaded",
-              adapter_models.AdapterName, media=(JSON,)),
+              admin.AdapterName, media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/admin/adapters/unpin", "Allow the eviction of an adapter",
-              adapter_models.AdapterName, media=(JSON,)),
+              admin.AdapterName, media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/admin/adapters/unload", "Free an adapter's memory",
-              adapter_models.AdapterUnload, media=(JSON,)),
+              admin.AdapterUnload, media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/admin/adapters/refresh", "Query the sources again",
-              adapter_models.AdapterRefresh, media=(JSON,)),
+              admin.AdapterRefresh, media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/admin/catalogue/reload", "Reload the operator's files",
-              response=adapter_models.Reloaded),
+              response=answers.Reloaded),
     Operation(Kind.ADMIN, "get", "/admin/learning", "Medusa heads learned from traffic, with decisions",
               media=(JSON,)),
     Operation(Kind.ADMIN, "delete", "/admin/learning", "Delete what was learned from traffic", media=(JSON,)),
     Operation(Kind.ADMIN, "post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM",
-              adapter_models.LoadLora, media=(TEXT,)),
+              admin.LoadLora, media=(TEXT,)),
     Operation(Kind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
-              adapter_models.UnloadLora, media=(TEXT,)),
+              admin.UnloadLora, media=(TEXT,)),
     Operation(Kind.ADMIN, "post", "/adapters", "Name an adapter, for SageMaker",
-              adapter_models.SageMakerAdapter, media=(TEXT,)),
+              admin.SageMakerAdapter, media=(TEXT,)),
     Operation(Kind.ADMIN, "delete", "/adapters/{adapter_name}", "Remove a name, for SageMaker", media=(TEXT,)),
     *(Operation(Kind.PROBE, "get", path, "Liveness: whether shards answer")
       for path in ("/", "/health", "/healthz", "/livez", "/ping")),
@@ -231,9 +237,9 @@ _SCHEMES = {
 def document(root_path: str = "") -> dict[str, Any]:
     """The whole document; `root_path` is the path of the server behind a reverse proxy."""
     used: set[type[BaseModel]] = {
-        models.ErrorResponse,
-        models.OpenAIErrorResponse,
-        dialects.AnthropicErrorResponse,
+        answers.ErrorResponse,
+        answers.OpenAIErrorResponse,
+        answers.AnthropicErrorResponse,
     }
     for operation in OPERATIONS:
         used |= {model for model in (operation.request, operation.response, operation.streams) if model is not None}
@@ -307,13 +313,13 @@ def _failures(operation: Operation) -> Iterator[tuple[int, str, dict[str, Any]]]
         for leaf in operation.kind.value:
             row = ANSWERS[leaf]
             if style is ErrorStyle.OPENAI:
-                yield row.openai_status, JSON, _ref(models.OpenAIErrorResponse)
+                yield row.openai_status, JSON, _ref(answers.OpenAIErrorResponse)
             elif style is ErrorStyle.ANTHROPIC:
-                yield row.openai_status, JSON, _ref(dialects.AnthropicErrorResponse)
+                yield row.openai_status, JSON, _ref(answers.AnthropicErrorResponse)
             elif issubclass(leaf, BodyRejected):
                 yield row.status, TEXT, {"type": "string"}
             else:
-                yield row.status, JSON, _ref(models.ErrorResponse)
+                yield row.status, JSON, _ref(answers.ErrorResponse)
 
 
 _ID = str.maketrans({"/": "_", "{": None, "}": None})

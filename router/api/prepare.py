@@ -33,7 +33,7 @@ from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.constraints import Constraints, check_min_tokens
-from lorikeet.router.schemas.grammar import GrammarFields, InvalidGrammar
+from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.speculation import SpeculationFields, resolve_speculation, takes_history
 from lorikeet.router.text.bad_words import bad_word_ids
 from lorikeet.router.text.encoding import Encoded
@@ -67,7 +67,7 @@ class RequestFields:
     """Whether the stop string stays in the text, unless the constraints say otherwise."""
     constraints: Constraints = field(default_factory=Constraints)
     speculation: SpeculationFields = field(default_factory=SpeculationFields)
-    grammar: GrammarFields | InvalidGrammar | None = None
+    grammar: GrammarFields | None = None
     """That of a conversation with tools is its own."""
     pooling: Pooling | None = None
     cache_salt: str | None = None
@@ -248,13 +248,11 @@ async def _with_grammar(
 
 
 async def _following(
-    service: Service, request: GenerationRequest, fields: RequestFields, grammar: GrammarFields | InvalidGrammar | None
+    service: Service, request: GenerationRequest, fields: RequestFields, grammar: GrammarFields | None
 ) -> GenerationRequest:
     """With a grammar as shards take it. Raises ValidationError or UnsupportedField."""
     if grammar is None:
         return request
-    if isinstance(grammar, InvalidGrammar):
-        raise ValidationError(grammar.message, grammar.param, grammar.code)
     if (masks := fields.constraints.masks) is not None:
         raise ValidationError(f"`{masks}` and `{grammar.field}` cannot be set together: no token might be left", masks)
     info = service.dispatcher.info

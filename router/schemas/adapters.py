@@ -1,14 +1,14 @@
 """Adapter fields of a request: name, source, token, and merged adapters."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from lorikeet.router.errors import TokenInvalid, ValidationError
 from lorikeet.router.requests.adapter_ref import Merging
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.model import F32, Body, Rejected, Rule, Texts, broken_rule, fail_fast
 
-STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
-SIGN_METHODS = ("total", "frequency")
-_MERGE_FIELDS = ("ids", "weights", "merge_strategy", "density", "majority_sign_method")
 _PRUNING = ("ties", "dare_linear", "dare_ties")
 MAX_MERGED = 32
 _UNEQUAL = "number of adapter IDs must match number of adapter weights"
@@ -54,50 +54,91 @@ def checked_token(token: str | None, name: str) -> str | None:
     return token
 
 
-def merge_child(fields: Fields) -> Fields | None:
-    """`merged_adapters` of a body, whose fields `read_merge` reads. Raises WrongJsonType."""
-    if not fields.has("merged_adapters"):
-        fields.take("merged_adapters")  # null is absence
-        return None
-    child = fields.child("merged_adapters")
-    child.expect(*_MERGE_FIELDS)
-    return child
+_lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+AdapterSource = Annotated[str, Field(json_schema_extra={"enum": ["hub", "local", "s3"]})]
 
 
-def read_merge(fields: Fields | None, adapter_id: str | None) -> MergeFields | None:
-    """`merged_adapters`, with LoRAX's rules and texts, lengths first. Raises WrongJsonType or ValidationError."""
-    if fields is None:
-        return None
-    _check_num_merged(fields)
-    ids, weights = fields.texts("ids"), fields.numbers("weights")
-    strategy = (fields.text("merge_strategy") or "linear").lower()
-    density = fields.number("density")
-    sign_method = (fields.text("majority_sign_method") or "total").lower()
-    if adapter_id is not None:
-        raise ValidationError("at most one of `adapter_id` or `adapters` may be provided", "adapter_id")
-    if not ids:
-        raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
-    if len(ids) != len(weights):
-        raise ValidationError(_UNEQUAL, "merged_adapters")
-    if strategy not in STRATEGIES:
-        raise ValidationError(f"`merge_strategy` must be one of {', '.join(STRATEGIES)}", "merge_strategy")
-    if sign_method not in SIGN_METHODS:
-        raise ValidationError(
-            f"`majority_sign_method` must be one of {', '.join(SIGN_METHODS)}", "majority_sign_method"
-        )
-    if strategy not in _PRUNING:
-        density = None
-    elif density is None or not 0.0 < density <= 1.0:
-        raise ValidationError(f"`density` must be > 0 and <= 1 for {strategy}", "density")
-    return MergeFields(tuple(ids), Merging(tuple(weights), strategy, density, sign_method))
+class MergedAdapters(Body):
+    """Several adapters merged into one, with the parameters of PEFT's `add_weighted_adapter`."""
+
+    ids: Texts = Field([], description=f"1 to {MAX_MERGED} adapters")
+    weights: Annotated[list[F32], fail_fast] = Field([], description="As many as `ids`")
+    merge_strategy: Annotated[Literal["linear", "ties", "dare_linear", "dare_ties", "cat"], _lower] = "linear"
+    density: F32 | None = Field(None, description="Above 0 and at most 1; for ties, dare_linear and dare_ties")
+    majority_sign_method: Annotated[Literal["total", "frequency"], _lower, Rule("must be one of total, frequency")] = (
+        "total"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_lengths(cls, values: Any) -> Any:
+        """Before the elements, whatever they are."""
+        lists = [values.get(name) for name in ("ids", "weights")] if isinstance(values, dict) else []
+        num_ids, num_weights = ([len(each) if isinstance(each, list) else 0 for each in lists] or [0, 0])[:2]
+        if num_ids and num_weights and num_ids != num_weights:
+            raise broken_rule(_UNEQUAL, "merged_adapters")
+        if (longer := max(num_ids, num_weights)) > MAX_MERGED:
+            message = f"`adapters` supports up to {MAX_MERGED} adapters. Given: {longer}"
+            raise broken_rule(message, "merged_adapters")
+        return values
+
+    def merge(self, adapter_id: str | None) -> MergeFields:
+        """With LoRAX's rules and texts. Raises ValidationError."""
+        if adapter_id is not None:
+            raise ValidationError("at most one of `adapter_id` or `adapters` may be provided", "adapter_id")
+        if not self.ids:
+            raise ValidationError("at least one adapter ID must be provided when setting `adapters`", "merged_adapters")
+        if len(self.ids) != len(self.weights):
+            raise ValidationError(_UNEQUAL, "merged_adapters")
+        density = self.density if self.merge_strategy in _PRUNING else None
+        if self.merge_strategy in _PRUNING and (density is None or not 0.0 < density <= 1.0):
+            raise ValidationError(f"`density` must be > 0 and <= 1 for {self.merge_strategy}", "density")
+        merging = Merging(tuple(self.weights), self.merge_strategy, density, self.majority_sign_method)
+        return MergeFields(tuple(self.ids), merging)
 
 
-def _check_num_merged(fields: Fields) -> None:
-    """Values of other types are left to the reader."""
-    num_ids, num_weights = fields.length("ids"), fields.length("weights")
-    if num_ids and num_weights and num_ids != num_weights:
-        raise ValidationError(_UNEQUAL, "merged_adapters")
-    longer = max(num_ids, num_weights)
-    if longer > MAX_MERGED:
-        message = f"`adapters` supports up to {MAX_MERGED} adapters. Given: {longer}"
-        raise ValidationError(message, "merged_adapters")
+class AdapterGroup(Body):
+    """The fields that name an adapter."""
+
+    adapter_id: str | None = Field(
+        None, description="An alias, or `id` or `id@revision` within the source; empty: the default adapter, if any"
+    )
+    adapter_source: AdapterSource | None = Field(None, description="Default: the server's")
+    api_token: str | None = Field(
+        None, repr=False, description="The source's token; default: that of the Authorization header"
+    )
+    merged_adapters: MergedAdapters | None = None
+
+    def merge(self) -> MergeFields | None:
+        """The merged adapters, if any. Raises ValidationError."""
+        return None if self.merged_adapters is None else self.merged_adapters.merge(self.adapter_id)
+
+    def adapter(self) -> AdapterFields:
+        """The adapter by LoRAX's fields. Raises ValidationError."""
+        return AdapterFields(self.adapter_id, self.adapter_source, self.api_token, self.merge())
+
+    def adapter_or(self, model: str, base_names: tuple[str, ...], user: str | None) -> AdapterFields:
+        """The adapter by LoRAX's fields if they are set, else by OpenAI's `model`. Raises ValidationError where two
+        different ones are named; `base_names` are those of the base model.
+        """
+        name = self.adapter_id or None
+        merge = None if self.merged_adapters is None else self.merged_adapters.merge(name)
+        if not name and merge is None:
+            return AdapterFields(model, self.adapter_source, self.api_token, is_model=True, user=user)
+        if model not in ("", name, *base_names, *BASE_NAMES):
+            given = "merged_adapters" if merge is not None else "adapter_id"
+            raise ValidationError(f"`model` must be the base model, since `{given}` names the adapter", "model")
+        return AdapterFields(name, self.adapter_source, self.api_token, merge, user=user)
+
+
+class GeneratingAdapterGroup(AdapterGroup):
+    """The fields that name the adapters of an output."""
+
+    heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
+    adapter_name = adapter_parameters = lora_path = Rejected(
+        "is not supported by this server: use `adapter_id`", ("", [], {}, False)
+    )
+
+    def heads(self) -> AdapterFields:
+        """The adapter of `heads_id`; source and token are the adapter's."""
+        return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")

@@ -9,13 +9,12 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from lorikeet.router.errors import ValidationError, WrongJsonType
+from lorikeet.router.errors import WrongJsonType
 from lorikeet.router.schemas.body import kind_of
+from lorikeet.router.schemas.model import are_token_ids
 
 MAX_IGNORED = 32
 """Names of ignored fields in an answer."""
-MAX_SALT = 256
-"""Characters of `cache_salt`."""
 
 
 class Fields:
@@ -176,16 +175,4 @@ class Fields:
         return f"{self._path[:-1]}: " if self._path else ""
 
 
-def are_token_ids(items: list[Any]) -> bool:
-    """Whether all items could be token ids, of any vocabulary."""
-    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31
-
-
 _RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "u64": (0, 2**64 - 1), "usize": (0, 2**64 - 1)}
-
-
-def check_salt(value: str | None) -> str | None:
-    """`cache_salt`. Raises ValidationError."""
-    if value is not None and not 0 < len(value) <= MAX_SALT:
-        raise ValidationError(f"`cache_salt` must have 1 to {MAX_SALT} characters", "cache_salt")
-    return value

@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.model import Body, Rejected, published_as
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -34,35 +36,9 @@ class GrammarFields:
     """The field that it came from."""
 
 
-@dataclass(frozen=True)
-class InvalidGrammar:
-    """Why the grammar of a request cannot be read, as a ValidationError says it."""
-
-    message: str
-    param: str | None
-    code: str | None
-
-
 def names_grammar(fields: dict[str, Any]) -> bool:
     """Whether a body has a field of this page, which replaces the grammar of its alias."""
     return any(fields.get(name) is not None for name in (*_DIRECT, "response_format", "structured_outputs", "grammar"))
-
-
-def read_grammar(fields: Fields) -> GrammarFields | None:
-    """The one grammar of a body, or None. Raises ValidationError, which names the field."""
-    found = [each for each in (*_direct(fields), _response_format(fields), _typed(fields)) if each is not None]
-    found += _structured_outputs(fields)
-    if len(found) > 1:
-        names = " and ".join(f"`{each.field}`" for each in found)
-        raise ValidationError(f"{names} cannot be set together: an output follows one grammar", found[1].field)
-    for each in found:
-        check_grammar(each)
-    return found[0] if found else None
-
-
-def _direct(fields: Fields) -> list[GrammarFields | None]:
-    """vLLM's and SGLang's fields of the body itself."""
-    return [_one(fields, name, kind) for name, kind in _DIRECT.items()]
 
 
 _DIRECT = {
@@ -75,70 +51,128 @@ _DIRECT = {
     "ebnf": "grammar",
 }
 
-
-def _one(fields: Fields, name: str, kind: str, path: str = "") -> GrammarFields | None:
-    value = fields.take(name)
-    return None if value is None or value == [] else _READERS[kind](value, path + name)
-
-
-def _structured_outputs(fields: Fields) -> list[GrammarFields]:
-    """vLLM's `structured_outputs`."""
-    child = fields.child("structured_outputs")
-    found = [_one(child, name, kind, "structured_outputs.") for kind, name in STRUCTURED_OUTPUTS.items()]
-    if child.flag("json_object"):
-        found.append(GrammarFields("json_schema", ANY_OBJECT, "structured_outputs.json_object"))
-    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
-        if child.take(name) not in (None, False):
-            raise ValidationError(f"`structured_outputs.{name}` is not supported", f"structured_outputs.{name}")
-    return [each for each in found if each is not None]
+# `StructuredGroup.grammar` checks the values of these types.
+_Schema = Annotated[Any, published_as(dict[str, Any] | str)]
+_Text = Annotated[Any, published_as(str)]
+_Choices = Annotated[Any, published_as(list[str])]
 
 
-def _response_format(fields: Fields) -> GrammarFields | None:
+class DescribedSchema(Body):
+    """A JSON schema in OpenAI's `response_format`. Every schema is followed strictly."""
+
+    name: Annotated[Any, published_as(str)] = None
+    description: Annotated[Any, published_as(str)] = None
+    strict: Annotated[Any, published_as(bool)] = Field(None, description="Every schema is followed strictly")
+    schema_: _Schema = Field(None, alias="schema")
+
+
+class ResponseFormat(Body):
     """OpenAI's and LoRAX's: an object of any kind, or one that matches a schema."""
-    value = fields.mapping("response_format")
-    if value is None:
-        return None
-    child = fields.nested("response_format", value)
-    kind, schema = child.take("type"), child.take("schema")
-    if kind == "text":
-        if schema is not None or child.take("json_schema") is not None:
-            sentence = "a schema in `response_format` needs the type json_object or json_schema"
-            raise ValidationError(sentence, "response_format")
-        return None
-    if kind == "json_object":
-        if child.take("json_schema") is not None:
-            raise ValidationError("`response_format.json_schema` needs the type json_schema", "response_format")
-        return _schema(ANY_OBJECT if schema is None else schema, "response_format.schema")
-    if kind == "json_schema":
-        inner = child.mapping("json_schema")
-        if inner is not None and schema is not None:
+
+    type: Annotated[Any, published_as(Literal["text", "json_object", "json_schema"])] = None
+    schema_: _Schema = Field(None, alias="schema", description="As in LoRAX")
+    json_schema: DescribedSchema | None = Field(None, description="As in OpenAI")
+
+    def grammar(self) -> GrammarFields | None:
+        """None for a text. Raises ValidationError."""
+        kind, schema, described = self.type, self.schema_, self.json_schema
+        if kind == "text":
+            if schema is not None or described is not None:
+                sentence = "a schema in `response_format` needs the type json_object or json_schema"
+                raise ValidationError(sentence, "response_format")
+            return None
+        if kind == "json_object":
+            if described is not None:
+                raise ValidationError("`response_format.json_schema` needs the type json_schema", "response_format")
+            return _schema(ANY_OBJECT if schema is None else schema, "response_format.schema")
+        if kind != "json_schema":
+            raise ValidationError("`response_format.type` must be text, json_object or json_schema", "response_format")
+        if described is not None and schema is not None:
             raise ValidationError(
                 "`response_format.schema` and `response_format.json_schema` cannot be set together", "response_format"
             )
-        if inner is not None:
-            described = child.nested("json_schema", inner)
-            schema = described.take("schema")
-            for name in ("name", "description", "strict"):  # they change no text: every schema is followed strictly
-                described.take(name)
+        schema = schema if described is None else described.schema_
         if schema is None:
             raise ValidationError("`response_format.json_schema.schema` is missing", "response_format")
         return _schema(schema, "response_format.json_schema.schema")
-    raise ValidationError("`response_format.type` must be text, json_object or json_schema", "response_format")
 
 
-def _typed(fields: Fields) -> GrammarFields | None:
-    """TGI's `grammar`: a type and a value."""
-    value = fields.mapping("grammar")
-    if value is None:
-        return None
-    child = fields.nested("grammar", value)
-    kind, inner = child.take("type"), child.take("value")
-    if kind == "regex":
-        return _regex(inner, "grammar.value")
-    if kind in ("json", "json_schema"):
-        schema = inner.get("schema", inner) if kind == "json_schema" and isinstance(inner, dict) else inner
-        return _schema(schema, "grammar.value")
-    raise ValidationError("`grammar.type` must be json, json_schema or regex", "grammar")
+class TypedGrammar(Body):
+    """TGI's."""
+
+    type: Annotated[Any, published_as(Literal["json", "json_schema", "regex"])] = None
+    value: _Schema = None
+
+    def grammar(self) -> GrammarFields:
+        """Raises ValidationError."""
+        value = self.value
+        if self.type == "regex":
+            return _regex(value, "grammar.value")
+        if self.type not in ("json", "json_schema"):
+            raise ValidationError("`grammar.type` must be json, json_schema or regex", "grammar")
+        if self.type == "json_schema" and isinstance(value, dict):
+            value = value.get("schema", value)
+        return _schema(value, "grammar.value")
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: _Schema = Field(None, alias="json")
+    json_object: bool = False
+    regex: _Text = None
+    choice: _Choices = None
+    grammar: _Text = None
+    structural_tag = whitespace_pattern = Rejected("is not supported", (False,))
+    disable_any_whitespace = disable_additional_properties = Rejected("is not supported", (False,))
+
+    def grammars(self) -> list[GrammarFields]:
+        """Raises ValidationError."""
+        path = "structured_outputs."
+        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        made = [_read(values[name], kind, path + name) for kind, name in STRUCTURED_OUTPUTS.items()]
+        if self.json_object:
+            made.append(GrammarFields("json_schema", ANY_OBJECT, f"{path}json_object"))
+        for name, row in self.unsupported():
+            raise ValidationError(f"`{path}{name}` {row.reason}", path + name)
+        return [grammar for grammar in made if grammar is not None]
+
+
+class StructuredGroup(Body):
+    """Fields of every generation route: the grammar of the output. One of them may be set."""
+
+    response_format: ResponseFormat | None = Field(
+        None, description="`type` is text, json_object (with a `schema`, as in LoRAX) or json_schema (as in OpenAI)"
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM")
+    guided_json: _Schema = Field(None, description="A JSON schema, or its text; as in vLLM")
+    guided_regex: _Text = Field(None, description="As in vLLM")
+    guided_choice: _Choices = Field(None, description="As in vLLM")
+    guided_grammar: _Text = Field(None, description="A grammar in Lark's or GBNF's syntax; as in vLLM")
+    json_schema: _Schema = Field(None, description="As in SGLang")
+    regex: _Text = Field(None, description="As in SGLang")
+    ebnf: _Text = Field(None, description="As in SGLang")
+    grammar: TypedGrammar | None = Field(None, description="As in TGI: `type` is json, json_schema or regex")
+    guided_whitespace_pattern = Rejected("is not supported by this server: write a `guided_grammar`")
+
+    def grammar_fields(self) -> GrammarFields | None:
+        """The one grammar of a body, or None. Raises ValidationError, which names the field."""
+        given = self.model_fields_set
+        made = [_read(getattr(self, name), kind, name) for name, kind in _DIRECT.items() if name in given]
+        made.append(None if self.response_format is None else self.response_format.grammar())
+        made.append(None if self.grammar is None else self.grammar.grammar())
+        grammars = [grammar for grammar in made if grammar is not None]
+        grammars += [] if self.structured_outputs is None else self.structured_outputs.grammars()
+        if len(grammars) > 1:
+            names = " and ".join(f"`{grammar.field}`" for grammar in grammars)
+            raise ValidationError(f"{names} cannot be set together: an output follows one grammar", grammars[1].field)
+        for grammar in grammars:
+            check_grammar(grammar)
+        return grammars[0] if grammars else None
+
+
+def _read(value: Any, kind: str, field: str) -> GrammarFields | None:
+    return None if value is None or value == [] else _READERS[kind](value, field)
 
 
 def _schema(value: Any, field: str) -> GrammarFields:

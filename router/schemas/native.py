@@ -1,229 +1,222 @@
-"""Reader of the bodies of LoRAX's generation routes, with LoRAX's rules in its order and words.
+"""The bodies of LoRAX's generation routes, with LoRAX's rules in its order and words.
 
 Rules on lengths need the tokenized prompt: they are in `check_lengths`.
 """
 
-# ruff: noqa: RUF009 - `_read_by` is `dataclasses.field`
+from typing import Annotated, Any, TypeVar
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from pydantic import Field, PlainValidator, PrivateAttr
+from pydantic_core import PydanticCustomError
 
-from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams, ranges
+from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
-from lorikeet.router.schemas.constraints import Constraints, read_constraints
-from lorikeet.router.schemas.field_table import Route, Row, misplaced, rejected
-from lorikeet.router.schemas.fields import Fields, check_salt
-from lorikeet.router.schemas.grammar import GrammarFields, InvalidGrammar, read_grammar
-from lorikeet.router.schemas.speculation import SpeculationFields, read_speculation
+from lorikeet.router.schemas.adapters import AdapterFields
+from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, without
+from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.model import (
+    F32,
+    I32,
+    U32,
+    U64,
+    Body,
+    BrokenRule,
+    Ignored,
+    Rejected,
+    Rule,
+    Texts,
+    are_token_ids,
+    is_same,
+)
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
+_NOTHING: tuple[Any, ...] = ("", [], {}, False)
+_FIELDS_OF_SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p"))
+_OPENAI_ONLY = "is applied by /v1/completions and /v1/chat/completions"
+_MORE_THAN_TEXT = ("details", "decoder_input_details", "receipt", "stream")
+_TEXT_ONLY = "is not supported by this route, whose answer is only a text"
 
-def _read_by(method: Callable[..., Any], *arguments: str, show: bool = True) -> Any:
-    """A field of `NativeParameters`, read by a method of `Fields`."""
-    return field(repr=show, metadata={"read": lambda fields, name: method(fields, name, *arguments)})
+
+def _use(instead: str) -> str:
+    return f"is not supported by this route: use {instead}"
 
 
-@dataclass(frozen=True)
-class NativeParameters:
-    """`parameters`, typed but not yet checked. The order of the fields decides which error is reported first."""
+class ParameterGroup(PromptOnlyGroup, GenerationGroup):
+    """Fields of LoRAX's `parameters` and of the body of `/predict`."""
 
-    adapter_id: str | None = _read_by(Fields.text)
-    heads_id: str | None = _read_by(Fields.text)
-    adapter_source: str | None = _read_by(Fields.text)
-    api_token: str | None = _read_by(Fields.text, show=False)
-    cache_salt: str | None = _read_by(Fields.text)
-    merged_adapters: Fields | None = _read_by(lambda fields, _: merge_child(fields))
-    best_of: int | None = _read_by(Fields.integer, "usize")
-    temperature: float | None = _read_by(Fields.number)
-    repetition_penalty: float | None = _read_by(Fields.number)
-    frequency_penalty: float | None = _read_by(Fields.number)
-    presence_penalty: float | None = _read_by(Fields.number)
-    top_p: float | None = _read_by(Fields.number)
-    min_p: float | None = _read_by(Fields.number)
-    typical_p: float | None = _read_by(Fields.number)
-    top_k: int | None = _read_by(Fields.integer, "i32")
-    return_k_alternatives: int | None = _read_by(Fields.integer, "i32")
-    max_new_tokens: int | None = _read_by(Fields.integer, "u32")
-    stop: list[str] = _read_by(lambda fields, _: fields.texts("stop") + fields.texts("stop_sequences"))
-    """TGI's client calls it `stop_sequences`."""
-    seed: int | None = _read_by(Fields.integer, "u64")
-    truncate: int | None = _read_by(Fields.integer, "usize")
-    priority: int | None = _read_by(Fields.integer, "i32")
-    do_sample: bool = _read_by(Fields.flag)
-    return_full_text: bool = _read_by(Fields.flag)
-    watermark: bool = _read_by(Fields.flag)
-    details: bool = _read_by(Fields.flag)
-    receipt: bool = _read_by(Fields.flag)
-    decoder_input_details: bool = _read_by(Fields.flag)
-    top_n_tokens: int | None = _read_by(Fields.integer, "u32")
-    add_special_tokens: bool | None = _read_by(Fields.optional_flag)
-    constraints: Constraints = _read_by(lambda fields, _: read_constraints(fields))
-    speculation: SpeculationFields = _read_by(lambda fields, _: read_speculation(fields))
-    grammar: GrammarFields | InvalidGrammar | None = _read_by(lambda fields, _: _try_grammar(fields))
-    """Its error is raised among the other rules."""
+    best_of: U64 | None = Field(None, description="Number of texts, of which the likeliest is returned; needs sampling")
+    temperature: F32 = Field(1.0, ge=0.0, description="0 is greedy; 0 or 1 alone do not sample")
+    top_p: Annotated[F32, Rule("must be > 0.0 and < 1.0")] = Field(1.0, gt=0.0, le=1.0)
+    typical_p: F32 = Field(1.0, gt=0.0, lt=1.0)
+    top_k: I32 = Field(0, gt=0)
+    do_sample: bool = False
+    return_k_alternatives: (
+        Annotated[I32, Rule(f"must be <= {MAX_ALTERNATIVES}", not_positive="must be strictly positive")] | None
+    ) = Field(None, gt=0, le=MAX_ALTERNATIVES, description="Likeliest tokens returned with each token")
+    top_n_tokens: Annotated[U32, Rule(f"must be <= {MAX_ALTERNATIVES}")] | None = Field(
+        None, le=MAX_ALTERNATIVES, description="Likeliest tokens returned in `top_tokens`, as in TGI"
+    )
+    max_new_tokens: U32 | None = Field(
+        None, gt=0, description="Default: what the prompt leaves of max_total_tokens, or of 4096 where that is not set"
+    )
+    stop: Texts = Field([], description="Ends the text, which includes it")
+    stop_sequences: Texts = Field([], description="More of `stop`")
+    seed: U64 | None = Field(None, description="The same seed gives the same text, alone or in any batch")
+    truncate: U64 | None = Field(None, description="Keeps only this number of tokens, from the end of the prompt")
+    add_special_tokens: bool = Field(True, description="Whether the tokenizer's special tokens are added")
+    return_full_text: bool = Field(False, description="Prepends the prompt to the text")
+    watermark: bool = False
 
-    @property
-    def heads(self) -> AdapterFields:
-        """Adapter fields of `heads_id`; source and token are the adapter's."""
-        return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")
+    truncate_prompt_tokens = Rejected(_use("`truncate`"))
+    truncation_side = Rejected(neutral=("left",))
+    echo = Rejected(_use("`return_full_text`"), (False,))
+    suffix = Rejected("is applied by /v1/completions", ("",))
+    max_tokens = max_completion_tokens = Rejected(_use("`max_new_tokens`"))
+    n = Rejected(_use("`best_of`, or /v1/completions"), (1,))
+    prediction = Rejected(_OPENAI_ONLY)
+    prompt_logprobs = Rejected(_use("`decoder_input_details`"))
+    logprob_token_ids = Rejected(_OPENAI_ONLY, ([],))
+    return_token_ids = Rejected(_use("`details`"), (False,))
+    logprobs = top_logprobs = Ignored("`details` and `return_k_alternatives` have them")
+    metadata = service_tier = return_tokens_as_token_ids = user = request_id = Ignored()
 
     @property
     def wants_sampling(self) -> bool:
         """Whether any sampling field is set, whatever its value, as `best_of` requires."""
-        given = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
-        return self.do_sample or any(value is not None for value in given)
+        return self.do_sample or not _FIELDS_OF_SAMPLING.isdisjoint(self.model_fields_set)
 
     def sampling(self) -> SamplingParams:
         """A temperature of 1 alone does not sample, and one of 0 never does."""
         warps = (
-            self.temperature not in (None, 0.0, 1.0)
-            or self.top_k is not None
-            or (self.top_p is not None and self.top_p < 1.0)
-            or (self.min_p is not None and self.min_p > 0.0)
-            or self.typical_p is not None
+            self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
         )
-        return SamplingParams(
-            do_sample=(self.do_sample or warps) and self.temperature != 0.0,
-            temperature=self.temperature or 1.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            typical_p=1.0 if self.typical_p is None else self.typical_p,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            watermark=self.watermark,
-            logit_bias=self.constraints.logit_bias,
-        )
+        return self.sampled(do_sample=self.do_sample or warps, watermark=self.watermark)
 
 
-_PARAMETERS = fields(NativeParameters)
+class GenerateParameters(ReportGroup, ParameterGroup):
+    """LoRAX's `parameters`."""
+
+    decoder_input_details: bool = Field(False, description="Log probabilities of the prompt; not when streaming")
 
 
-@dataclass(frozen=True)
-class NativeRequest:
-    """The body of `/generate`, `/generate_stream`, `/` and `/invocations`."""
-
-    inputs: str
-    parameters: NativeParameters
-    stream: bool
-    ignored: list[str]
-    """Names of fields that are not read."""
-    rejected: list[tuple[Row, str]]
-    """Fields of `parameters` that are not supported, with their names."""
-    misplaced: list[str]
-    """Names of fields that belong in `parameters`."""
-    input_ids: list[int] | None = None
-    """The prompt, where it was given as token ids; `inputs` is empty then."""
+_NO_PARAMETERS = GenerateParameters.read({})
 
 
-def read_native(body: dict[str, Any], *, with_stream: bool) -> NativeRequest:
-    """Type the body. Raises WrongJsonType. `stream` is a field of `/` and `/invocations` only."""
-    values = Fields(body)
-    given = values.text_or_ids("inputs")
-    inputs, input_ids = ("", given) if isinstance(given, list) else (given, None)
-    child = values.child("parameters")
-    parameters = NativeParameters(**{each.name: each.metadata["read"](child, each.name) for each in _PARAMETERS})
-    stream = values.flag("stream") if with_stream else False
-    unsupported, elsewhere = rejected(child, Route.NATIVE), misplaced(values)
-    return NativeRequest(inputs, parameters, stream, values.ignored(), unsupported, elsewhere, input_ids)
+def _text_or_ids(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and are_token_ids(value)):
+        return value
+    raise PydanticCustomError("text_or_ids", "Input should be a valid string, or a list of token ids")
 
 
-def _try_grammar(fields: Fields) -> GrammarFields | InvalidGrammar | None:
-    try:
-        return read_grammar(fields)
-    except ValidationError as error:
-        return InvalidGrammar(error.message, error.param, error.code)
+LoraxBody = TypeVar("LoraxBody", bound="GenerateRequest")
 
 
-def check_rules(request: NativeRequest, config: RouterConfig, *, streaming: bool) -> AdapterFields:
-    """The request's adapter fields. Raises ValidationError for the first broken rule."""
-    parameters = request.parameters
-    if streaming:
-        if parameters.best_of not in (None, 1):
-            raise ValidationError("`best_of` != 1 is not supported when streaming tokens", "best_of")
-        if parameters.decoder_input_details:
+class GenerateRequest(Body):
+    """The body of `/generate` and `/generate_stream`."""
+
+    inputs: Annotated[
+        str | list[int],
+        PlainValidator(_text_or_ids, json_schema_input_type=Annotated[str, Field(min_length=1)] | list[int]),
+    ] = Field(description="A text or token ids")
+    parameters: GenerateParameters = Field(default_factory=lambda: _NO_PARAMETERS)
+    _broken: tuple[str, str | None] | None = PrivateAttr(None)
+    """Message and field of a value outside of its range, which is reported among LoRAX's other rules."""
+    _names_ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def read(cls: type[LoraxBody], values: Any, context: Any = None) -> LoraxBody:
+        """Leaves values outside of their range to `check`."""
+        try:
+            request = super().read(values, context)
+        except BrokenRule as error:
+            broken, path = (error.message, error.param), error.path
+        else:
+            request._names_ignored = super(GenerateRequest, request).ignored()
+            return request
+        request = cls.read(without(values, path), context)
+        request._broken = broken
+        return request
+
+    def ignored(self, path: str = "") -> list[str]:
+        """Also after `check`, which drops the values of these fields."""
+        return self._names_ignored
+
+    @property
+    def text(self) -> str:
+        """The prompt, empty where it was given as token ids."""
+        return self.inputs if isinstance(self.inputs, str) else ""
+
+    @property
+    def input_ids(self) -> list[int] | None:
+        """The prompt's token ids, where they were given."""
+        return self.inputs if isinstance(self.inputs, list) else None
+
+    def check(self, config: RouterConfig, *, streaming: bool) -> tuple[AdapterFields, GrammarFields | None]:
+        """Adapter and grammar of the request. Raises ValidationError for the first rule of LoRAX that is broken."""
+        parameters = self.parameters
+        if streaming:
+            if parameters.best_of not in (None, 1):
+                raise ValidationError("`best_of` != 1 is not supported when streaming tokens", "best_of")
+            if parameters.decoder_input_details:
+                raise ValidationError(
+                    "`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details"
+                )
+        adapter = parameters.adapter()
+        self._check_best_of(config)
+        if self._broken is not None:
+            raise ValidationError(*self._broken)
+        self._check_counts(config)
+        grammar = parameters.grammar_fields()
+        if config.unknown_fields != "ignore":
+            parameters.check_supported()
+            for name in self._misplaced():
+                raise UnsupportedField(name, "belongs in `parameters`")
+        self.forget()
+        return adapter, grammar
+
+    def _misplaced(self) -> list[str]:
+        """Fields next to `parameters` that ask for something and belong in it."""
+        fields, rejected = GenerateParameters.applied, GenerateParameters.rejected
+        return [
+            name
+            for name, value in (self.__pydantic_extra__ or {}).items()
+            if ((name in fields and value is not None) or (name in rejected and rejected[name].asks(value)))
+            and not any(is_same(value, nothing) for nothing in _NOTHING)
+        ]
+
+    def _check_best_of(self, config: RouterConfig) -> None:
+        best_of = self.parameters.best_of
+        if best_of is None or best_of == 1:
+            return
+        if best_of > 1 and not self.parameters.wants_sampling:
+            raise ValidationError("you must use sampling when `best_of` is > 1", "best_of")
+        if best_of > 1 and self.parameters.seed is not None:
+            raise ValidationError("`seed` must not be set when `best_of` > 1", "seed")
+        if config.max_best_of == 1:
+            raise ValidationError("`best_of` != 1 is not allowed for this endpoint", "best_of")
+        if best_of < 1 or best_of > config.max_best_of:
+            raise ValidationError(f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
+
+    def _check_counts(self, config: RouterConfig) -> None:
+        parameters = self.parameters
+        check_stops([*parameters.stop, *parameters.stop_sequences], config.max_stop_sequences)
+        if self.inputs == "":
+            raise ValidationError("`inputs` cannot be empty", "inputs")
+        if parameters.return_full_text and self.input_ids is not None:
+            raise ValidationError("`return_full_text` needs `inputs` as a text", "return_full_text")
+        truncate = parameters.truncate
+        if truncate is not None and not 0 < truncate <= config.max_input_length:
             raise ValidationError(
-                "`decoder_input_details` == true is not supported when streaming tokens", "decoder_input_details"
+                f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
+                "truncate",
             )
-    merge = read_merge(parameters.merged_adapters, parameters.adapter_id)
-    _check_best_of(parameters, config)
-    _check_sampling(parameters)
-    check_salt(parameters.cache_salt)
-    _check_counts(request, config)
-    _check_unknown(request, config)
-    return AdapterFields(parameters.adapter_id, parameters.adapter_source, parameters.api_token, merge)
 
 
-def _check_unknown(request: NativeRequest, config: RouterConfig) -> None:
-    """Raises UnsupportedField for a field that would change the text, unless unknown fields are ignored as in LoRAX."""
-    ignores = config.unknown_fields == "ignore"
-    if isinstance(request.parameters.grammar, ValidationError):
-        raise request.parameters.grammar
-    for row, name in request.rejected:
-        if row.in_lorax or not ignores:
-            raise row.error(name)
-    if request.misplaced and not ignores:
-        raise UnsupportedField(request.misplaced[0], "belongs in `parameters`")
+class CompatGenerateRequest(GenerateRequest):
+    """The body of `/`, and of `/invocations` as LoRAX has it."""
 
-
-def _check_best_of(parameters: NativeParameters, config: RouterConfig) -> None:
-    best_of = parameters.best_of
-    if best_of is None or best_of == 1:
-        return
-    if best_of > 1 and not parameters.wants_sampling:
-        raise ValidationError("you must use sampling when `best_of` is > 1", "best_of")
-    if best_of > 1 and parameters.seed is not None:
-        raise ValidationError("`seed` must not be set when `best_of` > 1", "seed")
-    if config.max_best_of == 1:
-        raise ValidationError("`best_of` != 1 is not allowed for this endpoint", "best_of")
-    if best_of < 1 or best_of > config.max_best_of:
-        raise ValidationError(f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
-
-
-def _check_sampling(parameters: NativeParameters) -> None:
-    for name, is_valid, rule in _SAMPLING_RULES:
-        value = getattr(parameters, name)
-        if value is not None and not is_valid(value):
-            raise ValidationError(f"`{name}` must be {rule}", name)
-
-
-_RANGES = ranges(SamplingParams)
-_SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda value: value >= 0.0, "non-negative"),
-    ("repetition_penalty", lambda value: value > 0.0, "strictly positive"),
-    ("repetition_penalty", _RANGES["repetition_penalty"].__contains__, str(_RANGES["repetition_penalty"])),
-    ("frequency_penalty", _RANGES["frequency_penalty"].__contains__, ">= -2.0 and <= 2.0"),
-    ("presence_penalty", _RANGES["presence_penalty"].__contains__, ">= -2.0 and <= 2.0"),
-    ("top_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and < 1.0"),
-    ("min_p", _RANGES["min_p"].__contains__, ">= 0.0 and <= 1.0"),
-    ("typical_p", lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0"),
-    ("top_k", lambda value: value > 0, "strictly positive"),
-    ("return_k_alternatives", lambda value: value > 0, "strictly positive"),
-    ("return_k_alternatives", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
-    ("top_n_tokens", lambda value: value <= MAX_ALTERNATIVES, f"<= {MAX_ALTERNATIVES}"),
-)
-
-
-def _check_counts(request: NativeRequest, config: RouterConfig) -> None:
-    parameters = request.parameters
-    if parameters.max_new_tokens == 0:
-        raise ValidationError("`max_new_tokens` must be strictly positive", "max_new_tokens")
-    check_stops(parameters.stop, config.max_stop_sequences)
-    if not request.inputs and request.input_ids is None:
-        raise ValidationError("`inputs` cannot be empty", "inputs")
-    if parameters.return_full_text and request.input_ids is not None:
-        raise ValidationError("`return_full_text` needs `inputs` as a text", "return_full_text")
-    truncate = parameters.truncate
-    if truncate is not None and not 0 < truncate <= config.max_input_length:
-        raise ValidationError(
-            f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
-            "truncate",
-        )
+    stream: bool = False
 
 
 def check_text(inputs: str, length: TokenLength, config: RouterConfig) -> None:
@@ -257,3 +250,19 @@ def check_lengths(num_inputs: int, max_new_tokens: int | None, config: RouterCon
     if allowed == 0:
         raise ValidationError("`max_new_tokens` must be strictly positive")
     return allowed
+
+
+class PredictRequest(ParameterGroup):
+    """The body of `/predict`. By default 40 tokens, `top_k` 10, `top_p` 0.9, four draft tokens per step, and the prompt
+    before the text.
+    """
+
+    prompt: Annotated[str, Rule("cannot be empty")] = Field(min_length=1)
+    details = decoder_input_details = receipt = stream = Rejected(_TEXT_ONLY, (False,))
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`parameters` of the body of `/generate` that this one stands for. Raises UnsupportedField."""
+        for name, row in self.unsupported():
+            if name in _MORE_THAN_TEXT:
+                raise UnsupportedField(name, row.reason)
+        return {name: value for name, value in body.items() if name not in ("prompt", *_MORE_THAN_TEXT)}

@@ -1,32 +1,94 @@
-"""Readers of the bodies of OpenAI's generation routes, with OpenAI's rules; LoRAX's extra fields keep their meaning.
+"""The bodies of OpenAI's generation routes, with OpenAI's rules; LoRAX's and vLLM's fields keep their meaning.
 
 Ranges of token ids are not checked here but in `Service.check_ids`, which knows the vocabulary.
 """
 
-import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lorikeet.proto.params import SamplingParams, ranges
+from pydantic import AfterValidator, Field
+
+from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, merge_child, read_merge
-from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, read_tools
-from lorikeet.router.schemas.constraints import Constraints, read_constraints
-from lorikeet.router.schemas.field_table import Route, check_unread
-from lorikeet.router.schemas.fields import Fields, are_token_ids, check_salt
-from lorikeet.router.schemas.grammar import GrammarFields, read_grammar
-from lorikeet.router.schemas.report import ReportFields, read_report_fields
-from lorikeet.router.schemas.speculation import SpeculationFields, check_speculation, read_prediction, read_speculation
-from lorikeet.router.schemas.vllm import PromptFields, read_prompt_fields
+from lorikeet.router.schemas.adapters import AdapterFields
+from lorikeet.router.schemas.chat.messages import Conversation, ConversationGroup
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, ToolGroup
+from lorikeet.router.schemas.constraints import Constraints, token_ids
+from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup
+from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.model import (
+    F32,
+    I32,
+    U32,
+    Body,
+    Ignored,
+    Missing,
+    Rejected,
+    Rule,
+    Texts,
+    are_token_ids,
+    published_as,
+)
+from lorikeet.router.schemas.speculation import Prediction, SpeculationFields
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 20
 MAX_STOPS = 64
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+
+
+@dataclass(frozen=True)
+class PromptFields:
+    """How a prompt becomes token ids."""
+
+    add_special_tokens: bool
+    num_kept: int | None
+    """How many tokens are kept; None for all, -1 for as many as a prompt may have."""
+    keeps_first: bool
+    """Whether the first tokens are kept, instead of the last."""
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether only the end of the prompt is kept."""
+        return self.num_kept is not None and not self.keeps_first
+
+    def most(self, max_input_length: int) -> int | None:
+        """How many tokens are kept; None for all."""
+        return max_input_length if self.num_kept == -1 else self.num_kept
+
+    def cut(self, ids: list[int], max_input_length: int) -> list[int]:
+        """The tokens that are kept."""
+        num_kept = self.most(max_input_length)
+        if num_kept is None or num_kept >= len(ids):
+            return ids
+        return ids[:num_kept] if self.keeps_first else ids[len(ids) - num_kept :]
+
+
+@dataclass(frozen=True)
+class ReportFields:
+    """What an answer contains in addition to its choices."""
+
+    tokens: bool
+    """LoRAX's `details`: whether each choice lists its tokens, as `/generate` does."""
+    token_ids: bool
+    tokens_as_ids: bool
+    """Whether tokens in `logprobs` are written as `token_id:<id>`."""
+    num_prompt_logprobs: int | None
+    """Likeliest tokens at each position of the prompt; None for no log probabilities of the prompt."""
+    logprob_token_ids: tuple[int, ...]
+    """Tokens whose log probabilities are listed at each position of the output, in place of the likeliest."""
+    usage: bool
+    """Whether a stream ends with the usage."""
+    continuous_usage: bool
+    """Whether every event of a stream has the usage so far."""
+    metadata: dict[str, str] | None
+    """The client's own, which the answer repeats."""
+    service_tier: str | None
+    """The client's wish; there is one tier."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +119,7 @@ class CommonFields:
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """What the bodies of both routes have in common."""
+    """What both routes do."""
 
     common: CommonFields
     num_logprobs: int | None
@@ -76,8 +138,8 @@ class OpenAIRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionRequest(OpenAIRequest):
-    """The body of `/v1/completions`."""
+class Completion(OpenAIRequest):
+    """What `/v1/completions` does."""
 
     prompts: list[str | list[int]]
     suffix: str = ""
@@ -85,79 +147,254 @@ class CompletionRequest(OpenAIRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(OpenAIRequest):
-    """The body of `/v1/chat/completions`."""
+class Chat(OpenAIRequest):
+    """What `/v1/chat/completions` does."""
 
     conversation: Conversation
     tools: ToolFields = NO_TOOLS
 
 
-def read_completion(body: dict[str, Any], config: RouterConfig) -> CompletionRequest:
-    """Type and check. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    model = _model(fields)
-    prompt = read_prompt_fields(fields, config.max_input_length, add_special_tokens=True)
-    prompts = _prompts(fields.take("prompt"), prompt, config)
-    echo, suffix = fields.flag("echo"), fields.text("suffix") or ""
-    if suffix and (echo or prompt.num_kept is not None or not all(isinstance(each, str) for each in prompts)):
-        raise ValidationError("`suffix` needs texts as `prompt`, without `echo` and `truncate_prompt_tokens`", "suffix")
-    max_tokens = _max_tokens(fields)
-    num_logprobs = _num_logprobs(fields, "logprobs")
-    common = _common(fields, config, model, 16 if max_tokens is None else max_tokens, prompt)
-    _check_logprobs(common, num_logprobs)
-    if max_tokens == 0 and not echo:
-        raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
-    if max_tokens == 0 and common.receipt:
-        raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
-    best_of = _best_of(fields, common, config)
-    _check_num_sequences(len(prompts) * best_of, config)
-    check_unread(fields, Route.COMPLETIONS)
-    return CompletionRequest(
-        common, num_logprobs, best_of, fields.ignored(), echo, max_tokens == 0, prompts=prompts, suffix=suffix
+def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    if len(metadata) > MAX_METADATA:
+        raise ValidationError(f"`metadata` may have up to {MAX_METADATA} keys. Given: {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
+            raise ValidationError(
+                f"`metadata` has keys of up to {MAX_METADATA_KEY} characters, and texts of up to {MAX_METADATA_VALUE}",
+                "metadata",
+            )
+    return metadata
+
+
+def _use(instead: str) -> str:
+    return f"is not supported by this route: use {instead}"
+
+
+_NO_FIELD = "is no field: put its fields at the top level"
+
+
+class StreamOptions(Body):
+    """OpenAI's options of streams."""
+
+    include_usage: bool = Field(False, description="The stream ends with the usage")
+    continuous_usage_stats: bool = Field(False, description="Counts of tokens in every event; needs `include_usage`")
+    include_obfuscation = Ignored()
+
+
+class PromptTokensGroup(Body):
+    """vLLM's fields about the tokens of a prompt."""
+
+    truncate_prompt_tokens: I32 | None = Field(
+        None, description="Keeps only this number of tokens of the prompt; -1: as many as a prompt may have"
     )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Where tokens are removed")
+
+    def num_kept(self, max_input_length: int) -> int | None:
+        """How many tokens are kept: None for all, -1 for as many as a prompt may have. Raises ValidationError."""
+        given = self.truncate_prompt_tokens
+        if given is not None and not (given == -1 or 0 < given <= max_input_length):
+            rule = f"must be strictly positive and <= {max_input_length}, or -1"
+            raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {given}", "truncate_prompt_tokens")
+        return given
 
 
-def read_chat(body: dict[str, Any], config: RouterConfig) -> ChatRequest:
-    """Type and check. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    model = _model(fields)
-    conversation, tools = read_conversation(fields, config), read_tools(fields)
-    limit = _max_tokens(fields)
-    if limit == 0:
-        raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
-    wants_logprobs = fields.flag("logprobs")
-    top = _num_logprobs(fields, "top_logprobs")
-    if top and not wants_logprobs:
-        raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    # The template writes every special token itself.
-    prompt = read_prompt_fields(fields, config.max_input_length, add_special_tokens=False)
-    common = _common(fields, config, model, limit, prompt)
-    _check_num_sequences(common.num_choices, config)
-    num_logprobs = (top or 0) if wants_logprobs else None
-    _check_logprobs(common, num_logprobs)
-    check_unread(fields, Route.CHAT)
-    ignored = fields.ignored()
-    return ChatRequest(common, num_logprobs, common.num_choices, ignored, conversation=conversation, tools=tools)
+class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):
+    """Fields of both generation routes."""
+
+    model: Annotated[str, Missing("you must provide a model parameter")] = Field(
+        description="The base model, an adapter's id or an alias"
+    )
+    temperature: F32 = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: F32 = Field(1.0, ge=0.0, le=1.0)
+    typical_p: F32 = Field(1.0, gt=0.0, le=1.0)
+    top_k: Annotated[I32, Rule("must be strictly positive, or 0 or -1 for none")] = Field(0, ge=-1)
+    do_sample: bool = Field(True, description="False is greedy")
+    n: U32 = Field(1, ge=1, le=MAX_CHOICES)
+    max_completion_tokens: U32 | None = None
+    max_tokens: U32 | None = Field(None, description="The older name of `max_completion_tokens`")
+    seed: int | None = None
+    stop: str | Texts = Field([], description="Ends the text, which excludes it")
+    stream: bool = False
+    stream_options: StreamOptions | None = Field(None, description="Needs `stream`")
+    user: str | None = Field(None, description="Always gets the same version of a roll-out")
+    metadata: Annotated[dict[str, Any], AfterValidator(_check_metadata)] | None = Field(
+        None, description=f"Up to {MAX_METADATA} texts, which the answer repeats"
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="The answer has `default`: there is one tier"
+    )
+    prompt_logprobs: I32 | None = Field(
+        None, ge=0, le=MAX_PROMPT_LOGPROBS, description="Of the prompt; not when streaming"
+    )
+    logprob_token_ids: Annotated[tuple[int, ...], token_ids(MAX_ALTERNATIVES)] = Field(
+        (), description="Needs `logprobs`: tokens that are listed in place of the likeliest, at most "
+        f"{MAX_ALTERNATIVES}, as in vLLM"
+    )  # fmt: skip
+    return_token_ids: bool = Field(False, description="Adds `prompt_token_ids` and `token_ids`")
+    return_tokens_as_token_ids: bool = Field(False, description="Writes tokens in `logprobs` as `token_id:<id>`")
+    request_id: Annotated[str, Rule("must be 1 to 128 letters, digits or any of ._:-")] | None = Field(
+        None,
+        pattern="^[A-Za-z0-9._:-]{1,128}$",
+        description="The end of the answer's `id`, and `x-request-id` without that header; default: a random one",
+    )
+    prediction: Prediction | None = Field(None, description="A text that the output may repeat")
+
+    truncate = Rejected(_use("`truncate_prompt_tokens`"))
+    max_new_tokens = Rejected(_use("`max_tokens`"))
+    stop_sequences = Rejected(_use("`stop`"), ([],))
+    watermark = Rejected("is applied by /generate", (False,))
+    top_n_tokens = Rejected(_use("`logprobs`"), (0,))
+    extra_body = parameters = sampling_params = Rejected(_NO_FIELD, ({},))
+    decoder_input_details = return_k_alternatives = return_full_text = Ignored()
+
+    def limit(self) -> int | None:
+        """Tokens of the output. Raises ValidationError."""
+        limit, older = self.max_completion_tokens, self.max_tokens
+        if limit is not None and older is not None and limit != older:
+            raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
+        return older if limit is None else limit
+
+    def common(self, config: RouterConfig, max_tokens: int | None, prompt: PromptFields) -> CommonFields:
+        """What both routes share, checked. Raises ValidationError."""
+        adapter = self.adapter_or(self.model, config.model_names, self.user)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        check_stops(stop, MAX_STOPS)
+        if "" in stop:
+            raise ValidationError("`stop` must not contain an empty string", "stop")
+        prediction = None if self.prediction is None else self.prediction.read_text()
+        return CommonFields(
+            adapter=adapter,
+            heads=replace(self.heads(), user=self.user),
+            sampling=self.sampling(),
+            num_choices=self.n,
+            max_tokens=max_tokens,
+            seed=None if self.seed is None else self.seed % 2**64,  # OpenAI's may be negative
+            stop=stop,
+            stream=self.stream,
+            constraints=self.constraints(),
+            prompt=prompt,
+            report=self.report(),
+            receipt=self.receipt,
+            speculation=self.speculation_fields(self.heads_id, prediction),
+            grammar=self.grammar_fields(),
+            request_id=self.request_id,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+    def sampling(self) -> SamplingParams:
+        """Samples at temperature 1 by default; 0 is greedy."""
+        return self.sampled(do_sample=self.do_sample)
+
+    def report(self) -> ReportFields:
+        """Raises ValidationError."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValidationError("`prompt_logprobs` is not supported when streaming tokens", "prompt_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ValidationError("`stream_options` needs `stream` to be true", "stream_options")
+        options = self.stream_options or _NO_OPTIONS
+        if options.continuous_usage_stats and not options.include_usage:
+            raise ValidationError("`stream_options.continuous_usage_stats` needs `include_usage`", "stream_options")
+        return ReportFields(
+            self.details,
+            self.return_token_ids,
+            self.return_tokens_as_token_ids,
+            self.prompt_logprobs,
+            self.logprob_token_ids,
+            options.include_usage,
+            options.continuous_usage_stats,
+            self.metadata,
+            self.service_tier,
+        )
+
+    def check_choices(self, num_logprobs: int | None, num_sequences: int, config: RouterConfig) -> None:
+        """Raises ValidationError."""
+        if self.logprob_token_ids and num_logprobs is None:
+            raise ValidationError("`logprob_token_ids` needs `logprobs`", "logprob_token_ids")
+        check_num_sequences(num_sequences, config)
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    """`max_completion_tokens`, or its older name."""
-    given, older = fields.integer("max_completion_tokens", "u32"), fields.integer("max_tokens", "u32")
-    if given is not None and older is not None and given != older:
-        raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
-    return older if given is None else given
+_NO_OPTIONS = StreamOptions.read({})
 
 
-def _check_logprobs(common: CommonFields, num_logprobs: int | None) -> None:
-    if common.report.logprob_token_ids and num_logprobs is None:
-        raise ValidationError("`logprob_token_ids` needs `logprobs`", "logprob_token_ids")
+class CompletionRequest(PromptOnlyGroup, OpenAIGroup):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[Any, published_as(str | list[str] | list[int] | list[list[int]])] = None
+    echo: bool = False
+    best_of: U32 | None = None
+    logprobs: U32 | None = Field(None, le=MAX_TOP_LOGPROBS)
+    suffix: str = Field(
+        "", description="What follows the output; needs a tokenizer with fill-in-the-middle tokens, and texts as "
+        "`prompt`"
+    )  # fmt: skip
+    add_special_tokens: bool = Field(True, description="Whether the tokenizer's special tokens are added")
+    top_logprobs = Ignored("`logprobs` is the number")
+
+    def to_request(self, config: RouterConfig) -> Completion:
+        """Raises ValidationError."""
+        prompt = PromptFields(
+            self.add_special_tokens, self.num_kept(config.max_input_length), self.truncation_side == "right"
+        )
+        prompts = _prompts(self.prompt, prompt, config)
+        if self.suffix and (self.echo or prompt.num_kept is not None or not all(isinstance(p, str) for p in prompts)):
+            sentence = "`suffix` needs texts as `prompt`, without `echo` and `truncate_prompt_tokens`"
+            raise ValidationError(sentence, "suffix")
+        limit = self.limit()
+        common = self.common(config, 16 if limit is None else limit, prompt)
+        if limit == 0 and not self.echo:
+            raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
+        if limit == 0 and common.receipt:
+            raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
+        best_of = self._num_sequences(config)
+        self.check_choices(self.logprobs, len(prompts) * best_of, config)
+        self.check_supported()
+        return Completion(
+            common, self.logprobs, best_of, self.ignored(), self.echo, limit == 0, prompts=prompts, suffix=self.suffix
+        )
+
+    def _num_sequences(self, config: RouterConfig) -> int:
+        """Sequences per prompt. Raises ValidationError."""
+        if self.best_of is None:
+            return self.n
+        if self.best_of < self.n:
+            raise ValidationError("`best_of` must be >= `n`", "best_of")
+        if self.best_of > self.n and self.stream:
+            raise ValidationError("`best_of` above `n` is not supported when streaming tokens", "best_of")
+        limit = max(config.max_best_of, self.n)
+        if self.best_of > limit:
+            raise ValidationError(f"`best_of` must be > 0 and <= {limit}. Given: {self.best_of}", "best_of")
+        return self.best_of
 
 
-def _num_logprobs(fields: Fields, name: str) -> int | None:
-    count = fields.integer(name, "u32")
-    if count is not None and count > MAX_TOP_LOGPROBS:
-        raise ValidationError(f"`{name}` must be <= {MAX_TOP_LOGPROBS}. Given: {count}", name)
-    return count
+class ChatCompletionRequest(ConversationGroup, ToolGroup, OpenAIGroup):
+    """The body of `/v1/chat/completions`."""
+
+    logprobs: bool = False
+    top_logprobs: U32 | None = Field(None, le=MAX_TOP_LOGPROBS, description="Needs `logprobs`, unless it is 0")
+    add_special_tokens: bool = Field(
+        False, description="Whether the tokenizer's special tokens are added, which most chat templates write"
+    )
+    echo = Rejected("is applied by /v1/completions", (False,))
+    suffix = Rejected("is applied by /v1/completions", ("",))
+    best_of = Rejected("is applied by /v1/completions", (1,))
+
+    def to_request(self, config: RouterConfig) -> Chat:
+        """Raises ToolError or ValidationError."""
+        conversation, tools = self.conversation(config), self.tool_fields()
+        limit = self.limit()
+        if limit == 0:
+            raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+        prompt = PromptFields(
+            self.add_special_tokens, self.num_kept(config.max_input_length), self.truncation_side == "right"
+        )
+        common = self.common(config, limit, prompt)
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        self.check_choices(num_logprobs, self.n, config)
+        self.check_supported()
+        return Chat(common, num_logprobs, self.n, self.ignored(), conversation=conversation, tools=tools)
 
 
 def check_texts(texts: list[str], length: TokenLength, config: RouterConfig, field: str) -> None:
@@ -195,128 +432,8 @@ def _too_long(num_prompt: int, config: RouterConfig) -> ValidationError:
     )
 
 
-def _model(fields: Fields) -> str:
-    """The base model, an adapter or an alias; empty for the default adapter, as on LoRAX's routes."""
-    model = fields.text("model")
-    if model is None:
-        raise ValidationError("you must provide a model parameter", "model")
-    return model
-
-
-def _common(
-    fields: Fields, config: RouterConfig, model: str, max_tokens: int | None, prompt: PromptFields
-) -> CommonFields:
-    adapter = read_adapter(fields, config, model)
-    heads = replace(adapter, name=fields.text("heads_id"), merge=None, is_model=False, field="heads_id")
-    num_choices = fields.integer("n", "u32")
-    if num_choices is not None and not 1 <= num_choices <= MAX_CHOICES:
-        raise ValidationError(f"`n` must be >= 1 and <= {MAX_CHOICES}. Given: {num_choices}", "n")
-    stop = tuple(fields.text_or_texts("stop"))
-    check_stops(stop, MAX_STOPS)
-    if "" in stop:
-        raise ValidationError("`stop` must not contain an empty string", "stop")
-    speculation = replace(read_speculation(fields), prediction=read_prediction(fields))
-    check_speculation(speculation, config.speculative_tokens_max)
-    stream, request_id = fields.flag("stream"), fields.text("request_id")
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
-        raise ValidationError("`request_id` must be 1 to 128 letters, digits or any of ._:-", "request_id")
-    constraints = read_constraints(fields)
-    return CommonFields(
-        adapter=adapter,
-        heads=heads,
-        sampling=replace(_sampling(fields), logit_bias=constraints.logit_bias),
-        num_choices=num_choices or 1,
-        max_tokens=max_tokens,
-        seed=_seed(fields),
-        stop=stop,
-        stream=stream,
-        constraints=constraints,
-        prompt=prompt,
-        report=read_report_fields(fields, stream=stream),
-        receipt=fields.flag("receipt"),
-        speculation=speculation,
-        grammar=read_grammar(fields),
-        request_id=request_id,
-        cache_salt=check_salt(fields.text("cache_salt")),
-        priority=fields.integer("priority", "i32") or 0,
-    )
-
-
-def read_adapter(fields: Fields, config: RouterConfig, model: str) -> AdapterFields:
-    """By LoRAX's fields if they are set, else by `model`. Raises ValidationError where two different ones are named."""
-    name, merged = fields.text("adapter_id"), merge_child(fields)
-    source, token, user = fields.text("adapter_source"), fields.text("api_token"), fields.text("user")
-    merge = read_merge(merged, name or None)
-    if not name and merge is None:
-        return AdapterFields(model, source, token, is_model=True, user=user)
-    if model not in ("", name, *config.model_names, *BASE_NAMES):
-        given = "merged_adapters" if merge is not None else "adapter_id"
-        raise ValidationError(f"`model` must be the base model, since `{given}` names the adapter", "model")
-    return AdapterFields(name, source, token, merge, user=user)
-
-
-def _sampling(fields: Fields) -> SamplingParams:
-    """Samples at temperature 1 by default; 0 is greedy."""
-    temperature = _within(fields, "temperature", 0.0, 2.0, 1.0)
-    samples = fields.optional_flag("do_sample")
-    top_p = _within(fields, "top_p", 0.0, 1.0, 1.0)
-    typical_p, repetition_penalty = fields.number("typical_p"), fields.number("repetition_penalty")
-    if typical_p is not None and not 0.0 < typical_p <= 1.0:
-        raise ValidationError("`typical_p` must be > 0.0 and <= 1.0", "typical_p")
-    if repetition_penalty is not None and repetition_penalty <= 0.0:
-        raise ValidationError("`repetition_penalty` must be strictly positive", "repetition_penalty")
-    allowed = ranges(SamplingParams)["repetition_penalty"]
-    if repetition_penalty is not None and repetition_penalty not in allowed:
-        raise ValidationError(f"`repetition_penalty` must be {allowed}", "repetition_penalty")
-    top_k = fields.integer("top_k", "i32")
-    if top_k is not None and top_k < -1:
-        raise ValidationError("`top_k` must be strictly positive, or 0 or -1 for none", "top_k")
-    return SamplingParams(
-        do_sample=temperature > 0.0 and samples is not False,
-        temperature=temperature or 1.0,
-        # The empty nucleus keeps the likeliest token.
-        top_k=1 if top_p == 0.0 else max(top_k or 0, 0),
-        top_p=top_p or 1.0,
-        min_p=_within(fields, "min_p", 0.0, 1.0, 0.0),
-        typical_p=1.0 if typical_p is None else typical_p,
-        repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
-        frequency_penalty=_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
-        presence_penalty=_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
-    )
-
-
-def _within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
-    value = fields.number(name)
-    if value is not None and not low <= value <= high:
-        raise ValidationError(f"`{name}` must be >= {low} and <= {high}", name)
-    return default if value is None else value
-
-
-def _seed(fields: Fields) -> int | None:
-    """Modulo 2^64, since OpenAI's seeds may be negative."""
-    value = fields.take("seed")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValidationError("`seed` must be an integer", "seed")
-    return value % 2**64
-
-
-def _best_of(fields: Fields, common: CommonFields, config: RouterConfig) -> int:
-    best_of = fields.integer("best_of", "u32")
-    if best_of is None:
-        return common.num_choices
-    if best_of < common.num_choices:
-        raise ValidationError("`best_of` must be >= `n`", "best_of")
-    if best_of > common.num_choices and common.stream:
-        raise ValidationError("`best_of` above `n` is not supported when streaming tokens", "best_of")
-    limit = max(config.max_best_of, common.num_choices)
-    if best_of > limit:
-        raise ValidationError(f"`best_of` must be > 0 and <= {limit}. Given: {best_of}", "best_of")
-    return best_of
-
-
-def _check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
+def check_num_sequences(num_sequences: int, config: RouterConfig) -> None:
+    """Raises ValidationError."""
     if num_sequences > config.max_sequences:
         raise ValidationError(f"prompts times choices must be <= {config.max_sequences}. Given: {num_sequences}", "n")
 
@@ -331,7 +448,7 @@ def _prompts(value: Any, prompt: PromptFields, config: RouterConfig) -> list[str
         return [value]
     if isinstance(value, list) and value:
         if not isinstance(value[0], int):
-            _check_num_sequences(len(value), config)
+            check_num_sequences(len(value), config)
         elif len(value := prompt.cut(value, most)) > most:
             raise _too_long(len(value), config)
         if all(isinstance(item, str) for item in value):

@@ -1,4 +1,4 @@
-"""Readers of the bodies of the routes to embedding and classification models.
+"""The bodies of the routes to embedding and classification models.
 
 Each dialect has its own names: OpenAI's and vLLM's bodies have their fields at the top level, LoRAX's have
 `parameters`.
@@ -6,20 +6,19 @@ Each dialect has its own names: OpenAI's and vLLM's bodies have their fields at 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, RootModel
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import TooManyTokens, UnsupportedField, ValidationError
-from lorikeet.router.schemas.adapters import AdapterFields, merge_child, read_merge
-from lorikeet.router.schemas.field_table import Route, check_unread
-from lorikeet.router.schemas.fields import Fields, are_token_ids
-from lorikeet.router.schemas.openai import read_adapter
+from lorikeet.router.schemas.adapters import AdapterFields, AdapterGroup
+from lorikeet.router.schemas.model import I32, U32, Body, Missing, Rejected, Texts, are_token_ids, published_as
 from lorikeet.router.text.encoding import Cut
 from lorikeet.router.text.length import TokenLength
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI."""
-FORMATS = ("float", "base64")
 
 Text = str | list[int]
 """A text, or its token ids."""
@@ -36,8 +35,8 @@ class PooledFields:
 
 
 @dataclass(frozen=True)
-class EmbeddingsRequest:
-    """The body of `/v1/embeddings`."""
+class Embeddings:
+    """What is computed for a text, or for each of several."""
 
     common: PooledFields
     texts: list[Text]
@@ -49,8 +48,8 @@ class EmbeddingsRequest:
 
 
 @dataclass(frozen=True)
-class PairsRequest:
-    """The body of `/score` and `/rerank`: texts that are compared pair by pair."""
+class Pairs:
+    """Texts that are compared pair by pair."""
 
     common: PooledFields
     first: list[str]
@@ -65,47 +64,126 @@ class PairsRequest:
         return list(zip(first, self.second, strict=True))
 
 
-def read_embeddings(body: dict[str, Any], config: RouterConfig, *, needs_model: bool = False) -> EmbeddingsRequest:
-    """Type and check; also the bodies of `/pooling` and of vLLM's `/classify`. Raises WrongJsonType or
-    ValidationError.
-    """
-    fields = Fields(body)
-    model = fields.text("model")
-    if model is None and needs_model:
-        raise ValidationError("you must provide a model parameter", "model")
-    texts = read_texts(fields, "input", config)
-    encoding_format = fields.text("encoding_format") or "float"
-    if encoding_format not in FORMATS:
-        raise ValidationError(f"`encoding_format` must be {' or '.join(FORMATS)}", "encoding_format")
-    dimensions = read_dimensions(fields)
-    prompt_name, activation = fields.text("prompt_name"), _activation(fields)
-    common = _common(fields, config, model or "")
-    return EmbeddingsRequest(common, texts, encoding_format, dimensions, prompt_name, activation)
+@dataclass(frozen=True)
+class LoraxTexts:
+    """The texts of a body of LoRAX's."""
+
+    inputs: list[str]
+    common: PooledFields
 
 
-def read_score(body: dict[str, Any], config: RouterConfig) -> PairsRequest:
-    """The body of `/score`, under vLLM's older or newer names. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    names = next((names for names in _PAIR_NAMES if any(map(fields.has, names))), _PAIR_NAMES[0])
-    first, second = (_pair_texts(fields.take(name), name) for name in names)
-    if len(first) not in (1, len(second)):
-        raise ValidationError(
-            f"`{names[0]}` must be one text, or as many as `{names[1]}`. Given: {len(first)} and {len(second)}",
-            names[0],
-        )
-    activation = _activation(fields)
-    return PairsRequest(_common(fields, config, fields.text("model") or ""), first, second, activation)
+# `read_texts` and `_pair_texts` check the values of these types.
+_TextsOrIds = Annotated[Any, published_as(str | list[str] | list[int] | list[list[int]])]
+_TextOrTexts = Annotated[Any, published_as(str | list[str])]
 
 
-def read_rerank(body: dict[str, Any], config: RouterConfig) -> PairsRequest:
-    """The body of `/rerank`, as Jina's and Cohere's. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    query, documents = fields.required_text("query"), _pair_texts(fields.take("documents"), "documents")
-    top_n = fields.integer("top_n", "u32")
-    fields.optional_flag("return_documents")
-    activation = _activation(fields)
-    common = _common(fields, config, fields.text("model") or "")
-    return PairsRequest(common, [_checked(query, "query")], documents, activation, top_n)
+class PooledGroup(AdapterGroup):
+    """Fields of all routes to embedding and classification models but LoRAX's and Cohere's."""
+
+    model: str | None = Field(None, description="The base model, an adapter or an alias")
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: I32 | None = Field(None, description="Keeps so many; -1: as many as a text may have")
+    truncation_side: Literal["left", "right"] = Field("right", description="Where tokens are removed")
+    truncate: bool = Field(False, description="The same as `truncate_prompt_tokens` -1")
+    priority: I32 = 0
+    user: str | None = None
+    use_activation: bool | None = Field(
+        None, description="False gives logits instead of scores; not for embedding models"
+    )
+    activation: bool | None = Field(None, description="The same as `use_activation`")
+    softmax: bool | None = Field(None, description="The same as `use_activation`")
+
+    messages = chat_template = Rejected("is not supported by this route: use `input`")
+    input_type = Rejected("is not supported by this server: use `prompt_name`")
+    output_dtype = embed_dtype = Rejected("is not supported by this server: values are float32", ("float", "float32"))
+    normalize = Rejected("is not supported by this server: the model's files decide", (True,))
+
+    def common(self, config: RouterConfig) -> PooledFields:
+        """What all bodies have in common, once their own fields are checked. Raises ValidationError."""
+        adapter = self.adapter_or(self.model or "", config.model_names, self.user)
+        most = self.truncate_prompt_tokens
+        if most is not None and not (most == -1 or 0 < most <= config.max_input_length):
+            rule = f"must be strictly positive and <= {config.max_input_length}, or -1"
+            raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {most}", "truncate_prompt_tokens")
+        if most == -1 or (self.truncate and most is None):
+            most = config.max_input_length
+        self.check_supported()
+        cut = Cut(most, self.truncation_side, self.add_special_tokens)
+        return PooledFields(adapter, cut, self.priority, self.ignored())
+
+    @property
+    def is_activated(self) -> bool:
+        """Whether logits become scores."""
+        flags = (self.use_activation, self.activation, self.softmax)
+        return next((flag for flag in flags if flag is not None), True)
+
+
+class InputGroup(PooledGroup):
+    """A text, texts, or their token ids."""
+
+    input: _TextsOrIds = Field(None, description="A text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: U32 | None = Field(None, gt=0, description="The first ones of each vector, which has length one again")
+    prompt_name: str | None = Field(None, description="One of the model's prompts for sentence-transformers")
+
+    def to_request(self, config: RouterConfig) -> Embeddings:
+        """Raises ValidationError."""
+        texts = read_texts(self.input, "input")
+        common = self.common(config)
+        return Embeddings(common, texts, self.encoding_format, self.dimensions, self.prompt_name, self.is_activated)
+
+
+class EmbeddingsRequest(InputGroup):
+    """The body of `/v1/embeddings`."""
+
+    model: Annotated[str, Missing("you must provide a model parameter")] = Field(
+        description="The base model, an adapter or an alias"
+    )
+
+
+class PoolingRequest(InputGroup):
+    """The body of `/pooling`."""
+
+    task: Annotated[Any, published_as(str)] = Field(
+        None, description="The model's; or token_embed, token_classify: a result for every token"
+    )
+
+
+class ScoreRequest(PooledGroup):
+    """The body of `/score`, under vLLM's older or newer names."""
+
+    text_1: _TextOrTexts = Field(None, description="A text that is compared with each of `text_2`, or as many")
+    text_2: _TextOrTexts = None
+    queries: _TextOrTexts = Field(None, description="The same as `text_1`; with `documents`")
+    documents: _TextOrTexts = None
+    data_1: _TextOrTexts = Field(None, description="The same as `text_1`; with `data_2`")
+    data_2: _TextOrTexts = None
+
+    def to_request(self, config: RouterConfig) -> Pairs:
+        """Raises ValidationError."""
+        given = self.model_fields_set
+        names = next((names for names in _PAIR_NAMES if not given.isdisjoint(names)), _PAIR_NAMES[0])
+        first, second = (_pair_texts(getattr(self, name), name) for name in names)
+        if len(first) not in (1, len(second)):
+            raise ValidationError(
+                f"`{names[0]}` must be one text, or as many as `{names[1]}`. Given: {len(first)} and {len(second)}",
+                names[0],
+            )
+        return Pairs(self.common(config), first, second, self.is_activated)
+
+
+class RerankRequest(PooledGroup):
+    """The body of `/rerank`, as Jina's and Cohere's."""
+
+    query: str
+    documents: _TextOrTexts = None
+    top_n: U32 | None = None
+    return_documents: bool = Field(True, description="Answers always have them")
+
+    def to_request(self, config: RouterConfig) -> Pairs:
+        """Raises ValidationError."""
+        documents = _pair_texts(self.documents, "documents")
+        return Pairs(self.common(config), [_checked(self.query, "query")], documents, self.is_activated, self.top_n)
 
 
 _PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
@@ -122,47 +200,8 @@ def _pair_texts(value: Any, name: str) -> list[str]:
     return texts
 
 
-def _activation(fields: Fields) -> bool:
-    """vLLM's `use_activation` and its older names; true by default."""
-    given = [fields.optional_flag(name) for name in ("use_activation", "activation", "softmax")]
-    return next((flag for flag in given if flag is not None), True)
-
-
-def read_dimensions(fields: Fields) -> int | None:
-    """`dimensions`, which must not be zero."""
-    dimensions = fields.integer("dimensions", "u32")
-    if dimensions == 0:
-        raise ValidationError("`dimensions` must be strictly positive", "dimensions")
-    return dimensions
-
-
-def _common(fields: Fields, config: RouterConfig, model: str) -> PooledFields:
-    """Common fields of a body that has them at the top level; all of its own fields are read."""
-    adapter = read_adapter(fields, config, model)
-    cut = read_cut(fields, config)
-    priority = fields.integer("priority", "i32") or 0
-    check_unread(fields, Route.EMBEDDINGS)
-    return PooledFields(adapter, cut, priority, fields.ignored())
-
-
-def read_cut(fields: Fields, config: RouterConfig) -> Cut:
-    """How texts are tokenized: vLLM's fields, and `truncate` of text-embeddings-inference."""
-    special = fields.optional_flag("add_special_tokens")
-    most = fields.integer("truncate_prompt_tokens", "i32")
-    if most is not None and not (most == -1 or 0 < most <= config.max_input_length):
-        rule = f"must be strictly positive and <= {config.max_input_length}, or -1"
-        raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {most}", "truncate_prompt_tokens")
-    if most == -1 or (fields.flag("truncate") and most is None):
-        most = config.max_input_length
-    side = fields.text("truncation_side") or "right"
-    if side not in ("left", "right"):
-        raise ValidationError("`truncation_side` must be left or right", "truncation_side")
-    return Cut(most, side, special is not False)
-
-
-def read_texts(fields: Fields, name: str, config: RouterConfig) -> list[Text]:
+def read_texts(value: Any, name: str) -> list[Text]:
     """A text, texts, token ids, or lists of token ids: always as a list. Raises ValidationError."""
-    value = fields.take(name)
     if value is None:
         raise ValidationError(f"`{name}` is required", name)
     if isinstance(value, str):
@@ -213,34 +252,52 @@ def _too_long(given: str, config: RouterConfig, name: str) -> TooManyTokens:
     )
 
 
-@dataclass(frozen=True)
-class LoraxRequest:
-    """The body of `/embed`, `/classify` and `/classify_batch`."""
+class LoraxParameters(AdapterGroup):
+    """`parameters` of LoRAX's routes."""
 
-    inputs: list[str]
-    common: PooledFields
+    truncate: Annotated[Any, published_as(int)] = Field(None, description="Keeps only so many tokens of a text")
 
 
-def read_lorax(body: dict[str, Any], config: RouterConfig, *, is_batch: bool = False) -> LoraxRequest:
-    """`inputs` is one text, or with `is_batch` a list of texts. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    if is_batch:
-        inputs = fields.texts("inputs")
-        check_num_texts(len(inputs), "inputs")
-    else:
-        inputs = [fields.required_text("inputs")]
-    if not inputs or not all(inputs):
-        raise ValidationError("`inputs` cannot be empty", "inputs")
-    child = fields.child("parameters")
-    name, source, token = child.text("adapter_id"), child.text("adapter_source"), child.text("api_token")
-    merge = read_merge(merge_child(child), name)
-    truncate = child.take("truncate")
-    if truncate is not None and (isinstance(truncate, bool) or not isinstance(truncate, int)):
-        raise UnsupportedField("truncate", "must be a number of tokens")
-    if truncate is not None and not 0 < truncate <= config.max_input_length:
-        raise ValidationError(
-            f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
-            "truncate",
-        )
-    common = PooledFields(AdapterFields(name, source, token, merge), Cut(truncate), 0, fields.ignored())
-    return LoraxRequest(inputs, common)
+class LoraxGroup(Body):
+    """What LoRAX's routes share."""
+
+    parameters: LoraxParameters = Field(default_factory=lambda: LoraxParameters.read({}))
+
+    def texts(self, inputs: list[str], config: RouterConfig) -> LoraxTexts:
+        """Raises ValidationError."""
+        if not inputs or not all(inputs):
+            raise ValidationError("`inputs` cannot be empty", "inputs")
+        adapter, truncate = self.parameters.adapter(), self.parameters.truncate
+        if truncate is not None and (isinstance(truncate, bool) or not isinstance(truncate, int)):
+            raise UnsupportedField("truncate", "must be a number of tokens")
+        if truncate is not None and not 0 < truncate <= config.max_input_length:
+            raise ValidationError(
+                f"`truncate` must be strictly positive and less than {config.max_input_length}. Given: {truncate}",
+                "truncate",
+            )
+        return LoraxTexts(inputs, PooledFields(adapter, Cut(truncate), 0, self.ignored()))
+
+
+class EmbedRequest(LoraxGroup):
+    """The body of LoRAX's `/embed` and `/classify`."""
+
+    inputs: str
+
+    def to_request(self, config: RouterConfig) -> LoraxTexts:
+        """Raises ValidationError."""
+        return self.texts([self.inputs], config)
+
+
+class ClassifyBatchRequest(LoraxGroup):
+    """The body of LoRAX's `/classify_batch`."""
+
+    inputs: Texts = Field([])
+
+    def to_request(self, config: RouterConfig) -> LoraxTexts:
+        """Raises ValidationError."""
+        check_num_texts(len(self.inputs), "inputs")
+        return self.texts(self.inputs, config)
+
+
+class ClassifyRequest(RootModel[EmbedRequest | InputGroup]):
+    """The body of `/classify`: LoRAX's with `inputs`, vLLM's with `input`."""

@@ -3,15 +3,18 @@
 Speculation never changes the distribution of a text, so nothing here is about sampling.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from lorikeet.proto.draft_sources import methods
 from lorikeet.proto.params import ALL_HEADS, NO_SPECULATION, Method, Schedule, Speculation, Verification
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError, WrongJsonType
 from lorikeet.router.schemas.adapters import BASE_NAMES
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.model import U32, Body, OneOf, Rejected, Rule, fail_fast, published_as
 
 _ALIASES = {"lookup": ("ngram",)}
 METHODS = {name: method for method in methods() for name in (method, *_ALIASES.get(method, ()))}
@@ -84,41 +87,85 @@ def make_offer(config: RouterConfig, shards_draft_model: str = "", has_history: 
     )
 
 
-def read_speculation(fields: Fields) -> SpeculationFields:
-    """Raises WrongJsonType."""
-    verification, deprecated = fields.text("speculative_verification"), fields.text("speculative_verify")
-    if verification is not None and deprecated is not None:
+def _one_of(values: Iterable[str]) -> tuple[OneOf, Rule]:
+    return OneOf(tuple(values)), Rule(f"must be one of {', '.join(values)}. Given: {{given}}")
+
+
+_Method = Annotated[str, *_one_of(METHODS)]
+_Schedule = Annotated[str, *_one_of(SCHEDULES)]
+_Verification = Annotated[
+    str,
+    *_one_of(VERIFICATIONS),
+    BeforeValidator(lambda value: DEPRECATED_VALUES.get(value, value) if isinstance(value, str) else value),
+]
+
+
+def _check_twice(verification: str, info: ValidationInfo) -> str:
+    if info.data.get("speculative_verification") is not None:
         raise WrongJsonType("duplicate field `speculative_verification`", "speculative_verification")
-    verification = verification if deprecated is None else deprecated
-    return SpeculationFields(
-        fields.integer("speculative_tokens", "u32"),
-        fields.text("speculative_method"),
-        fields.text("speculative_schedule"),
-        DEPRECATED_VALUES.get(verification or "", verification),
-        fields.take("heads_id") not in (None, "", *BASE_NAMES),
-        history=fields.optional_flag("speculative_history"),
+    return verification
+
+
+class SpeculationGroup(Body):
+    """Fields of speculative decoding, on every generation route."""
+
+    speculative_tokens: U32 | None = Field(None, description="Maximum draft tokens per step; 0 for none")
+    speculative_method: _Method | None = Field(
+        None, description="What proposes draft tokens; the text does not depend on it"
+    )
+    speculative_schedule: _Schedule | None = Field(
+        None, description="Draft length: always the maximum, by the last step's acceptance, or the fastest"
+    )
+    speculative_verification: _Verification | None = Field(
+        None,
+        description="Verification of a draft model's tokens: shared-noise keeps the text, rejection its distribution; "
+        "requests with a `seed` always use shared-noise",
+    )
+    speculative_verify: Annotated[_Verification, AfterValidator(_check_twice)] | None = Field(
+        None, json_schema_extra={"deprecated": True}, description="Use `speculative_verification`"
+    )
+    speculative_history: bool | None = Field(
+        None, description="Whether outputs of earlier requests of the same tenant and adapter are proposed as drafts"
+    )
+    speculation = Rejected("is not supported by this server: use `speculative_tokens`")
+
+    def speculation_fields(self, heads_id: str | None, prediction: str | None = None) -> SpeculationFields:
+        """What the group asks for."""
+        return SpeculationFields(
+            self.speculative_tokens,
+            self.speculative_method,
+            self.speculative_schedule,
+            self.speculative_verification or self.speculative_verify,
+            names_heads=heads_id not in (None, "", *BASE_NAMES),
+            prediction=prediction,
+            history=self.speculative_history,
+        )
+
+
+class PredictionPart(Body):
+    """A part of a predicted output."""
+
+    type: Annotated[Any, published_as(Literal["text"])] = None
+    text: Annotated[Any, published_as(str)] = None
+
+
+class Prediction(Body):
+    """OpenAI's: a text that the output may repeat."""
+
+    type: Annotated[Any, published_as(Literal["content"])] = None
+    content: Annotated[list[PredictionPart], fail_fast] | Annotated[Any, published_as(str)] = Field(
+        None, union_mode="left_to_right"
     )
 
-
-def read_prediction(fields: Fields) -> str | None:
-    """The text of OpenAI's `prediction`. Raises WrongJsonType or ValidationError."""
-    if not fields.has("prediction"):
-        fields.take("prediction")  # null is absence
-        return None
-    given = fields.child("prediction")
-    if given.text("type") != "content":
-        raise ValidationError("`prediction.type` must be content", "prediction")
-    content = given.take("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
+    def read_text(self) -> str:
+        """The whole text. Raises ValidationError."""
+        if self.type != "content":
+            raise ValidationError("`prediction.type` must be content", "prediction")
+        parts = self.content if isinstance(self.content, list) else [PredictionPart(type="text", text=self.content)]
+        texts = [part.text for part in parts if isinstance(part, PredictionPart) and part.type == "text"]
+        if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
             raise ValidationError("`prediction.content` must be a text or a list of text parts", "prediction")
-        texts.append(text)
-        if len(part) > 2:
-            given.nested(f"content[{index}]", part).expect("type", "text")
-    return "".join(texts)
+        return "".join(texts)
 
 
 def excludes_heads(method: object, num_tokens: object) -> bool:
@@ -138,27 +185,15 @@ def fill_defaults(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return {**fields, **missing}
 
 
-def check_speculation(wanted: SpeculationFields, max_tokens: int) -> None:
-    """Raises ValidationError for an unknown value, or a number above `max_tokens`."""
-    for name, value, values in (
-        ("speculative_method", wanted.method, METHODS),
-        ("speculative_schedule", wanted.schedule, SCHEDULES),
-        ("speculative_verification", wanted.verification, VERIFICATIONS),
-    ):
-        if value is not None and value not in values:
-            raise ValidationError(f"`{name}` must be one of {', '.join(values)}. Given: {value[:80]}", name)
-    if wanted.num_tokens is not None and wanted.num_tokens > max_tokens:
-        given = f"Given: {wanted.num_tokens}"
-        raise ValidationError(f"`speculative_tokens` must be <= {max_tokens}. {given}", "speculative_tokens")
-
-
 def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bool) -> Speculation:
     """The request's settings with the server's defaults. Raises ValidationError.
 
     `is_seeded` is whether the client gave a seed, which promises a reproducible text. The rejection rule preserves the
     distribution only, so such a request is verified with shared noise.
     """
-    check_speculation(wanted, offer.max_tokens)
+    if wanted.num_tokens is not None and wanted.num_tokens > offer.max_tokens:
+        rule = f"must be <= {offer.max_tokens}. Given: {wanted.num_tokens}"
+        raise ValidationError(f"`speculative_tokens` {rule}", "speculative_tokens")
     method = METHODS[wanted.method] if wanted.method else offer.method
     if wanted.prediction is not None and wanted.method and method not in ("auto", "lookup"):
         raise ValidationError(

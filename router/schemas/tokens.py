@@ -1,81 +1,119 @@
-"""Readers of bodies of routes that tokenize: LoRAX's and vLLM's `/tokenize`, `/detokenize`, TGI's `/chat_tokenize`."""
+"""The bodies of routes that tokenize: LoRAX's and vLLM's `/tokenize`, `/detokenize`, TGI's `/chat_tokenize`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, RootModel
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.chat.messages import Conversation, read_conversation
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, read_tools
-from lorikeet.router.schemas.fields import Fields, are_token_ids
+from lorikeet.router.schemas.adapters import AdapterFields, AdapterSource
+from lorikeet.router.schemas.chat.messages import Conversation, ConversationGroup
+from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, ToolGroup
+from lorikeet.router.schemas.model import Body, are_token_ids, published_as
 
 MAX_DETOKENIZED = 1 << 17
 """Token ids of one request, or as many as a context has."""
 
+_DEFAULT = AdapterFields()
+
 
 @dataclass(frozen=True)
-class TokenizeRequest:
+class Tokenization:
     """One of `text` and `conversation` is set."""
 
-    adapter: AdapterFields
-    """Whose chat template renders the conversation."""
     field: str
     """The request's field with the text."""
     text: str
-    conversation: Conversation | None
-    tools: ToolFields
     add_special_tokens: bool
-    wants_names: bool
+    ignored: list[str]
+    adapter: AdapterFields = _DEFAULT
+    """Whose chat template renders the conversation."""
+    conversation: Conversation | None = None
+    tools: ToolFields = NO_TOOLS
+    wants_names: bool = False
     """vLLM's `return_token_strs`: the tokens' names in the vocabulary."""
-    ignored: list[str]
 
 
-@dataclass(frozen=True)
-class DetokenizeRequest:
-    """The body of `/detokenize`."""
+class TokenizeRequest(Body):
+    """LoRAX's."""
 
-    token_ids: list[int]
-    ignored: list[str]
+    inputs: str
+    add_special_tokens: bool = True
 
-
-def read_tokenize(body: dict[str, Any], config: RouterConfig) -> TokenizeRequest:
-    """vLLM's body where it has `prompt` or `messages`, else LoRAX's. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    given = [name for name in ("inputs", "prompt", "messages") if fields.has(name)]
-    if len(given) > 1:
-        raise ValidationError(f"`{given[0]}` and `{given[1]}` cannot both be set", given[0])
-    if given == ["messages"]:
-        return read_chat_tokenize(fields, config)
-    name = "prompt" if given == ["prompt"] else "inputs"
-    text, special = fields.required_text(name), fields.optional_flag("add_special_tokens")
-    adapter, wants_names = AdapterFields(), False
-    if name == "prompt":
-        adapter, wants_names = _adapter(fields), fields.flag("return_token_strs")
-    return TokenizeRequest(adapter, name, text, None, NO_TOOLS, special is not False, wants_names, fields.ignored())
+    def to_request(self, config: RouterConfig) -> Tokenization:
+        """What is tokenized."""
+        return Tokenization("inputs", self.inputs, self.add_special_tokens, self.ignored())
 
 
-def read_chat_tokenize(fields: Fields, config: RouterConfig) -> TokenizeRequest:
-    """The body of a chat, as far as it is rendered. Raises WrongJsonType or ValidationError."""
-    adapter, wants_names = _adapter(fields), fields.flag("return_token_strs")
-    conversation, tools = read_conversation(fields, config), read_tools(fields)
-    special = fields.flag("add_special_tokens")
-    return TokenizeRequest(adapter, "messages", "", conversation, tools, special, wants_names, fields.ignored())
+class _ModelGroup(Body):
+    """vLLM's fields."""
+
+    model: str = Field("", description="The model whose chat template renders messages; default: as elsewhere")
+    adapter_source: AdapterSource | None = None
+    api_token: str | None = Field(None, repr=False)
+    return_token_strs: bool = False
+
+    @property
+    def adapter(self) -> AdapterFields:
+        """The adapter of `model`, by default the base model or the default adapter."""
+        return AdapterFields(self.model, self.adapter_source, self.api_token, is_model=True)
 
 
-def read_detokenize(body: dict[str, Any], config: RouterConfig) -> DetokenizeRequest:
-    """Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    fields.expect("model")
-    ids, most = fields.take("tokens"), max(MAX_DETOKENIZED, config.max_total_tokens)
-    if not isinstance(ids, list) or (ids and not are_token_ids(ids)):
-        raise ValidationError("`tokens` must be a list of token ids", "tokens")
-    if len(ids) > most:
-        raise ValidationError(f"`tokens` supports up to {most} token ids. Given: {len(ids)}", "tokens")
-    return DetokenizeRequest(ids, fields.ignored())
+class TokenizePrompt(_ModelGroup):
+    """vLLM's."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+    def to_request(self, config: RouterConfig) -> Tokenization:
+        """What is tokenized."""
+        special, names = self.add_special_tokens, self.return_token_strs
+        return Tokenization("prompt", self.prompt, special, self.ignored(), self.adapter, wants_names=names)
 
 
-def _adapter(fields: Fields) -> AdapterFields:
-    """The adapter of `model`, by default the base model or the default adapter."""
-    source, token = fields.text("adapter_source"), fields.text("api_token")
-    return AdapterFields(fields.text("model") or "", source, token, is_model=True)
+class TokenizeChat(_ModelGroup, ConversationGroup, ToolGroup):
+    """vLLM's and TGI's: the body of a chat, as far as it is rendered."""
+
+    add_special_tokens: bool = False
+
+    def to_request(self, config: RouterConfig) -> Tokenization:
+        """What is tokenized. Raises ToolError or ValidationError."""
+        conversation, tools = self.conversation(config), self.tool_fields()
+        special, names = self.add_special_tokens, self.return_token_strs
+        return Tokenization("messages", "", special, self.ignored(), self.adapter, conversation, tools, names)
+
+
+class TokenizeBody(RootModel[TokenizeRequest | TokenizePrompt | TokenizeChat]):
+    """LoRAX's body, or one of vLLM's."""
+
+
+_KINDS: dict[str, type[TokenizeRequest | TokenizePrompt | TokenizeChat]] = {
+    "inputs": TokenizeRequest,
+    "prompt": TokenizePrompt,
+    "messages": TokenizeChat,
+}
+
+
+def read_tokenize(body: dict[str, Any], config: RouterConfig) -> Tokenization:
+    """vLLM's body if it has `prompt` or `messages`, else LoRAX's. Raises WrongJsonType or ValidationError."""
+    names = [name for name in _KINDS if body.get(name) is not None]
+    if len(names) > 1:
+        raise ValidationError(f"`{names[0]}` and `{names[1]}` cannot both be set", names[0])
+    return _KINDS[names[0] if names else "inputs"].read(body, config).to_request(config)
+
+
+class DetokenizeRequest(Body):
+    """vLLM's."""
+
+    model: Annotated[Any, published_as(str)] = None
+    tokens: Annotated[Any, published_as(list[int])] = None
+
+    def token_ids(self, config: RouterConfig) -> list[int]:
+        """Raises ValidationError."""
+        ids, most = self.tokens, max(MAX_DETOKENIZED, config.max_total_tokens)
+        if not isinstance(ids, list) or (ids and not are_token_ids(ids)):
+            raise ValidationError("`tokens` must be a list of token ids", "tokens")
+        if len(ids) > most:
+            raise ValidationError(f"`tokens` supports up to {most} token ids. Given: {len(ids)}", "tokens")
+        return ids

@@ -21,7 +21,14 @@ from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.prepare import Timing, now
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField
-from lorikeet.router.schemas.pooled import EmbeddingsRequest, LoraxRequest, read_embeddings, read_lorax
+from lorikeet.router.schemas.pooled import (
+    ClassifyBatchRequest,
+    Embeddings,
+    EmbedRequest,
+    InputGroup,
+    LoraxTexts,
+    PoolingRequest,
+)
 
 _NO_ENTITY = "O"
 _TASKS = {
@@ -60,8 +67,9 @@ class ClassificationRoutes:
         service, timing = self._service, Timing(now())
         body = await service.body(request)
         model = check_task(service, EMBED, CLASSIFY, TOKEN_CLASSIFY)
-        per_token = is_per_token(model, body.pop("task", None))
-        wanted, computed = await self._computed(request, body, timing, model, per_token=per_token)
+        pooling = PoolingRequest.read(service.openai_defaults(service.caller(request), body))
+        per_token = is_per_token(model, pooling.task)
+        wanted, computed = await self._computed(request, pooling, timing, model, per_token=per_token)
         if model.task == EMBED:
             values = [shortened(each, wanted.dimensions) for each in computed.values]
         else:
@@ -75,9 +83,10 @@ class ClassificationRoutes:
 
     async def _classify_vllm(self, request: Request, body: dict[str, Any], timing: Timing) -> Response:
         model = check_task(self._service, CLASSIFY)
-        if body.get("encoding_format") == "base64":
+        given = InputGroup.read(self._service.openai_defaults(self._service.caller(request), body))
+        if given.encoding_format == "base64":
             raise UnsupportedField("encoding_format", "must be float on this route")
-        wanted, computed = await self._computed(request, body, timing, model)
+        wanted, computed = await self._computed(request, given, timing, model)
         data = []
         for index, logits in enumerate(computed.values):
             [scores] = self._scores(logits, wanted.use_activation)
@@ -90,14 +99,15 @@ class ClassificationRoutes:
     ) -> tuple[list[Any], dict[str, str]]:
         service = self._service
         model = check_task(service, CLASSIFY, TOKEN_CLASSIFY)
-        wanted = read_lorax(service.native_defaults(service.caller(request), body), service.config, is_batch=is_batch)
+        body = service.native_defaults(service.caller(request), body)
+        wanted = (ClassifyBatchRequest if is_batch else EmbedRequest).read(body).to_request(service.config)
         computed = await compute(service, request, wanted.inputs, wanted.common, timing, "inputs")
         found = list(self._lorax_answers(wanted, computed, is_per_token=model.task == TOKEN_CLASSIFY))
         service.metrics.request_input_count.observe(len(found))
         service.metrics.request_classify_output_count.observe(sum(map(len, found)))
         return found, computed.headers
 
-    def _lorax_answers(self, wanted: LoraxRequest, computed: Computed, *, is_per_token: bool) -> Iterator[list[Any]]:
+    def _lorax_answers(self, wanted: LoraxTexts, computed: Computed, *, is_per_token: bool) -> Iterator[list[Any]]:
         """Entities, or for a model that labels whole texts all labels, the likeliest first."""
         for text, each, logits in zip(wanted.inputs, computed.encoded, computed.values, strict=True):
             labels = self._files.labels(logits.shape[1])
@@ -112,15 +122,15 @@ class ClassificationRoutes:
     async def _computed(
         self,
         request: Request,
-        body: dict[str, Any],
+        body: InputGroup,
         timing: Timing,
         model: pb.PooledModel,
         *,
         per_token: bool = False,
-    ) -> tuple[EmbeddingsRequest, Computed]:
-        """Reads and computes a body with vLLM's fields."""
+    ) -> tuple[Embeddings, Computed]:
+        """Computes a body with vLLM's fields."""
         service = self._service
-        wanted = read_embeddings(service.openai_defaults(service.caller(request), body), service.config)
+        wanted = body.to_request(service.config)
         check_fields(wanted, model)
         texts = prompted(self._files, wanted.texts, wanted.prompt_name)
         return wanted, await compute(service, request, texts, wanted.common, timing, per_token=per_token)
@@ -129,7 +139,7 @@ class ClassificationRoutes:
         return activated(logits, self._files.activation) if use_activation else logits
 
     def _listed(
-        self, prefix: str, wanted: EmbeddingsRequest, computed: Computed, data: list[dict[str, Any]]
+        self, prefix: str, wanted: Embeddings, computed: Computed, data: list[dict[str, Any]]
     ) -> dict[str, Any]:
         name = wanted.common.adapter.name or self._service.config.model_name
         return {**envelope(prefix, name), "object": "list", "data": data, "usage": computed.usage}

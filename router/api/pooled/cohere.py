@@ -17,7 +17,7 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.dialects import cohere
 from lorikeet.router.schemas.dialects.translated import in_words_of
-from lorikeet.router.schemas.pooled import read_embeddings
+from lorikeet.router.schemas.pooled import EmbeddingsRequest
 
 
 class CohereRoute:
@@ -35,7 +35,7 @@ class CohereRoute:
         translated = cohere.translate(body, self._files.prompts)
         with in_words_of(cohere.NAMES):
             given = service.openai_defaults(service.caller(request), translated.body)
-            wanted = read_embeddings(given, service.config, needs_model=True)
+            wanted = EmbeddingsRequest.read(given).to_request(service.config)
             check_fields(wanted, model)
             texts = prompted(self._files, wanted.texts, wanted.prompt_name)
             computed = await compute(service, request, texts, wanted.common, timing)

@@ -16,7 +16,7 @@ from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.prepare import Timing, now
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.pooled import EmbeddingsRequest, Text, read_embeddings, read_lorax
+from lorikeet.router.schemas.pooled import Embeddings, EmbeddingsRequest, EmbedRequest, Text
 
 
 class EmbeddingRoutes:
@@ -32,7 +32,7 @@ class EmbeddingRoutes:
         body = await service.body(request)
         model = check_task(service, EMBED)
         body = service.openai_defaults(service.caller(request), body)
-        wanted = read_embeddings(body, service.config, needs_model=True)
+        wanted = EmbeddingsRequest.read(body).to_request(service.config)
         check_fields(wanted, model)
         texts = prompted(self._files, wanted.texts, wanted.prompt_name)
         computed = await compute(service, request, texts, wanted.common, timing)
@@ -52,7 +52,8 @@ class EmbeddingRoutes:
         service, timing = self._service, Timing(now())
         body = await service.body(request)
         check_task(service, EMBED)
-        wanted = read_lorax(service.native_defaults(service.caller(request), body), service.config)
+        body = service.native_defaults(service.caller(request), body)
+        wanted = EmbedRequest.read(body).to_request(service.config)
         texts = prompted(self._files, wanted.inputs)
         computed = await compute(service, request, texts, wanted.common, timing, "inputs")
         content = orjson.dumps({"embeddings": computed.values[0][0]}, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -64,7 +65,7 @@ def prompted(files: PooledFiles, texts: Sequence[Text], prompt_name: str | None 
     return [files.prompted(text, prompt_name) if isinstance(text, str) else text for text in texts]
 
 
-def check_fields(wanted: EmbeddingsRequest, model: pb.PooledModel) -> None:
+def check_fields(wanted: Embeddings, model: pb.PooledModel) -> None:
     """Raises ValidationError for fields that ask for what the model's task does not have."""
     if model.task == EMBED:
         if wanted.dimensions is not None and wanted.dimensions > model.size:

@@ -15,7 +15,7 @@ from lorikeet.router.api.pooled.files import PooledFiles
 from lorikeet.router.api.prepare import Timing, now
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import WrongTask
-from lorikeet.router.schemas.pooled import PairsRequest, read_rerank, read_score
+from lorikeet.router.schemas.pooled import Pairs, RerankRequest, ScoreRequest
 
 
 class PairRoutes:
@@ -29,7 +29,7 @@ class PairRoutes:
         """vLLM's: one text with each of the others, or pair by pair."""
         service, timing = self._service, Timing(now())
         body = service.openai_defaults(service.caller(request), await service.body(request))
-        wanted = read_score(body, service.config)
+        wanted = ScoreRequest.read(body).to_request(service.config)
         scores, computed = await self._scores(request, wanted, timing, wanted_names=("text_1", "text_2"))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.tolist())]
         name = wanted.common.adapter.name or service.config.model_name
@@ -40,7 +40,7 @@ class PairRoutes:
         """Jina's and Cohere's: the documents, the most relevant first."""
         service, timing = self._service, Timing(now())
         body = service.openai_defaults(service.caller(request), await service.body(request))
-        wanted = read_rerank(body, service.config)
+        wanted = RerankRequest.read(body).to_request(service.config)
         scores, computed = await self._scores(request, wanted, timing, wanted_names=("query", "documents"))
         order = np.argsort(-scores, kind="stable")[: wanted.top_n]
         results = [
@@ -52,7 +52,7 @@ class PairRoutes:
         return Response(orjson.dumps(answer), headers=computed.headers, media_type="application/json")
 
     async def _scores(
-        self, request: Request, wanted: PairsRequest, timing: Timing, wanted_names: tuple[str, str]
+        self, request: Request, wanted: Pairs, timing: Timing, wanted_names: tuple[str, str]
     ) -> tuple[Values, Computed]:
         """[pairs] float32."""
         model = check_task(self._service, CLASSIFY, EMBED)
@@ -68,9 +68,7 @@ class PairRoutes:
         scores = activated(logits, self._files.activation) if wanted.use_activation else logits
         return scores[:, 0], computed
 
-    async def _cosines(
-        self, request: Request, wanted: PairsRequest, timing: Timing, field: str
-    ) -> tuple[Values, Computed]:
+    async def _cosines(self, request: Request, wanted: Pairs, timing: Timing, field: str) -> tuple[Values, Computed]:
         texts = prompted(self._files, [*wanted.first, *wanted.second])
         computed = await compute(self._service, request, texts, wanted.common, timing, field)
         vectors = np.concatenate(computed.values).astype(np.float64)

@@ -30,7 +30,8 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.schemas.adapters import BASE_NAMES
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.admin import AdapterName, AdapterRefresh, AdapterUnload, LoadLora, UnloadLora
+from lorikeet.router.schemas.model import BodyType
 
 _UNLOAD_SECONDS = 300.0
 
@@ -83,24 +84,23 @@ class AdminRoutes:
 
     async def unload(self, request: Request) -> Response:
         """Free its memory once requests in flight are done; with `disk` delete its file too. 404 if there is none."""
-        fields = await self._fields(request)
-        name, entry, refs = self._named(fields)
-        disk = fields.flag("disk")
+        body = await self._read(request, AdapterUnload)
+        name, (entry, refs) = body.adapter_id, self._named(body.adapter_id, body.adapter_source)
         digests = self._service.admission.loading.digests(refs)
         if not digests:
             await self._check_exists(entry)
-        await self._unload(digests, disk)
+        await self._unload(digests, body.disk)
         return _json({"adapter_id": name, "unloaded": sorted(digests)})
 
     async def refresh(self, request: Request) -> Response:
         """Query the sources again at the next request: for one adapter, 404 if there is none, or without a name for
         all.
         """
-        fields = await self._fields(request)
-        if not fields.has("adapter_id"):
+        body = await self._read(request, AdapterRefresh)
+        if (name := body.adapter_id) is None:
             self._service.rights.forget()
             return _json({"refreshed": "all"})
-        name, entry, refs = self._named(fields)
+        entry, refs = self._named(name, body.adapter_source)
         known = [self._service.rights.forget(ref) for ref in refs]
         if not any(known) and not self._service.admission.loading.digests(refs):
             await self._check_exists(entry)
@@ -114,8 +114,8 @@ class AdminRoutes:
 
     async def load_lora_adapter(self, request: Request) -> Response:
         """vLLM's route: `lora_name` becomes an alias of `lora_path`."""
-        fields = await self._fields(request)
-        name, path = fields.text("lora_name"), fields.text("lora_path")
+        body = await self._read(request, LoadLora)
+        name, path = body.lora_name, body.lora_path
         if not name or not path:
             raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
         if name in (*self._service.config.model_names, *BASE_NAMES):
@@ -125,7 +125,7 @@ class AdminRoutes:
         except ValueError as error:
             raise ValidationError(f"`lora_name` {name[:60]!r} is not a name: {error}", "lora_name") from None
         directory = self._service.selection.directory
-        if directory.find(name) is not None and not fields.flag("load_inplace"):
+        if directory.find(name) is not None and not body.load_inplace:
             raise AlreadyLoaded(name)
         if directory.is_full and directory.find(name) is None:
             problem = f"{MAX_ADDED} adapters were added by this route: unload one, or list them in --adapters"
@@ -137,8 +137,7 @@ class AdminRoutes:
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """vLLM's route: remove the alias at once, and free its memory once requests in flight are done."""
-        fields = await self._fields(request)
-        name = fields.text("lora_name")
+        name = (await self._read(request, UnloadLora)).lora_name
         if not name:
             raise ValidationError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
         await self._remove(name, LoraNotFound(name[:256]))
@@ -172,17 +171,15 @@ class AdminRoutes:
         if self._service.dispatcher.admission is None:
             raise NotServed(request.url.path)
 
-    async def _fields(self, request: Request) -> Fields:
+    async def _read(self, request: Request, kind: type[BodyType]) -> BodyType:
         self.check(request)
-        if request.headers.get("content-length") == "0":
-            return Fields({})
-        return Fields(await self._service.body(request))
+        is_empty = request.headers.get("content-length") == "0"
+        return kind.read({} if is_empty else await self._service.body(request))
 
-    def _named(self, fields: Fields) -> tuple[str, CatalogueEntry, list[Ref]]:
-        """The name in a body, its entry, and all its versions."""
-        name = fields.required_text("adapter_id")
-        entry = self._entry(name, fields.text("adapter_source"))
-        return name, entry, [version.ref for version in entry.versions]
+    def _named(self, name: str, source: str | None) -> tuple[CatalogueEntry, list[Ref]]:
+        """The entry of a name in a body, and all its versions."""
+        entry = self._entry(name, source)
+        return entry, [version.ref for version in entry.versions]
 
     async def _check_exists(self, entry: CatalogueEntry) -> None:
         """Raises AdapterProblem if the entry is not the operator's, and its source has no such adapter."""
@@ -216,9 +213,9 @@ class AdminRoutes:
         self, request: Request, key: str, act: Callable[[Admission, str, Adapter], object]
     ) -> Response:
         """Load all versions of the adapter in the body and `act` on each content; lists them as `key`."""
-        fields = await self._fields(request)
-        name = fields.required_text("adapter_id")
-        contents = await self._contents(self._entry(name, fields.text("adapter_source")))
+        body = await self._read(request, AdapterName)
+        name = body.adapter_id
+        contents = await self._contents(self._entry(name, body.adapter_source))
         for content, adapter in contents:
             act(self._service.admission, content.digest, adapter)
         shown = [{"digest": each.digest, "num_bytes": each.num_bytes, "rank": each.rank} for each, _ in contents]

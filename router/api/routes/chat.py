@@ -26,7 +26,7 @@ from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.openai import ChatRequest, check_texts, read_chat
+from lorikeet.router.schemas.openai import Chat, ChatCompletionRequest, check_texts
 
 
 async def render(
@@ -47,7 +47,7 @@ class ChatPrompt(OpenAIPrompts):
 
     needs_adapter = True
 
-    def __init__(self, service: Service, wanted: ChatRequest, caller: Caller) -> None:
+    def __init__(self, service: Service, wanted: Chat, caller: Caller) -> None:
         super().__init__(service, wanted, caller)
         self._chat = wanted
 
@@ -62,26 +62,27 @@ class ChatPrompt(OpenAIPrompts):
         return [Prompt(ids, prepared.prompt.text, prepared, tuple(conversation.ignored(prepared.prompt.unread)))]
 
 
-class ChatRoute(OpenAIRoute[ChatRequest]):
+class ChatRoute(OpenAIRoute[Chat]):
     """One prompt per request, rendered from its messages."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def _read(self, body: dict[str, Any], caller: Caller) -> ChatRequest:
-        return read_chat(self._service.openai_defaults(caller, body), self._service.config)
+    def _read(self, body: dict[str, Any], caller: Caller) -> Chat:
+        config = self._service.config
+        return ChatCompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: ChatRequest, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: Chat, caller: Caller) -> Prompts:
         return ChatPrompt(self._service, wanted, caller)
 
-    def _prompt_fields(self, wanted: ChatRequest, prompts: list[Prompt]) -> dict[str, Any]:
+    def _prompt_fields(self, wanted: Chat, prompts: list[Prompt]) -> dict[str, Any]:
         return {"prompt_token_ids": prompts[0].ids} if wanted.common.report.token_ids else {}
 
-    def _answer_fields(self, wanted: ChatRequest, sequences: list[Completed]) -> dict[str, Any]:
+    def _answer_fields(self, wanted: Chat, sequences: list[Completed]) -> dict[str, Any]:
         return self._prompt_logprobs_of(wanted, sequences[0])
 
-    def _choice(self, wanted: ChatRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, wanted: Chat, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         return {
             "index": 0,
             "message": _message(whole.message),
@@ -95,7 +96,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
         return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
     def _chunk_choices(
-        self, wanted: ChatRequest, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
+        self, wanted: Chat, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
@@ -111,7 +112,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
             yield _delta(index, {}, last.kind.value) | {"stop_reason": last.stop_reason}
 
     def _logprobs(
-        self, wanted: ChatRequest, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
+        self, wanted: Chat, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
     ) -> dict[str, Any] | None:
         """`logprobs` of a choice, for its visible tokens; None where they are not asked for."""
         if wanted.num_logprobs is None:
@@ -123,7 +124,7 @@ class ChatRoute(OpenAIRoute[ChatRequest]):
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def _entry(self, wanted: ChatRequest, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, wanted: Chat, token_id: int, logprob: float) -> dict[str, Any]:
         vocabulary = self._service.tokenizer.vocabulary
         text = self._service.tokenizer.token_text(token_id)
         raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()

@@ -14,7 +14,7 @@ from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
 from lorikeet.router.requests.visible_tokens import VisibleTokens
-from lorikeet.router.schemas.openai import CompletionRequest, read_completion
+from lorikeet.router.schemas.openai import Completion, CompletionRequest
 
 Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
@@ -23,7 +23,7 @@ Logprobs = dict[str, list[Any] | None]
 class CompletionPrompts(OpenAIPrompts):
     """Texts and token ids."""
 
-    def __init__(self, service: Service, wanted: CompletionRequest, caller: Caller) -> None:
+    def __init__(self, service: Service, wanted: Completion, caller: Caller) -> None:
         super().__init__(service, wanted, caller)
         self._completion = wanted
 
@@ -54,19 +54,20 @@ class CompletionPrompts(OpenAIPrompts):
         return tokens.prompt(text, suffix)
 
 
-class CompletionsRoute(OpenAIRoute[CompletionRequest]):
+class CompletionsRoute(OpenAIRoute[Completion]):
     """Prompts as text or token ids, which may be echoed with their log probabilities."""
 
     id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
-    def _read(self, body: dict[str, Any], caller: Caller) -> CompletionRequest:
-        return read_completion(self._service.openai_defaults(caller, body), self._service.config)
+    def _read(self, body: dict[str, Any], caller: Caller) -> Completion:
+        config = self._service.config
+        return CompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: CompletionRequest, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: Completion, caller: Caller) -> Prompts:
         return CompletionPrompts(self._service, wanted, caller)
 
-    def _choice(self, wanted: CompletionRequest, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, wanted: Completion, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""
         tokens, text = ([], "") if wanted.only_prompt else (whole.tokens, whole.text)
         logprobs: Logprobs | None = None
@@ -90,7 +91,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         }
 
     def _chunk_choices(
-        self, wanted: CompletionRequest, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
+        self, wanted: Completion, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs: Logprobs | None = None
         if wanted.num_logprobs is not None:
@@ -109,7 +110,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
 
-    def _logprobs(self, tokens: list[tuple[Token, int]], wanted: CompletionRequest) -> Logprobs:
+    def _logprobs(self, tokens: list[tuple[Token, int]], wanted: Completion) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
         as_ids = wanted.common.report.tokens_as_ids
         shown = [self._shown(token.id, token.logprob, token.alternatives, as_ids) for token, _ in tokens]
@@ -125,7 +126,7 @@ class CompletionsRoute(OpenAIRoute[CompletionRequest]):
         prompt: str,
         prefill: list[tuple[int, str, float | None]],
         alternatives: list[Alternatives] | None,
-        wanted: CompletionRequest,
+        wanted: Completion,
     ) -> Logprobs:
         """The same four lists for an echoed prompt; its first token has no probability."""
         given = (

@@ -22,14 +22,14 @@ from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
-from lorikeet.router.schemas.openai import ChatRequest, read_chat
+from lorikeet.router.schemas.openai import Chat, ChatCompletionRequest
 
 Logprobs = list[dict[str, Any]]
 """Log probabilities of the tokens of one chunk, as chat completions show them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DialectRequest(ChatRequest):
+class DialectRequest(Chat):
     """A chat, and what its answer repeats of the body as it was."""
 
     shown: dict[str, Any]
@@ -91,20 +91,19 @@ class DialectRoute(ChatRoute):
 
     def _read_translated(self, translated: Translated, caller: Caller) -> DialectRequest:
         with in_words_of(self.names):
-            chat = read_chat(self._service.openai_defaults(caller, translated.chat), self._service.config)
+            body, config = self._service.openai_defaults(caller, translated.chat), self._service.config
+            chat = ChatCompletionRequest.read(body, config).to_request(config)
         given = {field.name: getattr(chat, field.name) for field in fields(chat)}
         given["ignored"] = [*translated.ignored, *chat.ignored]
         return DialectRequest(**given, shown=translated.shown)
 
-    async def _prepare(
-        self, request: Request, wanted: ChatRequest, prompts: Prompts, timing: Timing
-    ) -> PreparedRequest:
+    async def _prepare(self, request: Request, wanted: Chat, prompts: Prompts, timing: Timing) -> PreparedRequest:
         with in_words_of(self.names):
             return await super()._prepare(request, wanted, prompts, timing)
 
     async def _whole(
         self,
-        wanted: ChatRequest,
+        wanted: Chat,
         prompts: list[Prompt],
         sequences: list[Completed],
         generations: list[Generation],
@@ -123,7 +122,7 @@ class DialectRoute(ChatRoute):
     async def _events(
         self,
         request: Request,
-        wanted: ChatRequest,
+        wanted: Chat,
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],

@@ -25,7 +25,7 @@ from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.dialects import anthropic
 from lorikeet.router.schemas.dialects.translated import Translated
-from lorikeet.router.schemas.openai import ChatRequest
+from lorikeet.router.schemas.openai import Chat
 
 _STOP_REASONS = {
     FinishKind.STOP: "end_turn",
@@ -52,7 +52,7 @@ class MessagesRoute(DialectRoute):
     def _translate(self, body: dict[str, Any], *, generates: bool = True) -> Translated:
         return anthropic.translate(body, generates=generates)
 
-    def _prompts(self, wanted: ChatRequest, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: Chat, caller: Caller) -> Prompts:
         return MessagesPrompt(self._service, wanted, caller)
 
     def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:

@@ -5,7 +5,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,14 +33,21 @@ from lorikeet.router.api.prepare import (
 from lorikeet.router.api.service import Service
 from lorikeet.router.api.sse import EventStream, event
 from lorikeet.router.error_bodies import lorax_body
-from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError
+from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Token
 from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.schemas.native import NativeRequest, check_lengths, check_rules, check_text, read_native
-from lorikeet.router.schemas.report import ReportFields
+from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.native import (
+    CompatGenerateRequest,
+    GenerateRequest,
+    LoraxBody,
+    PredictRequest,
+    check_lengths,
+    check_text,
+)
+from lorikeet.router.schemas.openai import ReportFields
 
 _TOKEN_EVENT = (
     b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
@@ -53,42 +59,40 @@ _PREDICT_TOKENS = 4
 """Draft tokens per step, where the server allows as many."""
 LARGE_ENTRIES = 10_000
 """Above this number `details` are put together in a thread: it takes a microsecond or two each."""
-_UNSUPPORTED = ("details", "decoder_input_details", "receipt", "stream")
-"""Fields that ask for more than a text."""
 
 
 class LoraxPrompt(Prompts):
     """The one prompt of a body, with LoRAX's limits; with `truncate` its last tokens."""
 
-    def __init__(self, service: Service, native: NativeRequest, caller: str) -> None:
+    def __init__(self, service: Service, native: GenerateRequest, caller: str) -> None:
         self._service = service
         self._native = native
         self._caller = caller
 
     async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
         native, tokenizer, truncate = self._native, self._service.tokenizer, self._native.parameters.truncate
-        with_special = native.parameters.add_special_tokens is not False
+        with_special = native.parameters.add_special_tokens
         if native.input_ids is not None:
             check_ids(self._service, native.input_ids, "inputs")
             return [Prompt(native.input_ids if truncate is None else native.input_ids[-truncate:])]
         if truncate is not None:
-            ids = await tokenizer.encode_tail(native.inputs, truncate, with_special, caller=self._caller)
+            ids = await tokenizer.encode_tail(native.text, truncate, with_special, caller=self._caller)
         else:
-            check_text(native.inputs, tokenizer.length, self._service.config)
-            ids = await tokenizer.encode(native.inputs, with_special, caller=self._caller)
+            check_text(native.text, tokenizer.length, self._service.config)
+            ids = await tokenizer.encode(native.text, with_special, caller=self._caller)
         if not ids:
             raise ValidationError("`inputs` has no tokens", "inputs")
-        return [Prompt(ids, native.inputs)]
+        return [Prompt(ids, native.text)]
 
     def max_tokens(self, num_prompt: int) -> int:
         return check_lengths(num_prompt, self._native.parameters.max_new_tokens, self._service.config)
 
 
-def _fields(native: NativeRequest, adapter: AdapterFields) -> RequestFields:
+def _fields(native: GenerateRequest, adapter: AdapterFields, grammar: GrammarFields | None) -> RequestFields:
     parameters = native.parameters
     return RequestFields(
         adapter=adapter,
-        heads=parameters.heads,
+        heads=parameters.heads(),
         sampling=parameters.sampling(),
         logprobs=LogprobParams(
             wanted=True,
@@ -97,12 +101,12 @@ def _fields(native: NativeRequest, adapter: AdapterFields) -> RequestFields:
         ),
         num_sequences=max(parameters.best_of or 1, 1),
         seed=parameters.seed,
-        stop=tuple(parameters.stop),
-        constraints=parameters.constraints,
-        speculation=parameters.speculation,
-        grammar=parameters.grammar,
+        stop=(*parameters.stop, *parameters.stop_sequences),
+        constraints=parameters.constraints(),
+        speculation=parameters.speculation_fields(parameters.heads_id),
+        grammar=grammar,
         cache_salt=parameters.cache_salt,
-        priority=parameters.priority or 0,
+        priority=parameters.priority,
         receipt=parameters.receipt,
     )
 
@@ -115,31 +119,32 @@ class NativeRoutes:
 
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
-        return await self._answer(
-            request, self._read(request, await self._service.body(request)), arrived_at, as_list=False
-        )
+        native = self._read(request, await self._service.body(request), GenerateRequest)
+        return await self._answer(request, native, arrived_at, as_list=False)
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
-        return await self._stream(request, self._read(request, await self._service.body(request)), arrived_at)
+        native = self._read(request, await self._service.body(request), GenerateRequest)
+        return await self._stream(request, native, arrived_at)
 
     async def compat(self, request: Request) -> Response:
         """`/` and `/invocations`: one route for both, and a list of one when not streaming."""
         arrived_at = now()
-        native = self._read(request, await self._service.body(request), with_stream=True)
+        native = self._read(request, await self._service.body(request), CompatGenerateRequest)
         if native.stream:
             return await self._stream(request, native, arrived_at)
         return await self._answer(request, native, arrived_at, as_list=True)
 
-    def _read(self, request: Request, body: dict[str, Any], with_stream: bool = False) -> NativeRequest:
-        return read_native(self._service.native_defaults(self._service.caller(request), body), with_stream=with_stream)
+    def _read(self, request: Request, body: dict[str, Any], kind: type[LoraxBody]) -> LoraxBody:
+        return kind.read(self._service.native_defaults(self._service.caller(request), body))
 
-    async def _answer(self, request: Request, native: NativeRequest, arrived_at: float, *, as_list: bool) -> Response:
+    async def _answer(self, request: Request, native: GenerateRequest, arrived_at: float, *, as_list: bool) -> Response:
         answer, headers = await self.answered(request, native, arrived_at)
+        headers |= ignored_fields(native.ignored())
         return Response(orjson.dumps([answer] if as_list else answer), headers=headers, media_type="application/json")
 
     async def answered(
-        self, request: Request, native: NativeRequest, arrived_at: float
+        self, request: Request, native: GenerateRequest, arrived_at: float
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answer to a request that does not stream, and its headers. Raises RouterError."""
         parameters = native.parameters
@@ -164,11 +169,11 @@ class NativeRoutes:
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
         request.state.log_fields = log_fields(wanted, len(whole.tokens), whole.finish_reason)
-        counts = Counts(len(native.inputs), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
+        counts = Counts(len(native.text), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
-        return answer, headers | ignored_fields(native.ignored)
+        return answer, headers
 
-    async def _stream(self, request: Request, native: NativeRequest, arrived_at: float) -> EventStream:
+    async def _stream(self, request: Request, native: GenerateRequest, arrived_at: float) -> EventStream:
         """A stream that starts once the adapter is resolved. Its status is 200 even after a failure, as in LoRAX."""
         timing = Timing(arrived_at)
         generation: Generation | None = None
@@ -181,11 +186,11 @@ class NativeRoutes:
         except RouterError as error:
             request.state.failure = error
             events = _only(event(lorax_body(error)))
-        headers = stream_headers(self._service, len(native.inputs), generation) | ignored_fields(native.ignored)
+        headers = stream_headers(self._service, len(native.text), generation) | ignored_fields(native.ignored())
         return EventStream(events, headers, on_close=None if generation is None else generation.cancel)
 
     async def _events(
-        self, request: Request, native: NativeRequest, generation: Generation
+        self, request: Request, native: GenerateRequest, generation: Generation
     ) -> AsyncGenerator[bytes, None]:
         """One item per chunk with an event per token; a failure is the last event, since the status is already sent."""
         wanted = generation.request
@@ -223,19 +228,19 @@ class NativeRoutes:
             yield event(lorax_body(error))
 
     async def _prepare(
-        self, request: Request, native: NativeRequest, timing: Timing, *, streaming: bool
+        self, request: Request, native: GenerateRequest, timing: Timing, *, streaming: bool
     ) -> PreparedRequest:
         """Raises RouterError."""
-        adapter = check_rules(native, self._service.config, streaming=streaming)
+        adapter, grammar = native.check(self._service.config, streaming=streaming)
         prompts = LoraxPrompt(self._service, native, self._service.caller(request).identity)
-        return await prepare(self._service, request, _fields(native, adapter), prompts, timing)
+        return await prepare(self._service, request, _fields(native, adapter, grammar), prompts, timing)
 
     @staticmethod
-    def _shown_text(native: NativeRequest, whole: Completed) -> str:
-        return native.inputs + whole.text if native.parameters.return_full_text else whole.text
+    def _shown_text(native: GenerateRequest, whole: Completed) -> str:
+        return native.text + whole.text if native.parameters.return_full_text else whole.text
 
     def _details(
-        self, native: NativeRequest, wanted: GenerationRequest, whole: Completed, losers: list[Completed]
+        self, native: GenerateRequest, wanted: GenerationRequest, whole: Completed, losers: list[Completed]
     ) -> dict[str, Any]:
         counts = {"prompt_tokens": len(wanted.prompt_ids), "generated_tokens": len(whole.tokens)}
         counts["skipped_tokens"] = whole.num_skipped
@@ -251,7 +256,7 @@ class NativeRoutes:
         return details
 
     def _sequence(
-        self, native: NativeRequest, wanted: GenerationRequest, whole: Completed, counts: dict[str, int]
+        self, native: GenerateRequest, wanted: GenerationRequest, whole: Completed, counts: dict[str, int]
     ) -> dict[str, Any]:
         """What `details` and each of `best_of_sequences` have in common, in LoRAX's order; `top_tokens` is TGI's."""
         shown = [self._token_fields(token, native) for token in whole.tokens]
@@ -268,7 +273,7 @@ class NativeRoutes:
             **top_tokens,
         }
 
-    def _token_fields(self, token: Token, native: NativeRequest) -> dict[str, Any]:
+    def _token_fields(self, token: Token, native: GenerateRequest) -> dict[str, Any]:
         """`token`, and TGI's `top_tokens` where asked for."""
         parameters = native.parameters
         fields: dict[str, Any] = {"token": token_fields(token, parameters.return_k_alternatives or 0)}
@@ -280,7 +285,7 @@ class NativeRoutes:
             ]
         return fields
 
-    def _token_event(self, token: Token, native: NativeRequest) -> bytes:
+    def _token_event(self, token: Token, native: GenerateRequest) -> bytes:
         """The event of any token but the last."""
         if token.alternatives is None:
             return token_event(token)
@@ -312,24 +317,20 @@ class PredictRoute:
     async def predict(self, request: Request) -> Response:
         """Answers with a JSON string: the prompt and the generated text."""
         arrived_at = now()
-        native = self._read(request, await self._service.body(request))
+        predict, native = self._read(request, await self._service.body(request))
         answer, headers = await self._native.answered(request, native, arrived_at)
+        headers |= ignored_fields(predict.ignored())
         return Response(orjson.dumps(answer["generated_text"]), headers=headers, media_type="application/json")
 
-    def _read(self, request: Request, body: dict[str, Any]) -> NativeRequest:
-        if not Fields(body).required_text("prompt"):
-            raise ValidationError("`prompt` cannot be empty", "prompt")
-        parameters = {name: value for name, value in body.items() if name != "prompt"}
-        for name in _UNSUPPORTED:
-            if parameters.pop(name, None) not in (None, False):
-                raise UnsupportedField(name, "is not supported by this route, whose answer is only a text")
+    def _read(self, request: Request, body: dict[str, Any]) -> tuple[PredictRequest, GenerateRequest]:
+        predict = PredictRequest.read(body)
+        parameters = predict.parameters(body)
         caller = self._service.caller(request)
         filled = self._service.native_defaults(caller, {"parameters": parameters})["parameters"]
         most = self._service.config.speculative_tokens_max
         defaults = {**_PREDICT_DEFAULTS, "speculative_tokens": min(_PREDICT_TOKENS, most)}
         filled = {**defaults, **{name: value for name, value in filled.items() if value is not None}}
-        native = read_native({"inputs": body["prompt"], "parameters": filled}, with_stream=False)
-        return replace(native, ignored=[name.removeprefix("parameters.") for name in native.ignored])
+        return predict, GenerateRequest.read({"inputs": predict.prompt, "parameters": filled})
 
 
 async def _only(item: bytes) -> AsyncGenerator[bytes, None]:

@@ -14,8 +14,7 @@ from lorikeet.router.api.prepare import check_ids
 from lorikeet.router.api.routes.chat import render
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.schemas.tokens import TokenizeRequest, read_chat_tokenize, read_detokenize, read_tokenize
+from lorikeet.router.schemas.tokens import DetokenizeRequest, Tokenization, TokenizeChat, read_tokenize
 from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
 
 T = TypeVar("T")
@@ -48,7 +47,8 @@ class TokenRoutes:
 
     async def chat_tokenize(self, request: Request) -> Response:
         """TGI's: the prompt of a chat, and its tokens."""
-        wanted = read_chat_tokenize(Fields(await self._service.body(request)), self._service.config)
+        config = self._service.config
+        wanted = TokenizeChat.read(await self._service.body(request), config).to_request(config)
         tokenizer, special = self._service.tokenizer, wanted.add_special_tokens
         text = await self._text(request, wanted)
         tokens = await self._in_pool(request, text, lambda: _tokens_json(tokenizer.offsets(text, special)))
@@ -57,19 +57,17 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        wanted, tokenizer = (
-            read_detokenize(await self._service.body(request), self._service.config),
-            self._service.tokenizer,
-        )
-        check_ids(self._service, wanted.token_ids, "tokens")
-        text = await self._in_pool(request, wanted.token_ids, lambda: tokenizer.decode(wanted.token_ids))
-        return _json(orjson.dumps({"prompt": text}), wanted.ignored)
+        body, tokenizer = DetokenizeRequest.read(await self._service.body(request)), self._service.tokenizer
+        ids = body.token_ids(self._service.config)
+        check_ids(self._service, ids, "tokens")
+        text = await self._in_pool(request, ids, lambda: tokenizer.decode(ids))
+        return _json(orjson.dumps({"prompt": text}), body.ignored())
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's configuration with the chat template in use, as clients need to build prompts themselves."""
         return _json(orjson.dumps(self._service.tokenizer.information), [])
 
-    async def _text(self, request: Request, wanted: TokenizeRequest) -> str:
+    async def _text(self, request: Request, wanted: Tokenization) -> str:
         """What is tokenized, rendered where it is a conversation. Raises RouterError."""
         service, text = self._service, wanted.text
         caller = service.caller(request)

@@ -1,16 +1,17 @@
-"""Reader of chat requests' messages and of the fields that the chat template gets in addition to them."""
+"""Messages of a conversation, and the fields that the chat template gets in addition to them."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import orjson
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.field_table import Route, check_unread
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.model import Body, Missing, Rejected, Rule, fail_fast, published_as
 from lorikeet.router.text.templates.chat_template import TemplateOptions
 
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
@@ -61,78 +62,200 @@ class Conversation:
         return fields
 
 
-def read_conversation(fields: Fields, config: RouterConfig) -> Conversation:
-    """Type and check. Raises WrongJsonType or ValidationError."""
-    messages = _messages(fields, config)
-    source = _own_template(fields, config)
-    variables = _template_kwargs(fields)
-    named = {name: f"chat_template_kwargs.{name}" for name in variables}
-    for name in ("reasoning_effort", "verbosity"):
-        value = fields.text(name)
-        if value is not None:
-            variables[name], named[name] = value, name
-    documents = _documents(fields, config)
-    if documents:
-        variables["documents"], named["documents"] = documents, "documents"
-    wants_prompt = fields.optional_flag("add_generation_prompt")
-    continues = fields.flag("continue_final_message")
-    if continues and wants_prompt:
-        raise ValidationError(
-            "`continue_final_message` and `add_generation_prompt` cannot both be true", "continue_final_message"
-        )
-    if continues and not messages[-1]["content"]:
-        raise ValidationError("`continue_final_message` needs a final message with text", "continue_final_message")
-    if wants_prompt is False or continues:
-        variables["add_generation_prompt"] = False
-    if wants_prompt is False and not continues:
-        named["add_generation_prompt"] = "add_generation_prompt"
-    return Conversation(messages, TemplateOptions(variables, continues), source, named)
+class CalledFunction(Body):
+    """A function that an assistant called."""
+
+    name: str
+    arguments: Annotated[Any, published_as(str)] = Field(None, description="The text of a JSON object")
 
 
-def _own_template(fields: Fields, config: RouterConfig) -> str | None:
-    source = fields.text("chat_template")
-    if not source:
-        return None
-    if not config.trust_request_chat_template:
-        raise UnsupportedField("chat_template", "is accepted only with the flag --trust-request-chat-template")
-    if len(source) > MAX_TEMPLATE_BYTES:
-        raise ValidationError(f"`chat_template` must have at most {MAX_TEMPLATE_BYTES} characters", "chat_template")
-    return source
+class ToolCall(Body):
+    """A call that an assistant made."""
+
+    id: str | None = None
+    type: str = "function"
+    function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_shape(cls, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise PydanticCustomError("tool_call", "Input should be an object with a `function`")
+        if not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str | None):
+            raise PydanticCustomError("tool_call", "Input should have an `id` and a `function.name`, both strings")
+        return call
 
 
-def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    variables = dict(fields.mapping("chat_template_kwargs") or {})
-    for name in _OWN_FIELDS:
-        if name in variables:
-            path = f"chat_template_kwargs.{name}"
-            raise ValidationError(f"`{path}` is not allowed: `{name}` is not a variable of the template alone", path)
-    if variables and len(orjson.dumps(variables)) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise ValidationError(
-            f"`chat_template_kwargs` must be at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON", "chat_template_kwargs"
-        )
-    return variables
+class ContentPart(Body):
+    """A part of a message's text."""
+
+    type: Annotated[Any, published_as(str)] = Field(None, description="text")
+    text: Annotated[Any, published_as(str)] = None
+
+    def text_at(self, where: str) -> str:
+        """The text of the part, which is at `where` in the body. Raises ValidationError or UnsupportedField."""
+        if self.type == "text" and isinstance(self.text, str):
+            return self.text
+        if isinstance(self.type, str) and self.type != "text":
+            raise UnsupportedField(f"{where}.{self.type[:32]}", "is not supported: this model reads text alone")
+        raise ValidationError(f"`{where}` must be a part with `type` and `text`", where.rpartition("[")[0])
 
 
-def _documents(fields: Fields, config: RouterConfig) -> list[Any]:
-    documents = fields.take("documents")
-    if documents is None:
-        return []
-    if not isinstance(documents, list):
-        raise ValidationError("`documents` must be a list of objects", "documents")
-    _check_number(len(documents), "documents", config)
-    if not all(isinstance(each, dict) for each in documents):
-        raise ValidationError("`documents` must be a list of objects", "documents")
-    return documents
+_OLDER = "is OpenAI's older form, which this server does not support: use `tools` and `tool_choice`"
+_ONLY_OF = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool"}
+"""Roles of messages that have a field."""
 
 
-def _messages(fields: Fields, config: RouterConfig) -> list[dict[str, Any]]:
-    value = fields.take("messages")
-    if not isinstance(value, list) or not value:
-        raise ValidationError("`messages` must be a list of at least one message", "messages")
-    _check_number(len(value), "messages", config)
-    messages = [_message(fields, item, f"messages[{index}]") for index, item in enumerate(value)]
-    _name_results(messages)
-    return messages
+class ChatMessage(Body):
+    """A message of a conversation."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], fail_fast] = ""
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], fail_fast] = Field([], description="Of the role assistant")
+    tool_call_id: str | None = Field(None, description="Of the role tool")
+    reasoning_content: str | None = Field(None, description="Of the role assistant, for chat templates that show it")
+    function_call = Rejected(_OLDER)
+    audio = Rejected()
+    refusal = Rejected("is not supported by this server: put the text into `content`", ("",))
+    reasoning = Rejected("is not supported by this server: use `reasoning_content`", ("",))
+    prefix = Rejected("is not supported by this server: use `continue_final_message`", (False,))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_role(cls, message: Any) -> Any:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise PydanticCustomError("message", "Input should be an object with a `role`")
+        return message
+
+    def ignored(self, path: str = "") -> list[str]:
+        """Also the fields that messages of this role do not have."""
+        names = super().ignored(path)
+        others = [name for name, role in _ONLY_OF.items() if role != self.role and name in self.model_fields_set]
+        return [*names, *(path + name for name in others)] if others else names
+
+    def shown(self, where: str) -> dict[str, Any]:
+        """The message as chat templates take it; `where` is its place in the body. Raises ValidationError."""
+        content = self.content
+        if not isinstance(content, str):
+            parts = enumerate(content)
+            content = "".join([part.text_at(f"{where}.content[{index}]") for index, part in parts])
+        # OpenAI's newer name of the role; chat templates have only the older one.
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.role == "assistant":
+            if self.reasoning_content is not None:
+                message["reasoning_content"] = self.reasoning_content
+            if self.tool_calls:
+                message["tool_calls"] = [
+                    _called(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(self.tool_calls)
+                ]
+        elif self.role == "tool" and self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        self.check_supported(f"{where}.")
+        return message
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call with its arguments as templates expect them: as an object, where they are one."""
+    arguments = read_arguments(call.function.arguments, f"{where}.function.arguments")
+    return {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _check_number(value: Any, info: ValidationInfo) -> Any:
+    """Before any element is looked at, since a list may be as long as the body."""
+    config, name = info.context, info.field_name
+    if config is not None and isinstance(value, list) and len(value) > config.max_input_length:
+        most = config.max_input_length
+        raise ValidationError(f"`{name}` supports up to {most} {name}. Given: {len(value)}", name)
+    return value
+
+
+class ConversationGroup(Body):
+    """The messages of a conversation, and what else its chat template gets."""
+
+    messages: Annotated[
+        list[ChatMessage],
+        fail_fast,
+        BeforeValidator(_check_number),
+        Rule("must be a list of at least one message"),
+        Missing("`{name}` must be a list of at least one message"),
+    ] = Field(min_length=1)
+    add_generation_prompt: bool | None = Field(None, description="Default true; false needs a template that reads it")
+    continue_final_message: bool = Field(
+        False, description="The output continues the final message; not together with `add_generation_prompt` true"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables of the chat template; those that it does not read are ignored and named"
+    )
+    chat_template: str | None = Field(None, description="With `--trust-request-chat-template`, else rejected (422)")
+    documents: Annotated[Any, published_as(list[dict[str, Any]])] = Field(
+        None, description="Rejected (422) if the chat template does not read them"
+    )
+    reasoning_effort: str | None = Field(None, description="Ignored and named if the chat template does not read it")
+    verbosity: str | None = Field(None, description="Ignored and named if the chat template does not read it")
+
+    def conversation(self, config: RouterConfig) -> Conversation:
+        """What is rendered as the prompt. Raises ValidationError."""
+        messages = [message.shown(f"messages[{index}]") for index, message in enumerate(self.messages)]
+        _name_results(messages)
+        source = self._own_template(config)
+        variables = self._template_kwargs()
+        named = {name: f"chat_template_kwargs.{name}" for name in variables}
+        for name, value in (("reasoning_effort", self.reasoning_effort), ("verbosity", self.verbosity)):
+            if value is not None:
+                variables[name], named[name] = value, name
+        documents = self._checked_documents(config)
+        if documents:
+            variables["documents"], named["documents"] = documents, "documents"
+        wants_prompt, continues = self.add_generation_prompt, self.continue_final_message
+        if continues and wants_prompt:
+            raise ValidationError(
+                "`continue_final_message` and `add_generation_prompt` cannot both be true", "continue_final_message"
+            )
+        if continues and not messages[-1]["content"]:
+            raise ValidationError("`continue_final_message` needs a final message with text", "continue_final_message")
+        if wants_prompt is False or continues:
+            variables["add_generation_prompt"] = False
+        if wants_prompt is False and not continues:
+            named["add_generation_prompt"] = "add_generation_prompt"
+        return Conversation(messages, TemplateOptions(variables, continues), source, named)
+
+    def _own_template(self, config: RouterConfig) -> str | None:
+        source = self.chat_template
+        if not source:
+            return None
+        if not config.trust_request_chat_template:
+            raise UnsupportedField("chat_template", "is accepted only with the flag --trust-request-chat-template")
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ValidationError(f"`chat_template` must have at most {MAX_TEMPLATE_BYTES} characters", "chat_template")
+        return source
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs)
+        for name in _OWN_FIELDS:
+            if name in variables:
+                path = f"chat_template_kwargs.{name}"
+                sentence = f"`{path}` is not allowed: `{name}` is not a variable of the template alone"
+                raise ValidationError(sentence, path)
+        if variables and len(orjson.dumps(variables)) > MAX_TEMPLATE_KWARGS_BYTES:
+            raise ValidationError(
+                f"`chat_template_kwargs` must be at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON",
+                "chat_template_kwargs",
+            )
+        return variables
+
+    def _checked_documents(self, config: RouterConfig) -> list[Any]:
+        documents, most = self.documents, config.max_input_length
+        if documents is None:
+            return []
+        if isinstance(documents, list) and len(documents) > most:
+            raise ValidationError(f"`documents` supports up to {most} documents. Given: {len(documents)}", "documents")
+        if not isinstance(documents, list) or not all(isinstance(item, dict) for item in documents):
+            raise ValidationError("`documents` must be a list of objects", "documents")
+        return documents
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
@@ -143,62 +266,6 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
             message["name"] = names[message["tool_call_id"]]
-
-
-def _check_number(number: int, name: str, config: RouterConfig) -> None:
-    """Before any element is looked at, since a list may be as long as the body."""
-    if number > config.max_input_length:
-        raise ValidationError(f"`{name}` supports up to {config.max_input_length} {name}. Given: {number}", name)
-
-
-def _message(body: Fields, item: Any, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise ValidationError(f"`{where}` must be an object with a `role`", where)
-    fields = body.nested(where, item)
-    role = fields.take("role")
-    content = _content(fields, fields.take("content"), f"{where}.content")
-    # OpenAI's newer name of the role; chat templates have only the older one.
-    message = {"role": "system" if role == "developer" else role, "content": content}
-    message |= _texts(fields, where, ("name",))
-    if role == "assistant":
-        message |= _texts(fields, where, ("reasoning_content",))
-        calls = fields.take("tool_calls")
-        if calls not in (None, []):
-            message["tool_calls"] = _tool_calls(fields, calls, f"{where}.tool_calls")
-    elif role == "tool":
-        message |= _texts(fields, where, ("tool_call_id",))
-    check_unread(fields, Route.CHAT, "messages[].", f"{where}.")
-    return message
-
-
-def _texts(fields: Fields, where: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Fields of a message that are passed on as they are."""
-    found = {name: value for name in names if (value := fields.take(name)) is not None}
-    for name, value in found.items():
-        if not isinstance(value, str):
-            raise ValidationError(f"`{where}.{name}` must be a string", f"{where}.{name}")
-    return found
-
-
-def _tool_calls(message: Fields, calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls that an assistant made, with arguments as templates expect them: as an object, where they are one."""
-    if not isinstance(calls, list):
-        raise ValidationError(f"`{where}` must be a list", where)
-    return [_tool_call(message, call, index, f"{where}[{index}]") for index, call in enumerate(calls)]
-
-
-def _tool_call(message: Fields, call: Any, index: int, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise ValidationError(f"`{where}` must be an object with a `function`", where)
-    fields = message.nested(f"tool_calls[{index}]", call)
-    fields.expect("type")
-    identity, inner = fields.take("id"), fields.child("function")
-    name, text = inner.take("name"), inner.take("arguments")
-    if not isinstance(name, str) or not isinstance(identity, str | None):
-        raise ValidationError(f"`{where}` must have an `id` and a `function.name`, both strings", where)
-    arguments = read_arguments(text, f"{where}.function.arguments")
-    return {"type": "function", "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
 def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
@@ -222,26 +289,3 @@ def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
-
-
-def _content(message: Fields, content: Any, where: str) -> str:
-    """The text of a message, with its parts joined, as templates expect it."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValidationError(f"`{where}` must be a string or a list of parts", where)
-    return "".join(_part(message, part, index, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _part(message: Fields, part: Any, index: int, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        if isinstance(kind, str) and kind != "text":
-            raise UnsupportedField(f"{where}.{kind[:32]}", "is not supported: this model reads text alone")
-        raise ValidationError(f"`{where}` must be a part with `type` and `text`", where.rpartition("[")[0])
-    if len(part) > 2:
-        message.nested(f"content[{index}]", part).expect("type", "text")
-    text: str = part["text"]
-    return text

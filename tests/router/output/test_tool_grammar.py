@@ -21,8 +21,7 @@ from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_worker import OutputParser
 from lorikeet.router.output.reasoning import reasoning_of
 from lorikeet.router.output.tool_grammar import ToolGrammar
-from lorikeet.router.schemas.chat.tools import ToolFields, read_tools
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.chat.tools import ToolFields, ToolGroup
 from lorikeet.router.schemas.grammar import GrammarFields
 from tests.router.output.test_parser_worker import CODER, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, THINKING
 
@@ -118,7 +117,7 @@ def tool(name: str, *, strict: bool = True, parameters: Any = SCHEMA) -> dict[st
 
 
 def wanted(*tools: dict[str, Any], **more: Any) -> ToolFields:
-    return read_tools(Fields({"tools": list(tools), **more}))
+    return ToolGroup.read({"tools": list(tools), **more}).tool_fields()
 
 
 def form_of(family: str) -> OutputFormat:

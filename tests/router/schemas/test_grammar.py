@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.fields import Fields
-from lorikeet.router.schemas.grammar import ANY_OBJECT, MAX_DEPTH, MAX_ENUM, MAX_GRAMMAR_BYTES, read_grammar
+from lorikeet.router.schemas.grammar import ANY_OBJECT, MAX_DEPTH, MAX_ENUM, MAX_GRAMMAR_BYTES, StructuredGroup
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 READ: list[tuple[dict[str, Any], tuple[str, Any] | None]] = [
@@ -80,19 +79,18 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("body", "expected"), READ, ids=range(len(READ)))
 def test_a_grammar_is_read(body: dict[str, Any], expected: tuple[str, Any] | None) -> None:
-    found = read_grammar(Fields(body))
+    found = StructuredGroup.read(body).grammar_fields()
     assert (None if found is None else (found.kind, found.value)) == expected
 
 
 @pytest.mark.parametrize(("body", "words"), REJECTED, ids=range(len(REJECTED)))
 def test_a_grammar_is_rejected(body: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as rejected:
-        read_grammar(Fields(body))
+        StructuredGroup.read(body).grammar_fields()
     assert words in str(rejected.value)
 
 
 def test_nested_fields_that_are_not_known_are_named() -> None:
     inner = {"name": "x", "strict": True, "schema": SCHEMA, "other": 1}
-    fields = Fields({"response_format": {"type": "json_schema", "json_schema": inner, "more": 2}})
-    read_grammar(fields)
-    assert sorted(fields.ignored()) == ["response_format.json_schema.other", "response_format.more"]
+    body = {"response_format": {"type": "json_schema", "json_schema": inner, "more": 2}}
+    assert sorted(StructuredGroup.read(body).ignored()) == ["response_format.json_schema.other", "response_format.more"]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lorikeet.router.schemas import field_document
-from lorikeet.router.schemas.field_table import CHAT, COMPLETIONS, NATIVE, ROWS, Behaviour, Route, rows
-from lorikeet.router.schemas.openapi import models as published
+from lorikeet.router.schemas.field_document import behaviour, fields_of
 from tests.router.api.routes.test_openai import CHAT as CHAT_BODY
 from tests.router.api.routes.test_openai import COMPLETION
 from tests.router.serving import MODEL_ID, Serving, serving
@@ -18,6 +17,7 @@ from tests.router.serving import MODEL_ID, Serving, serving
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[4]
+CHAT, COMPLETIONS, NATIVE = "chat", "completions", "generate"
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions", NATIVE: "/generate"}
 
 A, R, I = "applied", "rejected", "ignored"  # noqa: E741
@@ -186,7 +186,7 @@ async def shared(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -
         yield started
 
 
-def request(route: Route, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def request(route: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(path, body) of a short request with `fields`."""
     if route is NATIVE:
         return PATHS[route], {"inputs": "Hi", "parameters": {"max_new_tokens": 2, **fields}}
@@ -197,7 +197,7 @@ def request(route: Route, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return PATHS[route], {**base, **lengths, **fields}
 
 
-def cases() -> list[tuple[str, Route, str, Any]]:
+def cases() -> list[tuple[str, str, str, Any]]:
     """(field, route, behaviour, value) for each value that asks for something."""
     found = []
     for (name, (value, *behaviours, _)), (place, route) in itertools.product(FIELDS.items(), enumerate(PATHS)):
@@ -223,7 +223,7 @@ def ignored(response: Any) -> list[str]:
     ],
 )
 async def test_a_field_that_asks_for_something(
-    server: Serving, name: str, route: Route, behaviour: str, value: Any
+    server: Serving, name: str, route: str, behaviour: str, value: Any
 ) -> None:
     server.says("ab")
     server.shard.submits.clear()
@@ -241,9 +241,9 @@ async def test_a_field_that_asks_for_something(
 
 
 @pytest.mark.parametrize(
-    "route", [pytest.param(route, marks=() if route is Route.CHAT else pytest.mark.long) for route in PATHS]
+    "route", [pytest.param(route, marks=() if route is CHAT else pytest.mark.long) for route in PATHS]
 )
-async def test_fields_that_ask_for_nothing(server: Serving, route: Route) -> None:
+async def test_fields_that_ask_for_nothing(server: Serving, route: str) -> None:
     server.says("ab")
     for name, (_, *behaviours, neutral) in FIELDS.items():
         for value in [None, *neutral]:
@@ -266,33 +266,14 @@ async def test_all_fields_that_ask_for_nothing_together(server: Serving) -> None
 
 
 @pytest.mark.parametrize("route", list(PATHS))
-def test_the_table_has_these_fields(route: Route) -> None:
-    table = {row.name: row.behaviour for row in ROWS if route in row.routes}
-    for name, _, behaviour, _ in (case for case in cases() if case[1] is route):
+def test_the_bodies_declare_these_fields(route: str) -> None:
+    declared = {name: behaviour(field) for name, (field, _) in fields_of(route).items()}
+    for name, _, expected, _ in (case for case in cases() if case[1] is route):
         is_template_s = (name in TAKEN_BY_TEMPLATES and route is CHAT) or (name, route) == ("suffix", COMPLETIONS)
-        assert table.get(name, I) == (A if is_template_s else behaviour), name
+        assert declared.get(name, I) == (A if is_template_s else expected), name
 
 
-def test_no_field_is_twice_in_the_table_of_a_route() -> None:
-    for route in Route:
-        names = [row.name for row in ROWS if route in row.routes]
-        assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    ("route", "model"),
-    [
-        (CHAT, published.ChatCompletionRequest),
-        (COMPLETIONS, published.CompletionRequest),
-        (NATIVE, published.GenerateParameters),
-    ],
-)
-def test_applied_fields_are_published(route: Route, model: Any) -> None:
-    applied = {name for name in rows(route, Behaviour.APPLIED) if "." not in name and "[" not in name}
-    assert applied == set(model.model_fields)
-
-
-def test_the_documentation_is_the_table() -> None:
+def test_the_documentation_is_that_of_the_bodies() -> None:
     """`make docs` writes it."""
     assert (ROOT / "docs" / "fields.md").read_text() == field_document.text()
 

@@ -1,15 +1,13 @@
-"""`/info`, `/tokenize`, `/metrics`, and the published schema, which must match the readers."""
+"""`/info`, `/tokenize`, `/metrics`, and the published schema."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.schemas import openai
-from lorikeet.router.schemas.native import NativeParameters, read_native
-from lorikeet.router.schemas.openapi import models as published
+from lorikeet.router.schemas.native import CompatGenerateRequest, GenerateParameters
+from lorikeet.router.schemas.openai import ChatCompletionRequest, CompletionRequest
 from tests.router.serving import MODEL_ID, Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -119,26 +117,18 @@ async def test_documents(server: Serving) -> None:
     assert set(document["components"]["schemas"]["GenerateRequest"]["properties"]) == {"inputs", "parameters"}
 
 
-SPECULATIVE = {
-    f"speculative_{name}" for name in ("tokens", "method", "schedule", "verification", "verify", "history")
-} | {"heads_id"}
+def test_null_is_absence() -> None:
+    everything = dict.fromkeys(GenerateParameters.applied)
+    body = CompatGenerateRequest.read({"inputs": "Hi", "parameters": everything, "stream": None})
+    assert (body.ignored(), body.parameters) == ([], GenerateParameters())
 
 
-def test_published_parameters_are_those_that_are_read() -> None:
-    read = {field.name for field in dataclasses.fields(NativeParameters)}
-    read = read - {"speculation", "constraints"} | SPECULATIVE | {"stop_sequences"}
-    read |= set(published.Constrained.model_fields) | set(published.Structured.model_fields)
-    assert set(published.GenerateParameters.model_fields) == read
-    everything = dict.fromkeys(published.GenerateParameters.model_fields)
-    assert read_native({"inputs": "Hi", "parameters": everything, "stream": None}, with_stream=True).ignored == []
-
-
-def test_published_openai_fields_are_those_that_are_read() -> None:
+def test_null_is_absence_on_openai_s_routes() -> None:
     config = RouterConfig(model_id="m", model_path="", shard_addresses=())
     given: dict[str, Any] = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
-    completion = {name: given.get(name) for name in published.CompletionRequest.model_fields}
-    assert openai.read_completion(completion, config).ignored == []
-    chat = {name: given.get(name) for name in published.ChatCompletionRequest.model_fields}
-    assert openai.read_chat(chat, config).ignored == []
+    completion = {name: given.get(name) for name in CompletionRequest.applied}
+    assert CompletionRequest.read(completion, config).to_request(config).ignored == []
+    chat = {name: given.get(name) for name in ChatCompletionRequest.applied}
+    assert ChatCompletionRequest.read(chat, config).to_request(config).ignored == []
     strange = {**chat, "prompt": None, "store": None}
-    assert openai.read_chat(strange, config).ignored == ["prompt", "store"]
+    assert ChatCompletionRequest.read(strange, config).to_request(config).ignored == ["prompt", "store"]

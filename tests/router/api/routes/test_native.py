@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from lorikeet.router.api.routes import native
-from lorikeet.router.schemas.openapi import models as published
+from lorikeet.router.schemas.native import GenerateParameters
 from tests.router.serving import MODEL_ID, Serving
 
 pytestmark = pytest.mark.anyio
@@ -100,7 +100,7 @@ async def test_several_tokens_of_one_step_are_several_events(server: Serving) ->
 
 async def test_explicit_nulls_are_absences(server: Serving) -> None:
     server.says("abc")
-    nulls = dict.fromkeys([*published.GenerateParameters.model_fields, "response_format"])
+    nulls = dict.fromkeys([*GenerateParameters.applied, "response_format"])
     response = await server.client.post("/", json={"inputs": "Hi", "parameters": nulls, "stream": None})
     assert response.json() == [{"generated_text": "abc"}]
     assert "x-ignored-fields" not in response.headers

@@ -314,10 +314,10 @@ async def test_a_replay_with_a_missing_adapter_is_rejected(server: Serving) -> N
     ("inputs", "status", "part"),
     [
         ([5, 300], 422, "`inputs` has a token id that is not below 300"),
-        ([], 422, "invalid type: sequence, expected a string"),
-        ([5, "a"], 422, "invalid type: sequence, expected a string"),
-        ([-1], 422, "invalid type: sequence, expected a string"),
-        ([True], 422, "invalid type: sequence, expected a string"),
+        ([], 422, "Input should be a valid string, or a list of token ids"),
+        ([5, "a"], 422, "Input should be a valid string, or a list of token ids"),
+        ([-1], 422, "Input should be a valid string, or a list of token ids"),
+        ([True], 422, "Input should be a valid string, or a list of token ids"),
     ],
 )
 async def test_invalid_token_ids(server: Serving, inputs: list[Any], status: int, part: str) -> None:

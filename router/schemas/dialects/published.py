@@ -1,10 +1,8 @@
-"""Pydantic models of OpenAI's responses and Anthropic's messages, for the document at `/openapi.json` only."""
+"""Published models of dialects' bodies."""
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
-
-from lorikeet.router.schemas.openapi.report import ReportedAnswer
 
 Object = dict[str, Any]
 
@@ -43,28 +41,6 @@ class ResponsesRequest(BaseModel):
     user: str | None = None
 
 
-class ResponsesAnswer(ReportedAnswer):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    model: str
-    output: list[Object] = Field(description="Items: reasoning, messages, function calls")
-    usage: Object | None
-    error: Object | None
-    incomplete_details: Object | None
-
-
-class ResponsesEvent(BaseModel):
-    type: str = Field(description="Also the name of the event")
-    sequence_number: int
-
-
-class InputTokens(BaseModel):
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
 class MessageParameter(BaseModel):
     role: Literal["user", "assistant"]
     content: str | list[Object] = Field(description="Blocks: text, tool_use, tool_result, thinking")
@@ -92,31 +68,18 @@ class MessagesRequest(CountTokensRequest):
     metadata: Object | None = Field(None, description="`user_id`")
 
 
-class MessageAnswer(ReportedAnswer):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[Object] = Field(description="Blocks: thinking, text, tool_use")
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: Object
+class CohereEmbedRequest(BaseModel):
+    """Body of `/v2/embed`."""
 
-
-class MessageEvent(BaseModel):
-    type: str = Field(description="Also the name of the event")
-
-
-class CountedTokens(BaseModel):
-    input_tokens: int
-
-
-class AnthropicError(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: AnthropicError
-    request_id: str
+    model: str = Field(description="The base model, an adapter or an alias")
+    texts: list[str] | None = None
+    inputs: list[dict[str, object]] | None = Field(None, description="Objects with `content`: a list of texts")
+    input_type: str | None = Field(None, description="Chooses one of the model's prompts")
+    embedding_types: list[Literal["float", "binary", "ubinary", "base64"]] | None = None
+    output_dimension: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    truncate: Literal["NONE", "START", "END"] | None = None
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+    priority: int | None = None

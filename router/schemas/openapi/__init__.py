@@ -1,1 +1,0 @@
-"""Pydantic models of requests and answers, for the document at `/openapi.json` only."""
