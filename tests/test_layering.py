@@ -77,8 +77,6 @@ SHORT = {
     "router/api/routes/live.py": "one route",
     "router/api/routes/unsupported.py": "one table of routes",
     "router/text/bad_words.py": "one request field",
-    "shard/engine/failures.py": "decides which failures end the process; the rest of the engine must not",
-    "shard/scheduler/learned_heads.py": "written by learning and read by the scheduler, which does not import learning",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""
 

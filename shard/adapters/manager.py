@@ -24,8 +24,7 @@ from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.model.medusa.loading import MOST_HEADS
 from lorikeet.shard.ranks.commands import AllocateAdapters, Read
 from lorikeet.shard.ranks.leader import Leader
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Device, SlotLimits
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Device, SlotLimits
 
 log = structlog.get_logger()
 

@@ -10,8 +10,7 @@ from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.ranks.commands import Clear, Forget, Put
 from lorikeet.shard.ranks.leader import Leader
-from lorikeet.shard.scheduler.adapter_slots import Device
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import Content, Device
 
 From = TypeVar("From")
 To = TypeVar("To")

@@ -8,8 +8,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
-from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import NOT_HERE, Content
 
 log = structlog.get_logger()
 

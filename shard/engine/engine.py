@@ -5,23 +5,21 @@ One thread owns everything here. Commands arrive through the inbox; outputs leav
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
 
 from lorikeet.proto.grammars import ALL_EXCLUDED
-from lorikeet.proto.params import Verification
-from lorikeet.shard.batch.inputs import Network
-from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
-from lorikeet.shard.engine.intake import Intake
-from lorikeet.shard.engine.step import HostResults, Part, Step, error_output, fill_inputs, sample
-from lorikeet.shard.engine.step_watch import StepWatch
+from lorikeet.proto.params import NO_SPECULATION, Verification
+from lorikeet.shard.batch.inputs import Network, RankDesync
+from lorikeet.shard.engine.intake import Intake, StepWatch
+from lorikeet.shard.engine.step import HostResults, Layout, Part, Step, StepResults, error_output, fill_inputs, verify
+from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status
-from lorikeet.shard.learning.learning import NoLearning
-from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, PooledRows, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.sampling import Sampler
@@ -29,7 +27,7 @@ from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.costs import StepCosts
-from lorikeet.shard.speculation.draft_network import NoDrafter
+from lorikeet.shard.speculation.draft_network import DraftNetwork
 from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 log = structlog.get_logger()
@@ -43,6 +41,8 @@ COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
+STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
+"""Parts of a Triton launch error that mean that an earlier kernel left the device unusable."""
 ACK_TIMEOUT_S = 0.1
 """The step of an isolated request, and the one after it, wait this long at most until the routers know of them."""
 
@@ -67,10 +67,10 @@ class Engine:
         scheduler: Scheduler,
         channels: tuple[Inbox, Outbox],
         config: LoopConfig,
-        drafter: NoDrafter | None = None,
-        grammars: NoGrammars | None = None,
+        drafter: DraftNetwork | None = None,
+        grammars: GrammarCompiler | None = None,
         pooling: PooledRows | None = None,
-        learning: NoLearning | None = None,
+        learning: Learning | None = None,
     ) -> None:
         """`pooling`: what every request ends with, for a model that generates no text."""
         self.scheduler = scheduler
@@ -80,13 +80,13 @@ class Engine:
         """Whether a request was completed. Read by other threads."""
         self._network = network
         self._sampler = sampler
-        self._drafter = drafter or NoDrafter()
+        self._drafter = drafter
         self._inbox, self._outbox = channels
         self._config = config
         max_open = scheduler.limits.max_running + config.max_waiting
         self._watch = StepWatch(self._outbox)
-        self.learning = learning or NoLearning()
-        self._intake = Intake(self._inbox, scheduler, max_open, grammars or NoGrammars(), self._watch, self.learning)
+        self.learning = learning
+        self._intake = Intake(self._inbox, scheduler, max_open, grammars, self._watch, self.learning)
         self._masks = GrammarMasks(sampler.vocab_size, network.inputs.device)
         self._pooling = pooling
         self._launched: deque[Step] = deque()
@@ -119,20 +119,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """schedule → forward → sample → commit."""
+        """plan → inputs → forward → verify → commit, of which the last may be that of the step before."""
         self._receive()
-        if self.scheduler.awaits_commit:
-            self._commit_all_but(0)
-        scheduled = self.scheduler.schedule()
+        scheduled = self._plan()
         if scheduled:
-            self._announce(scheduled)
-            if self._watch:
-                self._watch.describe(scheduled, self.scheduler.waiting)
-            self._launch(scheduled)
+            self._launched.append(self._launch(scheduled))
         may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
         self._commit_all_but(self._config.commit_lag if may_lag else 0)
         self._process_adapter_events()  # for adapters that left their slots in this step: the next may be far off
-        self.learning.update()
+        if self.learning is not None:
+            self.learning.update()
         self._publish()
 
     def stop(self) -> None:
@@ -149,7 +145,7 @@ class Engine:
     def warm_up(self) -> None:
         """Run a short request from end to end, so that a configuration that cannot work fails at start."""
         self._masks.warm_up()
-        drafts = self._drafter.warm_up
+        drafts = NO_SPECULATION if self._drafter is None else self._drafter.warm_up
         request = Request(WARM_UP_KEY, [0] * 2, num_prompt=2, max_new_tokens=2 + drafts.num_tokens, speculation=drafts)
         if self._pooling is not None:
             request.pooling, request.max_new_tokens = self._pooling, 1
@@ -189,67 +185,78 @@ class Engine:
             self._outbox.publish([], self._status(), self._intake.acknowledged)
             self._num_preempted_sent = self.scheduler.num_preempted
 
-    def _launch(self, scheduled: list[ScheduledRequest]) -> None:
-        """forward → sample. A failure is that of the step's requests, unless the device itself is broken."""
+    def _plan(self) -> list[ScheduledRequest]:
+        """Which tokens the step computes, announced to the routers. Empty if there is nothing to compute."""
+        if self.scheduler.awaits_commit:
+            self._commit_all_but(0)
+        scheduled = self.scheduler.schedule()
+        if scheduled:
+            self._announce(scheduled)
+            if self._watch:
+                self._watch.describe(scheduled, self.scheduler.waiting)
+        return scheduled
+
+    def _launch(self, scheduled: list[ScheduledRequest]) -> Step:
+        """inputs → forward → verify. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
-        step = Step(self._num_steps, scheduled, load_of(scheduled), time.monotonic())
+        has_drafts = any(item.draft_ids for item in scheduled)
+        timer = PhaseTimer(self._network.inputs.device if has_drafts else None)
+        step = Step(self._num_steps, scheduled, load_of(scheduled), time.monotonic(), timer)
         self.running_step = (step.number, step.started)
-        self._launched.append(step)
         self._is_clean = False
         try:
-            self._refresh_rows()
-            logits, draws = self._forward(step)
-            sample(step, logits, self._network.inputs, self._sampler, self._masks, draws)
-            self._idle.start()
+            layout, draws = self._inputs(scheduled, timer)
+            logits, hidden = self._forward(scheduled, timer)
+            results = self._verify(layout, logits, draws, timer)
         except Exception as error:
-            if is_device_broken(error):
-                raise
-            self._masks.wait()
-            sizes = {"step": step.number, "num_tokens": step.load.num_tokens, "num_requests": len(scheduled)}
-            if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(step.load.num_tokens, len(scheduled)):
-                log.warning("step_out_of_memory", **sizes)
-                if self._network.inputs.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the free memory is fragmented
-                step.error, step.is_retried = "the device has no memory for the step", True
-            else:
-                log.exception("step_failed", **sizes)
-                step.error = f"the step failed: {type(error).__name__}"
+            return self._failed(step, error)
+        return replace(step, layout=layout, results=replace(results, hidden=hidden))
 
-    def _refresh_rows(self) -> None:
-        """Update the device state of rows for the requests that left and came."""
-        freed, admitted = self.scheduler.freed_rows, self.scheduler.admitted
-        while freed:
-            row = freed.pop()
-            if row in self._rows:
-                self._rows.remove(row)
-                self._sampler.remove(row)
-        while admitted:
-            request = admitted.pop()
-            if request.pooling is not None:
-                continue
-            rejects = request.speculation.verify is Verification.REJECTION
-            known = (request.token_ids, request.num_prompt)
-            most_tokens = request.num_prompt + request.max_new_tokens if request.drafts_on_device else 0
-            self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects, most_tokens)
-            self._rows.add(request.row)
+    def _inputs(self, scheduled: list[ScheduledRequest], timer: PhaseTimer) -> tuple[Layout, DraftDraws | None]:
+        """Describe the step to the model. Drafts of a draft model are drawn first; returns how."""
+        self._refresh_rows()
+        draws = None if self._drafter is None else self._drafter.draft(scheduled, timer, self._idle)
+        timer.mark(Phase.DRAFT)
+        truncate_drafts(scheduled)
+        self._masks.start(scheduled)
+        layout = Layout.of(scheduled)
+        fill_inputs(self._network.inputs, layout, self._sampler, self._masks.is_needed)
+        return layout, draws
 
-    def _forward(self, step: Step) -> tuple[torch.Tensor, DraftDraws | None]:
-        """Returns [S + M + E, V] logits: of sampled tokens, scored prompt tokens and heads' drafts."""
-        if any(item.draft_ids for item in step.scheduled):
-            step.timer = PhaseTimer(self._network.inputs.device)
-        draws = self._drafter.draft(step.scheduled, step.timer, self._idle)
-        step.timer.mark(Phase.DRAFT)
-        truncate_drafts(step.scheduled)
-        self._masks.start(step.scheduled)
-        for item in step.scheduled:
-            step.layout.add(item)
-        fill_inputs(self._network.inputs, step.layout, self._sampler, self._masks.is_needed)
+    def _forward(
+        self, scheduled: list[ScheduledRequest], timer: PhaseTimer
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns [S + M + E, V] logits: of sampled tokens, scored prompt tokens and heads' drafts; and [S, H] hidden
+        states in bfloat16, if heads are learned from a request of the step.
+        """
         self._idle.stop()
-        self.learning.prepare(step.scheduled)
+        if self.learning is not None:
+            self.learning.prepare(scheduled)
         logits = self._network.forward()
-        step.hidden = self.learning.take_rows()
-        step.timer.mark(Phase.VERIFY)
-        return logits, draws
+        timer.mark(Phase.VERIFY)
+        return logits, None if self.learning is None else self.learning.take_rows()
+
+    def _verify(self, layout: Layout, logits: torch.Tensor, draws: DraftDraws | None, timer: PhaseTimer) -> StepResults:
+        """Sample the target's tokens, with and without drafts by one rule, and start to copy them to the host."""
+        results = verify(layout, logits, self._network.inputs, self._sampler, self._masks, draws)
+        timer.mark(Phase.ACCEPT)
+        self._idle.start()
+        return results
+
+    def _failed(self, step: Step, error: Exception) -> Step:
+        """The step with the reason of its failure. Raises it if the device is broken."""
+        if is_device_broken(error):
+            raise error
+        self._masks.wait()
+        num_tokens, num_requests = step.load.num_tokens, len(step.scheduled)
+        sizes = {"step": step.number, "num_tokens": num_tokens, "num_requests": num_requests}
+        if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(num_tokens, num_requests):
+            log.warning("step_out_of_memory", **sizes)
+            if self._network.inputs.device.type == "cuda":
+                torch.cuda.empty_cache()  # the free memory is fragmented
+            return replace(step, error="the device has no memory for the step", is_retried=True)
+        log.error("step_failed", exc_info=error, **sizes)
+        return replace(step, error=f"the step failed: {type(error).__name__}")
 
     def _commit_all_but(self, num_steps: int) -> None:
         """Commit the launched steps except the newest `num_steps`."""
@@ -270,7 +277,8 @@ class Engine:
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
-        self.learning.append(results.hidden)
+        if self.learning is not None:
+            self.learning.append(results.hidden)
         now = time.monotonic()
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
@@ -304,7 +312,8 @@ class Engine:
             self._outputs.append(part.score_output(results.scores))
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
-            self.learning.collect(item, part.sampled.start, token_ids[:num_taken])
+            if self.learning is not None:
+                self.learning.collect(item, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
 
     def _commit_pooled(self, part: Part, results: HostResults) -> None:
@@ -315,6 +324,24 @@ class Engine:
         elif self.scheduler.commit(part.item, [0] if part.item.samples else []) > 0:
             self._outputs.append(part.pooled_output(results.pooled))
             self.has_served = True
+
+    def _refresh_rows(self) -> None:
+        """Update the device state of rows for the requests that left and came."""
+        freed, admitted = self.scheduler.freed_rows, self.scheduler.admitted
+        while freed:
+            row = freed.pop()
+            if row in self._rows:
+                self._rows.remove(row)
+                self._sampler.remove(row)
+        while admitted:
+            request = admitted.pop()
+            if request.pooling is not None:
+                continue
+            rejects = request.speculation.verify is Verification.REJECTION
+            known = (request.token_ids, request.num_prompt)
+            most_tokens = request.num_prompt + request.max_new_tokens if request.drafts_on_device else 0
+            self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects, most_tokens)
+            self._rows.add(request.row)
 
     def _fail(self, item: ScheduledRequest, error: str, retryable: bool) -> None:
         if self.scheduler.discard(item):
@@ -336,7 +363,8 @@ class Engine:
             self.scheduler.cache.forget(digest)
         self._adapter_events.add(AdapterEvents(dict.fromkeys(changes.unloaded), changes.states))
         for digest, (residency, reason) in changes.states.items():
-            self.learning.changed(digest, residency, reason)
+            if self.learning is not None:
+                self.learning.changed(digest, residency, reason)
             if residency is Residency.FAILED:
                 lost = self.scheduler.fail_adapter(digest)
                 self._outputs += [error_output(request, reason, reason in RELOADABLE) for request in lost]
@@ -364,7 +392,7 @@ class Engine:
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
             gap_us=round(1e6 * self._idle.seconds()),
-            learning=self.learning.totals(),
+            learning=None if self.learning is None else self.learning.totals(),
         )
 
     def _when_idle(self) -> None:
@@ -375,3 +403,17 @@ class Engine:
             self._is_clean = True
         if not (self._is_cut or self._intake.is_ending):
             self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else None)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a smaller step may succeed where this one failed."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def is_device_broken(error: Exception) -> bool:
+    """Whether no result of the device, or of all ranks together, can be trusted after this error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, torch.AcceleratorError | RankDesync) or "CUDA error" in str(error):
+        return True
+    return "Triton Error" in str(error) and any(word in str(error) for word in STICKY_ERRORS)

@@ -1,16 +1,60 @@
 """Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
+import time
+from collections.abc import Iterable, Sequence
+
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained
-from lorikeet.shard.engine.step_watch import StepWatch
+from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAsked, Refusal, StreamEnded, StreamOpened
-from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.learning.learning import NoLearning
-from lorikeet.shard.requests.constraint import NoGrammars
+from lorikeet.shard.grpc.outbox import MAX_DETAILS, Outbox, Output, StepDetail
+from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
+NO_GRAMMARS = "this shard takes no grammars: its model has no fast tokenizer (tokenizer.json)"
 MOST_PARKED = 1024
 """Most requests that wait for their adapter; they take no credit."""
+PERIOD_S = 0.1
+MAX_WATCH_S = 60.0
+
+
+class StepWatch:
+    """The streams whose routers watch, and until when."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._until: dict[int, float] = {}
+        """By stream, in seconds of the monotonic clock."""
+        self._next = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+    def begin(self, epoch: int, seconds: float) -> None:
+        """A router watches for `seconds` from now."""
+        self._until[epoch] = time.monotonic() + min(seconds, MAX_WATCH_S)
+
+    def end(self, epoch: int) -> None:
+        """The stream has ended."""
+        self._until.pop(epoch, None)
+
+    def describe(self, scheduled: Sequence[ScheduledRequest], waiting: Iterable[Request]) -> None:
+        """The step that is about to run, to each stream that watches."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + PERIOD_S
+        for epoch, until in list(self._until.items()):
+            if until < now:
+                del self._until[epoch]
+                continue
+            own = [item for item in scheduled if item.request.key[0] == epoch][:MAX_DETAILS]
+            computed = [(item.request.key[1], item.end - item.start, len(item.draft_ids)) for item in own]
+            # A request that waits and was admitted before has been preempted.
+            preempted = [each.key[1] for each in waiting if each.key[0] == epoch and each.num_cached is not None]
+            self._outbox.describe_step(epoch, StepDetail(computed, preempted[:MAX_DETAILS]))
 
 
 class Intake:
@@ -21,9 +65,9 @@ class Intake:
         inbox: Inbox,
         scheduler: Scheduler,
         max_open: int,
-        grammars: NoGrammars,
+        grammars: GrammarCompiler | None,
         watch: StepWatch,
-        learning: NoLearning,
+        learning: Learning | None,
     ) -> None:
         self.is_ending = False
         """Whether new requests are rejected, because the shard ends when its requests have."""
@@ -48,9 +92,11 @@ class Intake:
             elif isinstance(item, AdapterRead):
                 self._take_adapter(item)
             elif isinstance(item, Trained):
-                self._learning.trained(item)
+                if self._learning is not None:
+                    self._learning.trained(item)
             elif isinstance(item, LearningAsked):
-                item.answer.set_result(self._learning.answer(item.purge))
+                reply = pb.LearningReply() if self._learning is None else self._learning.answer(item.purge)
+                item.answer.set_result(reply)
             elif item.epoch in self.acknowledged:
                 self._take(item, outputs)
         self._start_compiled(outputs)
@@ -66,7 +112,7 @@ class Intake:
                 error, retryable = refusal.reason, refusal.retryable
                 outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
             elif isinstance(submit, Request):
-                if submit.grammar is not None:
+                if submit.grammar is not None and self._grammars is not None:
                     submit.constraint = self._grammars.match(submit.grammar, submit.token_ids[submit.num_prompt :])
                     self._compiling.append(submit)
                 self._scheduler.add(submit)
@@ -102,7 +148,7 @@ class Intake:
 
         The request must not run: it waits for the compilation.
         """
-        if request.grammar is None or not request.constraint.may_be_shared:
+        if request.grammar is None or self._grammars is None or not request.constraint.may_be_shared:
             return False
         output_ids = request.token_ids[request.num_prompt :]
         request.constraint = self._grammars.match(request.grammar, output_ids, is_private=True)
@@ -135,8 +181,8 @@ class Intake:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
-        if submit.grammar is not None and self._grammars.reject_reason:
-            return Refusal(submit.key, self._grammars.reject_reason)
+        if submit.grammar is not None and self._grammars is None:
+            return Refusal(submit.key, NO_GRAMMARS)
         reject_reason = self._scheduler.adapters.reject_reason(submit.digests)
         return Refusal(submit.key, reject_reason) if reject_reason else None
 

@@ -6,7 +6,7 @@ Between launch and commit the host reads nothing here, so a step may be launched
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -24,7 +24,7 @@ from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.speculation.device.device_drafts import NO_TOKEN, StepDrafts
 from lorikeet.shard.speculation.throughput import Load
-from lorikeet.shard.system.timing import Phase, PhaseTimer
+from lorikeet.shard.system.timing import PhaseTimer
 
 STEP_END = b"\1"
 
@@ -136,6 +136,14 @@ class Layout:
     sampled_rows: list[int] = field(default_factory=list)
     """Row of device state of each request for which the step samples."""
 
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> Self:
+        """The layout of a plan whose drafts are known, or at least their number."""
+        layout = cls()
+        for item in scheduled:
+            layout.add(item)
+        return layout
+
     def add(self, item: ScheduledRequest) -> None:
         """Append a request's tokens."""
         request = item.request
@@ -212,18 +220,10 @@ class HostResults:
     """Drafts of each request of `Layout.on_device`, made by the device."""
 
 
-@dataclass
-class Step:
-    """A plan that is being computed."""
+@dataclass(frozen=True)
+class StepResults:
+    """What a step gives, on the device until `to_host`."""
 
-    number: int
-    scheduled: list[ScheduledRequest]
-    load: Load
-    started: float
-    """time.monotonic() of the launch."""
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    """Measures steps with drafts."""
-    layout: Layout = field(default_factory=Layout)
     sampled: Sampled | None = None
     """One row per sampled token, in order of requests and positions."""
     scores: PromptLogprobs | None = None
@@ -236,10 +236,6 @@ class Step:
     """[S, size] float32 vectors or scores, in order of requests."""
     # [S, H], of requests whose outputs heads are learned from
     hidden: torch.Tensor | None = None
-    error: str = ""
-    """Why the step failed."""
-    is_retried: bool = False
-    """Whether its requests are computed again, in smaller steps."""
 
     def to_host(self) -> HostResults:
         """Waits for the step."""
@@ -251,6 +247,29 @@ class Step:
             self.hidden,
             [] if self.draft_ids is None else [_until_end(ids) for ids in self.draft_ids.wait()[0].tolist()],
         )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan that was launched: what it gives, or why it failed."""
+
+    number: int
+    scheduled: list[ScheduledRequest]
+    load: Load
+    started: float
+    """time.monotonic() of the launch."""
+    timer: PhaseTimer
+    """Measures steps with drafts."""
+    layout: Layout = field(default_factory=Layout)
+    results: StepResults = field(default_factory=StepResults)
+    error: str = ""
+    """Why the step failed."""
+    is_retried: bool = False
+    """Whether its requests are computed again, in smaller steps."""
+
+    def to_host(self) -> HostResults:
+        """Waits for the step."""
+        return self.results.to_host()
 
 
 def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler, is_masked: bool) -> None:
@@ -277,44 +296,46 @@ def _until_end(draft_ids: list[int]) -> list[int]:
     return draft_ids[: draft_ids.index(NO_TOKEN)] if NO_TOKEN in draft_ids else draft_ids
 
 
-def sample(
-    step: Step,
+def verify(
+    layout: Layout,
     logits: torch.Tensor,
     inputs: StepInputs,
     sampler: Sampler,
     masks: GrammarMasks,
     draws: DraftDraws | None,
-) -> None:
-    """Start what follows the forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads'
-    drafts; draws: the draft model's drafts in this step.
+) -> StepResults:
+    """Sample the target's token at every wanted position, those of drafts included, and start what else follows the
+    forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads' drafts; draws: the draft
+    model's drafts in this step.
     """
-    layout, scheduled = step.layout, [item for item in step.scheduled if item.num_sampled]
     num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
+    scores, sampled = logits[num_sampled : num_sampled + num_scored], None
     if inputs.is_sampled and inputs.bounds is not None:
-        step.sampled = sampler.take_from_graph(num_sampled, inputs.bounds.num_wanted)
-    elif scheduled:
+        sampled = sampler.take_from_graph(num_sampled, inputs.bounds.num_wanted)
+    elif layout.sampled_rows:
         masks.apply(logits[:num_sampled])
-        rows, drafts = layout.sampled_rows, [item.draft_ids for item in scheduled]
+        items = [part.item for part in layout.parts if part.sampled]
+        drafts, positions = [item.draft_ids for item in items], inputs.next_positions
         if any(drafts):
-            of, firsts, at = layout.on_device, [item.end for item in scheduled], inputs.next_positions
-            step.sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, of, at)
+            firsts = [item.end for item in items]
+            sampled = sampler.verify(
+                logits[:num_sampled], layout.sampled_rows, firsts, drafts, draws, layout.on_device, positions
+            )
         else:
-            step.sampled = sampler.sample(logits[:num_sampled], rows, inputs.next_positions)
-    step.timer.mark(Phase.ACCEPT)
-    head_ids = None
-    if layout.heads:
-        head_ids = arg_max(logits[num_sampled + num_scored :])
-        step.head_ids = HostCopy(head_ids)
-    if layout.on_device.rows and step.sampled is not None:
-        found = step.sampled
-        sampler.device_drafts.advance(layout.on_device, found.token_ids, found.num_accepted, head_ids)
-        step.draft_ids = None if found.drafted is None else HostCopy(found.drafted)
-    if layout.target_ids:
-        target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
-        scored = logits[num_sampled : num_sampled + num_scored]
-        step.scores = prompt_logprobs(scored, target_ids, layout.num_score_alternatives)
-    if layout.pooled_indices:
-        step.pooled = HostCopy(logits[num_sampled + num_scored :])
+            sampled = sampler.sample(logits[:num_sampled], layout.sampled_rows, positions)
+    # [E]
+    head_ids = arg_max(logits[num_sampled + num_scored :]) if layout.heads else None
+    if layout.on_device.rows and sampled is not None:
+        sampler.device_drafts.advance(layout.on_device, sampled.token_ids, sampled.num_accepted, head_ids)
+    drafted = None if sampled is None or not layout.on_device.rows else sampled.drafted
+    target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
+    return StepResults(
+        sampled,
+        prompt_logprobs(scores, target_ids, layout.num_score_alternatives) if layout.target_ids else None,
+        None if head_ids is None else HostCopy(head_ids),
+        None if drafted is None else HostCopy(drafted),
+        HostCopy(logits[num_sampled + num_scored :]) if layout.pooled_indices else None,
+    )
 
 
 def _segment(item: ScheduledRequest) -> Segment:

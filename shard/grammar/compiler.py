@@ -14,7 +14,6 @@ from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
-from lorikeet.shard.requests.constraint import NoGrammars
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20
@@ -23,10 +22,8 @@ NUM_THREADS = 2
 TOO_SLOW = Compiled(None, error=f"the grammar cannot be compiled: it takes longer than {LIMIT_S:g} s")
 
 
-class GrammarCompiler(NoGrammars):
+class GrammarCompiler:
     """Grammar compiler of one shard. `make_tokenizer` runs once, in a thread: that takes about a second."""
-
-    reject_reason = ""
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         """`wake` is called from a thread whenever a compilation has ended."""
@@ -39,7 +36,9 @@ class GrammarCompiler(NoGrammars):
         self._num_bytes = 0
 
     def match(self, grammar: Grammar, output_ids: Sequence[int] = (), is_private: bool = False) -> GrammarMatcher:
-        """Requests of one grammar share its lexer, whose number of states is limited; a private one has its own."""
+        """The constraint of a request that has some output. Never waits. Requests of one grammar share its lexer, whose
+        number of states is limited; a private one has its own.
+        """
         compiling = self._compile_apart(grammar.text) if is_private else self._compile(grammar.text)
         return GrammarMatcher(compiling, grammar.proposes, output_ids, self._submit, is_private)
 

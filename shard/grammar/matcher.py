@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 from llguidance import LLMatcher
 
-from lorikeet.shard.requests.constraint import Unconstrained
+from lorikeet.shard.requests.request import Unconstrained
 
 log = structlog.get_logger()
 

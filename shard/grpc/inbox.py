@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import Content
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.requests.request import Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.learned_heads import pair_of
 from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.speculation.medusa import pair_of
 
 log = structlog.get_logger()
 
@@ -42,46 +42,8 @@ MOST_PAIRS = 1024
 """Pairs that are known; those that were not used for longest are dropped."""
 
 
-class NoLearning:
-    """Learning of a shard that learns nothing: the base class of the one that does."""
-
-    is_enabled = False
-
-    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Before the forward pass of a step: keep its hidden rows where a request's output is collected."""
-
-    def take_rows(self) -> torch.Tensor | None:
-        """After it: these rows, [S, H] in bfloat16."""
-        return None
-
-    def collect(self, item: ScheduledRequest, first: int, token_ids: Sequence[int]) -> None:
-        """The committed tokens of a request: they came from the step's rows from index `first` on."""
-
-    def append(self, rows: torch.Tensor | None) -> None:
-        """After all of a step's tokens: its rows, [S, H] in bfloat16, on the host; None if none were kept."""
-
-    def changed(self, digest: str, residency: Residency, reason: str) -> None:
-        """Where an adapter is now."""
-
-    def trained(self, answer: Trained) -> None:
-        """A job has ended."""
-
-    def update(self) -> None:
-        """Between steps: start a job if one is due."""
-
-    def totals(self) -> pb.LearningTotals | None:
-        """Since the shard's start."""
-        return None
-
-    def answer(self, purge: bool) -> pb.LearningReply:
-        """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
-        return pb.LearningReply()
-
-
-class Learning(NoLearning):
+class Learning:
     """The learning of one shard."""
-
-    is_enabled = True
 
     def __init__(
         self,
@@ -105,13 +67,16 @@ class Learning(NoLearning):
             self._restore(record)
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Before the forward pass of a step: keep its hidden rows where a request's output is collected."""
         self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
 
     def take_rows(self) -> torch.Tensor | None:
+        """After it: these rows, [S, H] in bfloat16."""
         rows, self._heads.rows = self._heads.rows, None
         return None if rows is None else rows.to(torch.bfloat16)
 
     def collect(self, item: ScheduledRequest, first: int, token_ids: Sequence[int]) -> None:
+        """The committed tokens of a request: they came from the step's rows from index `first` on."""
         request = item.request
         key = pair_of(request)
         if key is None:
@@ -119,10 +84,11 @@ class Learning(NoLearning):
         pair = self._pair(key)
         pair.came_with(request.given_heads_digest)
         self._collected.setdefault(key, CollectedRows()).add(request.order, first, token_ids)
-        if item.source is Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
+        if item.source == Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
             self._observe(pair, token_ids[0] == item.draft_ids[0])
 
     def append(self, rows: torch.Tensor | None) -> None:
+        """After all of a step's tokens: its rows, [S, H] in bfloat16, on the host; None if none were kept."""
         if rows is None or not self._collected:
             self._collected.clear()
             return
@@ -140,6 +106,7 @@ class Learning(NoLearning):
         self._collected.clear()
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
+        """Where an adapter is now."""
         for pair in list(self.pairs.values()):
             if pair.candidate == digest and residency is Residency.RESIDENT:
                 self._use(pair, digest)
@@ -149,6 +116,7 @@ class Learning(NoLearning):
                 self._drop(pair, digest, reason)
 
     def trained(self, answer: Trained) -> None:
+        """A job has ended."""
         self._totals.train_seconds += answer.seconds
         self._totals.cpu_seconds += answer.cpu_seconds
         pair = next((each for each in self.pairs.values() if each.number == answer.pair), None)
@@ -171,6 +139,7 @@ class Learning(NoLearning):
         pair.num_waits = min(2 * pair.num_waits, MOST_WAITS)
 
     def update(self) -> None:
+        """Between steps: start a job if one is due."""
         if not self._due or self.trainer.state == "training":
             return
         due = [pair for pair in self._due.values() if pair.is_due]
@@ -185,6 +154,7 @@ class Learning(NoLearning):
         self.trainer.train(Job(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
 
     def totals(self) -> pb.LearningTotals:
+        """Since the shard's start."""
         self._totals.ring_bytes = self.rings.num_bytes
         return self._totals
 
@@ -193,6 +163,7 @@ class Learning(NoLearning):
         self._records.flush()
 
     def answer(self, purge: bool) -> pb.LearningReply:
+        """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
         if purge:
             self._purge()
         reply = pb.LearningReply(

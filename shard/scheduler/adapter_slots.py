@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Protocol, cast
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.scheduler.cached_adapter import CachedAdapter, Content, EvictionScores
 
 NO_ADAPTERS = "this shard serves no adapters"
 NOT_HERE = (
@@ -25,6 +24,10 @@ RELOADABLE = frozenset((NOT_HERE, DAMAGED))
 """Reasons of failures that end once the adapter is loaded into the store again."""
 MOST_SIZES = 4096
 """The newest adapters, whose sizes are kept after eviction."""
+FIXED_COST = 8 * 2**20
+"""What opening, checking and placing a file costs, in bytes that are read in the same time."""
+EXPECTED_USES = 4
+"""Uses that an adapter is credited with until its first use: requests wait for it."""
 
 
 class Residency(IntEnum):
@@ -35,6 +38,18 @@ class Residency(IntEnum):
     RESIDENT = pb.AdapterState.RESIDENT
     FAILED = pb.AdapterState.FAILED
     HOST_MEMORY = pb.AdapterState.HOST_MEMORY
+
+
+class Content(Protocol):
+    """An adapter in host memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int:
+        """Its Medusa heads, which have the same slot; 0 without."""
+        ...
 
 
 class Device(Protocol):
@@ -77,6 +92,57 @@ class Changes:
     """
     states: dict[str, tuple[Residency, str]] = field(default_factory=dict)
     """By digest: where it is now, and why it failed."""
+
+
+@dataclass(eq=False)
+class CachedAdapter:
+    """An adapter in host memory."""
+
+    digest: str
+    content: Content
+    score: float = 0.0
+    """The adapter with the lowest score is evicted first."""
+    slot: int = -1
+    num_users: int = 0
+    """Running requests."""
+    num_uses: int = 0
+    """Requests that have run since it was loaded."""
+    is_pinned: bool = False
+    is_copying: bool = False
+    """Is being copied into its slot."""
+    is_draining: bool = False
+    """Takes no new request: another adapter needs its slot."""
+    evict_when_idle: bool = False
+    """Is unloaded as soon as no request uses it."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a request could use it now."""
+        return self.slot >= 0 and not (self.is_copying or self.is_draining or self.evict_when_idle)
+
+    @property
+    def may_leave(self) -> bool:
+        return self.num_users == 0 and not self.is_pinned and not self.is_copying
+
+
+class EvictionScores:
+    """Scores by which adapters are evicted: the cost of loading one again, times how often it is used, per byte.
+
+    GreedyDual-Size-Frequency (Cherkasova 1998): the score of an adapter that is used is `floor + uses * cost / size`,
+    and the floor rises to the score of each evicted adapter. So an adapter that is no longer used is evicted at some
+    time, however often it was used before.
+    """
+
+    def __init__(self) -> None:
+        self._floor = 0.0
+
+    def of(self, num_uses: int, num_bytes: int) -> float:
+        """The score of an adapter at its `num_uses`-th use since it was loaded; 0 at the load itself."""
+        return self._floor + (num_uses or EXPECTED_USES) * (num_bytes + FIXED_COST) / max(1, num_bytes)
+
+    def evicted(self, score: float) -> None:
+        """Raise the floor to the score of an evicted adapter."""
+        self._floor = max(self._floor, score)
 
 
 class AdapterSlots:

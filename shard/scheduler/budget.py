@@ -21,6 +21,8 @@ RECENT_STEPS = 128
 """Steps after which an adapter without requests no longer counts."""
 CAPPED_STEPS = 4
 """Where prompts of adapters without a cap would fill this many steps, every second step has no caps."""
+CALM_STEPS = 32
+"""Steps that must succeed before they may be twice as large."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,39 @@ class Budget:
         if (request.adapter_digest in self.adapter_prefill_caps) != self.pass_for_capped:
             return 0
         return min(self.num_left, self.adapter_prefill_caps.get(request.adapter_digest, self.num_left))
+
+
+class OomBackoff:
+    """How large a step may be now: smaller for a while after one that ran out of device memory."""
+
+    def __init__(self, step_tokens: int, max_running: int, is_chunked: bool = True) -> None:
+        """The limits without any backoff. `is_chunked`: whether a prompt may be computed over several steps."""
+        self._most = (step_tokens, max_running)
+        self._is_chunked = is_chunked
+        self.step_tokens, self.max_running = self._most
+        self._num_calm = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether steps are smaller than the limits."""
+        return (self.step_tokens, self.max_running) != self._most
+
+    def on_oom(self, num_tokens: int, num_requests: int) -> bool:
+        """A step of this size was too large: halve the next ones. False where no step is smaller."""
+        self._num_calm = 0
+        if num_requests == 1 and (num_tokens == 1 or not self._is_chunked):
+            return False
+        self.step_tokens = max(1, min(self.step_tokens, num_tokens // 2))
+        self.max_running = max(1, min(self.max_running, num_requests // 2))
+        return True
+
+    def on_success(self) -> None:
+        """A step succeeded."""
+        if not self.is_active:
+            return
+        self._num_calm += 1
+        if self._num_calm == CALM_STEPS:
+            self._num_calm = 0
+            step_tokens, max_running = self._most
+            self.step_tokens = min(2 * self.step_tokens, step_tokens)
+            self.max_running = min(2 * self.max_running, max_running)

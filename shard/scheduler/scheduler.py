@@ -6,19 +6,17 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import inf
 
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
-from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, PromptChunks
+from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
-from lorikeet.shard.scheduler.learned_heads import LearnedHeads, Pair, pair_of
-from lorikeet.shard.scheduler.oom_backoff import OomBackoff
 from lorikeet.shard.scheduler.proposer import Proposer
-from lorikeet.shard.scheduler.request_slots import RequestSlots
 from lorikeet.shard.speculation.drafter import DraftSettings
+from lorikeet.shard.speculation.medusa import LearnedHeads, Pair, pair_of
 
 
 class Scheduler:
@@ -36,7 +34,6 @@ class Scheduler:
         self.adapters = NoAdapters() if adapters is None else adapters
         self.proposer = Proposer(cache, drafts or DraftSettings(max_batch_size=0))
         self.learned_heads = LearnedHeads()
-        self._slots = RequestSlots(self)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -248,7 +245,7 @@ class Scheduler:
         """Let the learned heads of a pair draft for its running requests too. Call this between steps."""
         for request in self.running:
             if pair_of(request) == pair and not request.num_launched:
-                self._slots.swap_heads(request)
+                self._swap_heads(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
@@ -346,12 +343,12 @@ class Scheduler:
         while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
             may_run = request.constraint.is_ready and self._may_compute(request)
-            if budget.is_spent(request) or not may_run or not self._slots.take(request):
+            if budget.is_spent(request) or not may_run or not self._take_slots(request):
                 index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))
             if admission is not Admission.ADMITTED:
-                self._slots.release(request)
+                self._release_slots(request)
             if admission is Admission.FULL:
                 return
             if admission is Admission.AWAITS:
@@ -380,10 +377,59 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.cache.release(request)
-        self._slots.release(request)
+        self._release_slots(request)
         self._rows.append(request.row)
         self.freed_rows.append(request.row)
         request.row = -1
         request.is_draft = False
         request.is_fresh = True
         self.proposer.release(request)
+
+    def _take_slots(self, request: Request) -> bool:
+        """Acquire all slots that the request needs, or none and return False."""
+        adapters = self.adapters
+        if pair_of(request) is not None:
+            request.heads_digest = self._wanted_heads(request)
+        slots: dict[str, int] = {}
+        for digest in request.digests:
+            slot = adapters.acquire(digest)
+            if slot is None:
+                for taken in slots:
+                    adapters.release(taken)
+                return False
+            slots[digest] = slot
+        request.slot = slots.get(request.adapter_digest, -1)
+        self._set_heads(request, slots)
+        return True
+
+    def _release_slots(self, request: Request) -> None:
+        """Release all slots of the request."""
+        for digest in request.digests:
+            self.adapters.release(digest)
+        request.slot = request.heads_slot = -1
+        request.num_heads = 0
+        if pair_of(request) is not None:
+            request.heads_digest = request.given_heads_digest
+
+    def _swap_heads(self, request: Request) -> None:
+        """Let the heads draft that the request should have now, if they have a slot."""
+        adapters, before, wanted = self.adapters, request.digests, self._wanted_heads(request)
+        if wanted == request.heads_digest:
+            return
+        if wanted and wanted not in before and adapters.acquire(wanted) is None:
+            return
+        request.heads_digest, request.heads_slot, request.num_heads = wanted, -1, 0
+        request.head_ids = ()
+        for digest in set(before) - set(request.digests):
+            adapters.release(digest)
+        self._set_heads(request, {request.adapter_digest: request.slot, wanted: adapters.slot(wanted)})
+
+    def _wanted_heads(self, request: Request) -> str:
+        """The learned heads if they have a slot, else those that the request came with: it does not wait for a slot."""
+        learned = self.learned_heads.of(request)
+        return learned if learned and self.adapters.settle(learned) else request.given_heads_digest
+
+    def _set_heads(self, request: Request, slots: Mapping[str, int]) -> None:
+        heads_digest = request.heads_digest or request.adapter_digest
+        if heads_digest and request.speculation.takes_heads:
+            request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
+from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.batch.inputs import Network, Segment
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
@@ -16,23 +16,11 @@ from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 
-class NoDrafter:
-    """The drafter of an engine without a draft model."""
-
-    warm_up = NO_SPECULATION
-    """What a request asks for to run the draft model."""
-
-    def draft(self, scheduled: Sequence[ScheduledRequest], timer: PhaseTimer, idle: IdleTime) -> DraftDraws | None:
-        """Compute what is planned for the draft model, and fill in the drafts that it draws. Returns how they were
-        drawn, None without any. Marks the end of the first pass, and stops `idle` before it.
-        """
-        return None
-
-
-class Drafter(NoDrafter):
+class DraftNetwork:
     """A draft model next to the target."""
 
     warm_up = Speculation(Method.DRAFT, 2)
+    """What a request asks for to run the draft model."""
 
     def __init__(self, network: Network, sampler: Sampler, vocab_size: int, own_vocab_size: int) -> None:
         """Rows of the target's output head and of the draft model's: one vocabulary, perhaps padded to two sizes."""
@@ -41,6 +29,9 @@ class Drafter(NoDrafter):
         self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
 
     def draft(self, scheduled: Sequence[ScheduledRequest], timer: PhaseTimer, idle: IdleTime) -> DraftDraws | None:
+        """Compute what is planned for the draft model, and fill in the drafts that it draws. Returns how they were
+        drawn, None without any. Marks the end of the first pass, and stops `idle` before it.
+        """
         scheduled = [item for item in scheduled if item.draft_end > item.draft_start]
         if not scheduled:
             return None

@@ -20,7 +20,7 @@ from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts
-from lorikeet.shard.learning.learning import Learning, NoLearning
+from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.learning.records import Records
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import Trainer
@@ -28,14 +28,13 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.commands import WarmUpAdapters
 from lorikeet.shard.ranks.leader import Leader
-from lorikeet.shard.requests.constraint import NoGrammars
 from lorikeet.shard.requests.request import PooledRows, Rows
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
-from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.draft_network import DraftNetwork
 from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.history_index import History
 from lorikeet.shard.startup import prefill_calibration
@@ -93,9 +92,9 @@ def build_engine(
         scheduler.prompt_chunks.observe(*step)
     drafter = None
     if draft_model is not None:
-        drafter = Drafter(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
+        drafter = DraftNetwork(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
     loop = LoopConfig(lag, config.max_waiting)
-    grammars = NoGrammars() if model.info.pooled is not None else build_grammars(config, model, inbox)
+    grammars = None if model.info.pooled is not None else build_grammars(config, model, inbox)
     learning = build_learning(config, model, scheduler, inbox)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
 
@@ -113,7 +112,7 @@ def can_draft_on_device(config: ShardConfig, model: Model, sampler: Sampler) -> 
     return config.num_ranks == 1 and moves_segments and sampler.device_drafts.is_available
 
 
-def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> NoLearning:
+def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> Learning | None:
     """What learns heads from traffic. Raises ValueError where all requests should be learned from and cannot be."""
     reason, layout = learning_obstacle(config, model), None
     try:
@@ -125,7 +124,7 @@ def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbo
         if config.learn_heads:
             raise ValueError(f"--learn-heads cannot be served: {reason}")
         log.info("learning_unavailable", reason=reason)
-        return NoLearning()
+        return None
     rings, dtype = Rings(layout), str(model.info.dtype).removeprefix("torch.")
     settings = TrainerSettings(
         config.model_path, config.trust_remote_code, dtype, config.adapter_store, config.store_bytes, rings.fd, layout,
@@ -186,10 +185,10 @@ def build_history(config: ShardConfig) -> History | None:
         return None
 
 
-def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> NoGrammars:
+def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> GrammarCompiler | None:
     """The compiler of grammars, whose tokenizer is read in a thread."""
     if not has_tokenizer(config):
-        return NoGrammars()
+        return None
     read = partial(read_grammar_tokenizer, Path(config.model_path), model.info.vocab_size)
     return GrammarCompiler(read, inbox.wake)
 
@@ -243,7 +242,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         chunked_prefill=engine.scheduler.limits.chunked_prefill,
         token_masks=True,
         grammars=has_tokenizer(config) and pooled is None,
-        learning=engine.learning.is_enabled,
+        learning=engine.learning is not None,
         history=engine.scheduler.proposer.drafters.settings.history is not None,
         adapter_slots=engine.scheduler.adapters.limits.num_slots,
     )

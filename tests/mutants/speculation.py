@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "heads learned from one tenant's outputs draft for other tenants",
-        "shard/scheduler/learned_heads.py",
+        "shard/speculation/medusa.py",
         "return request.learner, request.adapter_digest",
         'return "", request.adapter_digest',
         f"{LEARNING}::test_only_the_tenant_that_heads_were_learned_from_uses_them[values0]",
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request does not release the heads that were swapped out",
-        "shard/scheduler/request_slots.py",
+        "shard/scheduler/scheduler.py",
         "for digest in set(before) - set(request.digests):",
         "for digest in ():",
         f"{LEARNING}::test_texts_are_the_same_while_heads_are_swapped_under_them",

@@ -115,5 +115,7 @@ def test_activations_are_rounded_on_cpu_only(method: str) -> None:
     with pytest.raises(ValueError, match="8-bit activations are supported on CPU only, not on cuda:0"):
         quantization.activations_of(True, "int8", "cuda:0")
     assert quantization.activations_of(False, None, "cuda:0") == "none"
-    with pytest.raises(ValueError, match="only int8, int4, int4-g32, gguf, bitsandbytes, and checkpoints of gptq and awq"):
+    with pytest.raises(
+        ValueError, match="only int8, int4, int4-g32, gguf, bitsandbytes, and checkpoints of gptq and awq"
+    ):
         quantization.activations_of(False, "none", "cpu")

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.engine import Engine, LoopConfig
+from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
-from lorikeet.shard.requests.constraint import NoGrammars
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
-from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.draft_network import DraftNetwork
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel, FakeModel, states_of
 
@@ -48,7 +48,7 @@ class Setup:
     drafts_on_device: bool = False
     tile: "Tile | None" = None
     """Sample by kernels with these sizes, in steps that are captured later too."""
-    grammars: NoGrammars | None = None
+    grammars: GrammarCompiler | None = None
 
 
 class Rig:
@@ -136,13 +136,13 @@ class Rig:
         self.scheduler.check()
         assert self.scheduler.cache.num_owned == 0
 
-    def _drafter(self, setup: Setup) -> Drafter | None:
+    def _drafter(self, setup: Setup) -> DraftNetwork | None:
         if setup.draft_network is not None:
-            return Drafter(setup.draft_network, self.sampler, setup.vocab_size, setup.vocab_size)
+            return DraftNetwork(setup.draft_network, self.sampler, setup.vocab_size, setup.vocab_size)
         if setup.draft is None:
             return None
         self.draft = setup.draft.make(setup.num_pages, setup.page_size)
-        return Drafter(self.draft, self.sampler, VOCAB_SIZE, VOCAB_SIZE)
+        return DraftNetwork(self.draft, self.sampler, VOCAB_SIZE, VOCAB_SIZE)
 
     def _wake(self) -> None:
         self.num_wakes += 1

@@ -12,7 +12,7 @@ import torch
 from lorikeet.shard.model.adapters.loading import AdapterContent
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import Content
 
 
 @dataclass

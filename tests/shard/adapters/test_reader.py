@@ -6,8 +6,7 @@ import pytest
 
 from lorikeet.shard.adapters.reader import AdapterReader
 from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
-from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import NOT_HERE, Content
 
 
 def read(path: Path) -> Content:

@@ -52,10 +52,11 @@ def simulated(rig: Rig, host: float = HOST) -> Iterator[Clock]:
     clock, ends = Clock(), dict[int, float]()
     launch, to_host, drafts_to_host = Engine._launch, Step.to_host, DraftDraws.to_host
 
-    def launch_timed(engine: Engine, scheduled: list[ScheduledRequest]) -> None:
+    def launch_timed(engine: Engine, scheduled: list[ScheduledRequest]) -> Step:
         clock.now += host
-        launch(engine, scheduled)
-        ends[engine._num_steps] = clock.device
+        step = launch(engine, scheduled)
+        ends[step.number] = clock.device
+        return step
 
     def wait_for_step(step: Step) -> HostResults:
         clock.wait(ends[step.number])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lorikeet.shard.engine.step import Step
 from lorikeet.shard.grpc.inbox import StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
 from lorikeet.shard.requests.request import FinishReason, Request
@@ -231,13 +232,13 @@ def test_isolated_requests_are_computed_alone_and_announced(lag: int, monkeypatc
     newest = set[int]()
     launch = rig.engine._launch
 
-    def note(scheduled: list[ScheduledRequest]) -> None:
+    def note(scheduled: list[ScheduledRequest]) -> Step:
         nonlocal newest
         computing = rig.outbox._buffers[EPOCH].update.step_requests
         newest = newest if computing is None else set(computing)
         steps.append({item.request.key[1] for item in scheduled})
         announced.append(newest)
-        launch(scheduled)
+        return launch(scheduled)
 
     rig.engine._launch = note  # type: ignore[method-assign]
     requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lorikeet.shard.batch.inputs import RankDesync
-from lorikeet.shard.engine.failures import is_device_broken, is_out_of_memory
+from lorikeet.shard.engine.engine import is_device_broken, is_out_of_memory
 
 
 @pytest.mark.parametrize(

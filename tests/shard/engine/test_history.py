@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
-from lorikeet.shard.requests.constraint import Unconstrained
-from lorikeet.shard.requests.request import Request, Source
+from lorikeet.shard.requests.request import Request, Source, Unconstrained
 from lorikeet.shard.speculation.drafter import DraftSettings, Pages
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
 from lorikeet.shard.speculation.history_index import MIN_BYTES, History

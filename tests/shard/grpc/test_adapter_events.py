@@ -7,8 +7,7 @@ from lorikeet.shard.grpc.codec import write_update
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands
 from lorikeet.shard.grpc.outbox import StreamUpdate
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Residency, SlotLimits
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
 from tests.shard.rig import EPOCH, Rig
 
 A, B = "a" * 64, "b" * 64

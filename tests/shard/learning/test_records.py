@@ -16,7 +16,7 @@ from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.learning.records import Decision, Record, Records
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.scheduler.learned_heads import LearnedHeads
+from lorikeet.shard.speculation.medusa import LearnedHeads
 
 BASE = ("configuration", "weights", "float32")
 GIVEN, FIRST, SECOND, THIRD = (letter * 64 for letter in "0123")

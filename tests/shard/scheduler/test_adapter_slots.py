@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Residency, SlotLimits
-from lorikeet.shard.scheduler.cached_adapter import Content
+from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
 
 DIGESTS = [f"{index:064x}" for index in range(8)]
 

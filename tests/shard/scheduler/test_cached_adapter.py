@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
-from lorikeet.shard.scheduler.cached_adapter import EXPECTED_USES, EvictionScores
+from lorikeet.shard.scheduler.adapter_slots import EXPECTED_USES, AdapterSlots, EvictionScores, SlotLimits
 from tests.shard.scheduler.test_adapter_slots import Device, Weights
 
 NUM_ADAPTERS, NUM_REQUESTS = 1000, 6000

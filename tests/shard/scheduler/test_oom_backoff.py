@@ -1,4 +1,4 @@
-from lorikeet.shard.scheduler.oom_backoff import CALM_STEPS, OomBackoff
+from lorikeet.shard.scheduler.budget import CALM_STEPS, OomBackoff
 
 
 def test_steps_are_halved_and_grow_back() -> None:

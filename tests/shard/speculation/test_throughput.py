@@ -47,7 +47,7 @@ def test_no_other_widths_give_more(
     draft_length = DraftLengthController()
     for number, seconds in enumerate(np.cumsum(steps), 1):
         draft_length.plain.observe(number, 0, float(seconds))
-    num_drawn = sum(source is Source.DRAFT and width > 0 for source, width, _, _ in offered)
+    num_drawn = sum(source == Source.DRAFT and width > 0 for source, width, _, _ in offered)
     draft_length.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
     drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
@@ -62,7 +62,7 @@ def test_no_other_widths_give_more(
         tokens, depth = float(len(offers)), 0
         for offer, each, width in zip(offers, rates, widths, strict=True):
             tokens += sum(each.first * each.further**depth for depth in range(width))
-            depth = max(depth, width if offer.source is Source.DRAFT else 0)
+            depth = max(depth, width if offer.source == Source.DRAFT else 0)
         return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 
     found = tuple(
