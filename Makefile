@@ -2,6 +2,7 @@
 #
 #   make serve [MODEL=hub/id or folder] [HOST=0.0.0.0] [PORT=3000] [ARGS="more launcher flags"]
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
+#   make test-oldest, test-newest [VERSIONS=folder] [T=path] [ARGS=…]
 #   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder] [LLAMA_CPP=folder of programs]
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
@@ -23,18 +24,19 @@ DEV ?= dev
 TORCH_INDEX ?=
 CLIENTS ?= $(HOME)/.cache/lorikeet-clients
 REAL_MODELS ?= $(HOME)/.cache/lorikeet-real
+VERSIONS ?= $(HOME)/.cache/lorikeet-versions
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP = $(PY) -m pip --disable-pip-version-check --quiet
 # One place names the versions: pyproject.toml.
 TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-wheel test-clients test-real check fmt bench proof bench-cuda gpu-check \
+.PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof bench-cuda gpu-check \
         gpu-pack proto docs site clean
 
 help:
-	@sed -n '2,14s/^# \{0,1\}//p' Makefile
+	@sed -n '2,15s/^# \{0,1\}//p' Makefile
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -76,6 +78,15 @@ t: $(VENV)/.installed-$(DEV)
 
 test-long: $(VENV)/.installed-$(DEV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal -m 'long or device' $(ARGS)
+
+# The oldest and the newest versions that pyproject.toml allows, by the constraints in tests/versions, each in an environment below VERSIONS, which is kept.
+test-oldest test-newest: PY = $(VERSIONS)/$(@:test-%=%)/bin/python
+test-oldest test-newest: export PYTHONDONTWRITEBYTECODE =
+test-oldest test-newest: test-%: tests/versions/%.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VERSIONS)/$*
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $< torch
+	$(PIP) install --constraint $< --editable '.[dev,dev-kernels]'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(T) $(ARGS)
 
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)

@@ -53,13 +53,16 @@ RESOLVE_REGISTERS = 192
 """Registers of a thread of `resolve`, at most: none is spilt."""
 
 
-def reading(capability: tuple[int, int]) -> tuple[int, int]:
-    """Registers of a thread of the programs that read rows, at most: 64 let four of them run on a multiprocessor, but
-    for some devices too many are spilt then. And how many times WIDTH tokens `resolve_rest` reads at once.
+def most_registers(capability: tuple[int, int]) -> int:
+    """Of a thread of the programs that read rows: 64 let four of them run on a multiprocessor, but for some devices too
+    many are spilt then.
     """
-    if capability >= (12, 0):
-        return 128, 1
-    return (96, 2) if capability >= (10, 0) else (64, 2)
+    return 128 if capability >= (12, 0) else 96 if capability >= (10, 0) else 64
+
+
+def rest_pieces(capability: tuple[int, int]) -> int:
+    """Pieces of WIDTH tokens that `resolve_rest` reads at once."""
+    return 1 if capability >= (12, 0) else 2
 
 
 STEPS = 64
@@ -360,8 +363,8 @@ def sample_rows(
     sizes, kept_ids = torch.empty(num_sizes + num_kept, dtype=torch.int32, device=logits.device).split(
         [num_sizes, num_kept]
     )
-    registers, times = reading(gpu.capability(logits.device))
-    grid, wide = (num_rows, num_pieces), {**fixed, "maxnreg": registers}
+    capability = gpu.capability(logits.device)
+    grid, wide = (num_rows, num_pieces), {**fixed, "maxnreg": most_registers(capability)}
     scan[grid](*step, stats, kept_logits, *shape, WIDTH=width, **wide)
     if any_filters:
         measure[grid](*step, stats, sizes, *shape, WIDTH=width, STEPS=STEPS, **pieces, **wide)
@@ -374,8 +377,8 @@ def sample_rows(
     )  # fmt: skip
     if any_filters:
         resolve_rest[(num_rows,)](
-            *step, stats, token_ids, overflowed, logprobs, last_tokens, *shape, num_pieces, WIDTH=times * width,
-            UPDATES=updates, **pieces, **{**fixed, "num_warps": 16},
+            *step, stats, token_ids, overflowed, logprobs, last_tokens, *shape, num_pieces,
+            WIDTH=rest_pieces(capability) * width, UPDATES=updates, **pieces, **{**fixed, "num_warps": 16},
         )  # fmt: skip
 
 

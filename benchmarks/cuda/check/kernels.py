@@ -1,10 +1,12 @@
 """Every kernel at shapes of the large model: right, equal bits three times, and its share of the bandwidth."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
 
 from benchmarks.cuda import attention as of_attention
 from benchmarks.cuda.check.rows import Row, Rows, ceilings
@@ -15,14 +17,27 @@ from lorikeet.shard.attention import AttentionSpec, paged_triton
 from lorikeet.shard.attention.base import PagedKV
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, dequantize
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.grammar import masks
 from lorikeet.shard.grammar import triton as masks_triton
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.kernels.device_integers import DeviceIntegers
+from lorikeet.shard.model.kernels.integers_triton import MOST_ROWS
 from lorikeet.shard.model.kernels.pairs import sort_pairs
 from lorikeet.shard.model.kernels.products_triton import multiply_tiles
+from lorikeet.shard.model.medusa.cuda import DeviceHeads
+from lorikeet.shard.model.medusa.heads import SlotHeads
+from lorikeet.shard.model.medusa.loading import HeadsShape
 from lorikeet.shard.model.quantization.integers import round_weight
+from lorikeet.shard.speculation.device import lookup_triton
+from lorikeet.shard.speculation.device.device_drafts import (
+    MOST_DRAFTS,
+    NO_TOKEN,
+    Emitted,
+    Propose,
+    Texts,
+    propose,
+)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 PAGE = 64
@@ -54,6 +69,8 @@ class Kernels:
             self._integers()
             self._experts()
             self._masks()
+            self._heads()
+            self._lookup()
 
     def _attention(self) -> None:
         spec, is_cuda = self._spec, self._setup.is_cuda
@@ -62,6 +79,9 @@ class Kernels:
             self._rows.check(f"attend {step.name}", partial(self._attend, step, spec))
         eight_bits = Step(64, 1, 1024) if is_cuda else Step(2, 1, 70)
         self._rows.check(f"attend {eight_bits.name}, fp8", lambda: self._attend(eight_bits, spec, kv_dtype=FP8))
+        narrow, window = (Step(64, 1, 8192), 1024) if is_cuda else (Step(2, 1, 130), 24)
+        for what, other in (("soft cap", replace(spec, softcap=30.0)), ("window", replace(spec, window=window))):
+            self._rows.check(f"attend {narrow.name}, {what}", partial(self._attend, narrow, other))
         if not is_cuda:
             return
         self._rows.check("attend beyond 2^31 elements", lambda: self._attend(Step(4, 1, 1024), spec, page0=33_000))
@@ -108,12 +128,18 @@ class Kernels:
                     held = dequantize(held, scales[tables[at].start : tables[at].stop])
                 both.append(held.flatten(0, 1)[: step.context].transpose(0, 1))
             mask = torch.ones(step.tokens, step.context, dtype=torch.bool, device=self._device).tril(start)
-            keys, values = both
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                query[part].float().transpose(0, 1), keys, values, attn_mask=mask, scale=spec.scaling, enable_gqa=True
-            ).transpose(0, 1)
+            if spec.window is not None:
+                mask = mask.triu(start + 1 - spec.window)
+            expected = _attended(spec, query[part].float().transpose(0, 1), *both, mask).transpose(0, 1)
             off = max(off, _off(output[part], expected))
-        num_bytes = step.requests * step.context * spec.num_kv_heads * 2 * spec.key_dim * kv.keys.element_size()
+        num_bytes = (
+            step.requests
+            * min(step.context, spec.window or step.context)
+            * spec.num_kv_heads
+            * 2
+            * spec.key_dim
+            * kv.keys.element_size()
+        )
         timed = self._timed(lambda: backend.read(spec, kv, query), num_bytes)
         return {**timed, "off": off, "ok": timed["ok"] and off < TOLERANCE[self._dtype]}
 
@@ -206,11 +232,11 @@ class Kernels:
         return {"ok": ok, "off": off, **timed, "bmm_over_ours": 1e6 * grouped / timed["us"]}
 
     def _integers(self) -> None:
-        """Weights of 8 and 4 bits against the dequantised weight, with few rows and with a batch."""
+        """Weights of 8 and 4 bits against the dequantised weight, with few rows, with a batch and with a prompt."""
         setup = self._setup
         num_in, num_out = (setup.large.hidden, setup.large.mlp) if setup.is_cuda else (64, 32)
         for bits in (8, 4):
-            for count in (1, setup.requests):
+            for count in (1, setup.requests, MOST_ROWS + 1):
 
                 def check(bits: int = bits, count: int = count) -> Row:
                     weight = torch.randn(num_out, num_in, device=self._device) * num_in**-0.5
@@ -258,6 +284,63 @@ class Kernels:
 
         self._rows.check("masks of grammars", check)
 
+    def _heads(self) -> None:
+        """Three Medusa heads of one block for each request, of one adapter and of several."""
+        setup, dtype, num_heads = self._setup, self._dtype, 3
+        hidden, count = setup.large.hidden, setup.requests
+        inputs = StepInputs(PAGE, self._device)
+        slots = min(4, count)
+        inputs.reserve_groups(max_rows=count, max_slots=slots, max_drafts=count * num_heads)
+        heads, shape = DeviceHeads(inputs, slots), HeadsShape(num_heads, 1, hidden, 0)
+        sizes = list(shape.tensors())
+        drawn = [[torch.randn(size, device=self._device, dtype=dtype) * hidden**-0.5 for size in sizes]
+                 for _ in range(slots)]  # fmt: skip
+        for slot, tensors in enumerate(drawn):
+            heads.bind(slot, SlotHeads(num_heads, hidden, [[]], [], tensors))
+        ids, x = torch.arange(count, device=self._device), torch.randn(count, hidden, device=self._device, dtype=dtype)
+        for used in (1, slots):
+
+            def check(used: int = used) -> Row:
+                own = [row % used for row in range(count)]
+                inputs.fill(
+                    [Segment(0, 1, range(1)) for _ in own], ids, ids, list(range(count)),
+                    [HeadsRow(row, slot, num_heads) for row, slot in enumerate(own)],
+                )  # fmt: skip
+                inputs.send()
+                expected = []
+                for row, slot in enumerate(own):
+                    weights, biases = (tensor.float() for tensor in drawn[slot])
+                    expected += list(x[row].float() + functional.silu(weights @ x[row].float() + biases))
+                num_bytes = used * sum(tensor.nbytes for tensor in drawn[0])
+                return self._judged(lambda: heads.draft(x)[count:], torch.stack(expected), num_bytes)
+
+            self._rows.check(f"heads, {count} rows of {used} adapters", check)
+
+    def _lookup(self) -> None:
+        """Drafts of prompt lookup for texts of 8 192 tokens, equal to those of the host."""
+        count, length = (self._setup.requests, 8192) if self._setup.is_cuda else (2, 60)
+        generator = torch.Generator().manual_seed(self._setup.seed)
+        known = torch.randint(0, 50, (count, length + 8), generator=generator, dtype=torch.int32)
+        table = torch.tensor([[row, row, 0, 0] for row in range(count)]).t().contiguous()
+        newest = torch.randint(0, 50, (count,), generator=generator)
+
+        def drafted(function: Propose, device: torch.device) -> torch.Tensor:
+            texts = Texts(
+                known.to(device), torch.full((count,), length, device=device),
+                torch.full((2, count, MOST_DRAFTS), NO_TOKEN, device=device), newest.to(device),
+            )  # fmt: skip
+            zeros = torch.zeros(count, dtype=torch.long, device=device)
+            function(texts, Emitted(table.to(device), zeros, newest.to(device), zeros), range(1, 9))
+            return texts.draft_ids
+
+        def check() -> Row:
+            expected = drafted(propose, torch.device("cpu"))
+            found = drafted(lookup_triton.propose, self._device).cpu()
+            timed = self._rates(lambda: drafted(lookup_triton.propose, self._device), 8 * known.nbytes)
+            return {**timed, "ok": torch.equal(found, expected) and bool((found != NO_TOKEN).any())}
+
+        self._rows.check(f"lookup in {length} tokens, {count} rows", check)
+
     def _judged(self, call: Callable[[], torch.Tensor], expected: torch.Tensor, num_bytes: float) -> Row:
         timed, off = self._timed(call, num_bytes), _off(call(), expected)
         return {**timed, "off": off, "ok": timed["ok"] and off < TOLERANCE[self._dtype]}
@@ -270,6 +353,21 @@ class Kernels:
         seconds = seconds_of(call, self._device, self._setup.repeats)
         rate = num_bytes / seconds / 1e9
         return {"us": 1e6 * seconds, "gbs": rate, "share_of_copy": rate / self._copy_gbs}
+
+
+def _attended(
+    spec: AttentionSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """query: [heads, tokens, dim], keys, values: [kv_heads, context, dim] float32; mask: [tokens, context] what is
+    seen. Returns [heads, tokens, dim].
+    """
+    if spec.softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=spec.scaling, enable_gqa=True
+        )
+    keys, values = (each.repeat_interleave(spec.group, 0) for each in (keys, values))
+    scores = spec.softcap * torch.tanh(query @ keys.transpose(1, 2) * spec.scaling / spec.softcap)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
 
 
 def _repeats(call: Callable[[], torch.Tensor]) -> bool:
