@@ -20,7 +20,7 @@ from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.codec import adapter_pin
-from lorikeet.router.shards.connection import RouterEvents, ShardLink
+from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.placement import Placement
 
 log = structlog.get_logger()
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.02
 
 
 class Admission:
-    """Admission for one dispatcher. Implements LoadingEvents."""
+    """Admission for one dispatcher."""
 
     def __init__(
         self,
@@ -38,14 +38,12 @@ class Admission:
         links: Sequence[ShardLink],
         placement: Placement,
         metrics: AdapterMetrics,
-        events: RouterEvents,
     ) -> None:
         self._links = links
         self._placement = placement
         self._metrics = metrics
-        self._events = events
         self._loader = loader
-        self.loading = Loading(loader, self)
+        self.loading = Loading(loader, metrics)
         self._pins: dict[str, pb.AdapterPin] = {}
         """Adapters that are never evicted, by digest."""
         self._popularity = Popularity()
@@ -54,17 +52,16 @@ class Admission:
         self._unloading: dict[tuple[int, str], list[asyncio.Future[None]]] = {}
         """Set once a content has left a shard, by the shard's index and the digest."""
 
-    def admit(self, generation: Generation) -> None:
-        """Queue it if its adapter and heads are resolved; otherwise load what is not.
+    def admit(self, generation: Generation) -> "asyncio.Future[Loaded] | None":
+        """None for a request whose adapter and heads are resolved, else what it waits for; see `load`.
 
-        Raises ValidationError where the requested heads do not exist, and Overloaded.
+        Raises ValidationError where the requested heads do not exist.
         """
         adapters = generation.adapters
         while (unresolved := adapters.next_unresolved) is not None:
             known = self.loading.known(unresolved)
             if known is None:
-                self.loading.wait(unresolved, generation)
-                return
+                return self.loading.wait(unresolved, generation)
             adapters.set_loaded(known)
         generation.admit()
         if adapters.is_activated is False and generation.request.adapter is not None:
@@ -72,7 +69,25 @@ class Admission:
         for pin in (adapters.adapter_pin, adapters.heads_pin):
             if pin is not None and adapters.affinity_key:
                 self.prefetch(pin[1], pin[0], adapters.affinity_key)
-        self._events.on_admit(generation)
+        return None
+
+    async def load(self, generation: Generation, awaited: "asyncio.Future[Loaded] | None") -> None:
+        """Wait for all that a request needs, of which `admit` has given the first. Raises RouterError."""
+        while awaited is not None:
+            try:
+                content = await awaited
+            except AdapterError as error:
+                raise self._problem(generation, error) from None
+            generation.adapters.set_loaded(content)
+            awaited = self.admit(generation)
+
+    def _problem(self, generation: Generation, error: AdapterError) -> RouterError:
+        problem = adapter_problem(error)
+        if generation.adapters.awaits_heads:
+            problem.param = "heads_id"
+        elif generation.request.adapter is not None:
+            self._metrics.failed(generation.request.adapter, generation.digest)
+        return problem
 
     def is_current(self, generation: Generation) -> bool:
         """Whether no content of the request was found to be unreadable or removed."""
@@ -237,27 +252,3 @@ class Admission:
         for future in self._unloading.pop((index, digest), ()):
             if not future.done():
                 future.set_result(None)
-
-    # LoadingEvents
-
-    def on_resolved(self, generation: Generation, content: Loaded) -> None:
-        generation.adapters.set_loaded(content)
-        try:
-            self.admit(generation)
-        except RouterError as error:
-            self._events.on_failure(generation, error)
-        generation.wake()
-
-    def on_failed(self, generation: Generation, error: AdapterError) -> None:
-        problem = adapter_problem(error)
-        if generation.adapters.awaits_heads:
-            problem.param = "heads_id"
-        elif generation.request.adapter is not None:
-            self._metrics.failed(generation.request.adapter, generation.digest)
-        self._events.on_failure(generation, problem)
-
-    def on_loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
-        self._metrics.loaded(content.tier, seconds)
-        digest, seconds = content.digest[:16], round(seconds, 3)
-        fields = {"tier": content.tier, "rank": content.rank, "num_bytes": content.num_bytes, "seconds": seconds}
-        log.info("adapter_loaded", adapter=adapter.name[:256], digest=digest, **fields)

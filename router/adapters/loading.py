@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import structlog
 
@@ -26,6 +25,7 @@ from lorikeet.adapters.errors import (
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.rights import rejected_versions
 from lorikeet.router.adapters.loader_client import Call, LoaderClient, LoaderLost, loaded
+from lorikeet.router.metrics.adapters import AdapterMetrics
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
 
@@ -36,19 +36,6 @@ URGENT_SECONDS = 2.0
 MAX_KNOWN = 16_384
 
 
-class LoadingEvents(Protocol):
-    """Receives the results of loads."""
-
-    def on_resolved(self, generation: Generation, content: Loaded) -> None:
-        """The content that a request waited for is loaded."""
-
-    def on_failed(self, generation: Generation, error: AdapterError) -> None:
-        """The content that a request waited for cannot be loaded."""
-
-    def on_loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
-        """The loader has loaded an adapter."""
-
-
 @dataclass
 class _Load:
     """One content that is being loaded, and the requests that wait for it."""
@@ -56,7 +43,7 @@ class _Load:
     adapter: Adapter
     """With the token of the request that it is loaded for."""
     began_at: float
-    waiting: dict[int, tuple[Generation, Adapter]] = field(default_factory=dict)
+    waiting: dict[int, tuple[Adapter, "asyncio.Future[Loaded]"]] = field(default_factory=dict)
     """By the request's number: each request names the adapter with a token of its own."""
     call: Call | None = None
     timer: asyncio.TimerHandle | None = None
@@ -70,14 +57,14 @@ class _Load:
 class Loading:
     """The contents that are known, and those that are being loaded. Lives in one event loop."""
 
-    def __init__(self, loader: LoaderClient, events: LoadingEvents) -> None:
+    def __init__(self, loader: LoaderClient, metrics: AdapterMetrics) -> None:
         self._loader = loader
-        self._events = events
+        self._metrics = metrics
         self._known: OrderedDict[str, tuple[Loaded, float]] = OrderedDict()
         """By content, with the time of the loader's answer; least recently used first."""
         self._loads: dict[str, _Load] = {}
-        self._load_of: dict[int, _Load] = {}
-        """By the number of the waiting request."""
+        self._load_of: dict[int, tuple[_Load, str]] = {}
+        """By the number of the waiting request, with its flow."""
         self._num_waiting: Counter[str] = Counter()
         """By flow."""
         self._stale: OrderedDict[str, None] = OrderedDict()
@@ -111,20 +98,22 @@ class Loading:
     def num_waiting(self, flow: str) -> int:
         return self._num_waiting[flow]
 
-    def wait(self, adapter: Adapter, generation: Generation) -> None:
-        """`on_resolved` or `on_failed` will be called for `generation`, unless it leaves before."""
+    def wait(self, adapter: Adapter, generation: Generation) -> "asyncio.Future[Loaded]":
+        """The content for a request, or the AdapterError that prevents it; cancelled if the request leaves before."""
         routing = generation.routing
         load = self._loads.get(adapter.content)
         is_new = load is None
         if load is None:
             load = self._loads[adapter.content] = _Load(adapter, time.monotonic())
-        load.waiting[routing.number] = (generation, adapter)
-        self._load_of[routing.number] = load
+        awaited: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+        load.waiting[routing.number] = (adapter, awaited)
+        self._load_of[routing.number] = (load, routing.flow)
         self._num_waiting[routing.flow] += 1
         if is_new:
             self._ask(load)
         elif load.call is not None and adapter.caller != load.adapter.caller:
             self._loader.share(load.call, adapter.caller)
+        return awaited
 
     async def content(self, adapter: Adapter) -> Loaded:
         """The content of an adapter, for an operator. Raises AdapterError."""
@@ -141,15 +130,16 @@ class Loading:
             self._reject(adapter, error)
             raise
         self._remember(adapter, content)
-        self._events.on_loaded(adapter, content, time.monotonic() - began)
+        self._note_loaded(adapter, content, time.monotonic() - began)
         return content
 
     def leave(self, generation: Generation) -> None:
         """It ended, possibly while it waited. The last one that leaves cancels the load."""
-        load = self._load_of.get(generation.routing.number)
-        if load is None:
+        number = generation.routing.number
+        if number not in self._load_of:
             return
-        self._remove(load, generation)
+        load, _ = self._load_of[number]
+        self._remove(load, number).cancel()
         if not load.waiting:
             del self._loads[load.adapter.content]
             load.stop_timer()
@@ -220,10 +210,10 @@ class Loading:
             self._parked.setdefault(content.digest, []).append(load)
             return
         self._remember(load.adapter, content)
-        self._events.on_loaded(load.adapter, content, time.monotonic() - load.began_at)
+        self._note_loaded(load.adapter, content, time.monotonic() - load.began_at)
         del self._loads[load.adapter.content]
-        for generation in self._take(load):
-            self._events.on_resolved(generation, content)
+        for awaited in self._take(load):
+            awaited.set_result(content)
 
     def _remember(self, adapter: Adapter, content: Loaded) -> None:
         in_store = replace(content, tier="disk")  # later requests find it there, wherever it came from
@@ -245,12 +235,12 @@ class Loading:
         is_denied = isinstance(error, AdapterNotAllowed | AdapterNotFound)
         failed = self._take(load, lambda adapter: not is_denied or adapter.token == refused)
         if load.waiting:
-            load.adapter = next(adapter for _, adapter in load.waiting.values())
+            load.adapter = next(adapter for adapter, _ in load.waiting.values())
             self._ask(load)
         else:
             del self._loads[load.adapter.content]
-        for generation in failed:
-            self._events.on_failed(generation, error)
+        for awaited in failed:
+            awaited.set_exception(error)
 
     def _reject(self, adapter: Adapter, error: AdapterError) -> None:
         """Another version may be there at the next request: the upload may have been incomplete."""
@@ -258,16 +248,23 @@ class Loading:
             for pin in adapter.pins:
                 self.rejected.put(pin, time.monotonic())
 
-    def _take(self, load: _Load, is_taken: Callable[[Adapter], bool] = lambda adapter: True) -> list[Generation]:
-        """Remove requests that wait, in the order of their arrival."""
-        taken = [generation for generation, adapter in load.waiting.values() if is_taken(adapter)]
-        for generation in taken:
-            self._remove(load, generation)
-        return taken
+    def _take(
+        self, load: _Load, is_taken: Callable[[Adapter], bool] = lambda adapter: True
+    ) -> "list[asyncio.Future[Loaded]]":
+        """Remove requests that wait; returns what they wait for, in the order of their arrival."""
+        numbers = [number for number, (adapter, _) in load.waiting.items() if is_taken(adapter)]
+        return [self._remove(load, number) for number in numbers]
 
-    def _remove(self, load: _Load, generation: Generation) -> None:
-        routing = generation.routing
-        del load.waiting[routing.number], self._load_of[routing.number]
-        self._num_waiting[routing.flow] -= 1
-        if not self._num_waiting[routing.flow]:
-            del self._num_waiting[routing.flow]
+    def _remove(self, load: _Load, number: int) -> "asyncio.Future[Loaded]":
+        _, flow = self._load_of.pop(number)
+        self._num_waiting[flow] -= 1
+        if not self._num_waiting[flow]:
+            del self._num_waiting[flow]
+        return load.waiting.pop(number)[1]
+
+    def _note_loaded(self, adapter: Adapter, content: Loaded, seconds: float) -> None:
+        """The loader has loaded an adapter."""
+        self._metrics.loaded(content.tier, seconds)
+        digest, seconds = content.digest[:16], round(seconds, 3)
+        fields = {"tier": content.tier, "rank": content.rank, "num_bytes": content.num_bytes, "seconds": seconds}
+        log.info("adapter_loaded", adapter=adapter.name[:256], digest=digest, **fields)

@@ -18,38 +18,41 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.loader_client import LoaderClient
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch.delivery import Delivery
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
-from lorikeet.router.dispatch.recovery import Recovery
-from lorikeet.router.dispatch.send_loop import SendLoop
 from lorikeet.router.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
+    GenerationFailed,
     NoShard,
     Overloaded,
+    PoisonRequest,
     QueueTimeout,
     RouterError,
     ShuttingDown,
 )
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts.receipts import Receipts
+from lorikeet.router.requests.adapter_ref import Loaded
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.timeline import Timeline
 from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.shards import discovery
 from lorikeet.router.shards.codec import check_size, submit_message
 from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.discovery import Members
-from lorikeet.router.shards.placement import Choice, Placement
+from lorikeet.router.shards.placement import Placement
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
+MAX_RETRIES = 64
+"""A request that was retried so often fails with the shard's own error."""
 MAX_RELOADS = 3
 """A request whose adapter was loaded again so often, and still cannot be read by shards, fails."""
 
 
 class Dispatcher:
-    """All generations of one router process and the shards they go to. Implements RouterEvents."""
+    """All generations of one router process and the shards they go to."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer, metrics: Metrics | None = None) -> None:
         if not config.shard_addresses:
@@ -61,21 +64,21 @@ class Dispatcher:
         self.config = self._config = config
         """With the lengths that all shards take."""
         self._tokenizer = tokenizer
-        self._members = Members(config, self)
+        self._members = Members(config)
         self.links = self._members.links
+        self._streams: dict[ShardLink, asyncio.Task[None]] = {}
+        """The tasks that keep the shards' streams."""
         self.receipts = Receipts(config, tokenizer.digest, self.links)
         self._placement = Placement(self.links)
-        self._chosen: Choice | None = None
-        """By `_fits`, for the next request."""
-        self._open: set[ShardLink] = set()
-        """Shards that may be sent requests now."""
-        self._queue = FairQueue(max_waiting=config.max_concurrent_requests)
+        self.queue = FairQueue(max_waiting=config.max_concurrent_requests)
         self._numbers = itertools.count(1)
         self._queued: dict[int, Generation] = {}
         """By number: in the queue, or waiting for adapters."""
-        self._recovery = Recovery(config.recovery_timeout_s, self)
-        self._delivery = Delivery(self.metrics, self._queue, self._recovery, self)
-        self._send_loop = SendLoop(self.links, self._queue, self)
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        """By number: requests that wait for adapters."""
+        self.recovery = Recovery(config.recovery_timeout_s, self)
+        self._delivery = Delivery(self)
+        self._send_loop = SendLoop(self)
         self._empty = asyncio.Event()
         self._empty.set()
         self._replaces = config.ready_file is not None and Path(config.ready_file).exists()
@@ -88,7 +91,7 @@ class Dispatcher:
         self.admission: Admission | None = None
         """Admission of requests with adapters; None where only the base model is served."""
         if self._loader is not None:
-            self.admission = Admission(self._loader, self.links, self._placement, self.metrics.adapters, self)
+            self.admission = Admission(self._loader, self.links, self._placement, self.metrics.adapters)
         self._tasks: list[asyncio.Task[None]] = []
 
     # Life
@@ -96,8 +99,11 @@ class Dispatcher:
     async def start(self) -> None:
         """Begin to connect; returns at once. A router that replaces one begins in recovery: its requests wait."""
         if self._replaces:
-            self._recovery.on_all_down()
-        self._members.start()
+            self.recovery.on_all_down()
+        for link in self.links:
+            self._open_stream(link)
+        if not self._members.is_fixed:
+            self._tasks.append(asyncio.create_task(self._follow_members(), name="members"))
         if self._loader is not None:
             self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
 
@@ -105,9 +111,9 @@ class Dispatcher:
         """End every request and every stream."""
         self._fail_all(ShuttingDown)
         self.draining = True
-        await self._members.stop()
-        for task in self._tasks:
+        for task in (*self._streams.values(), *self._tasks):
             task.cancel()
+        await asyncio.gather(*self._streams.values(), return_exceptions=True)
         for error in await asyncio.gather(*self._tasks, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
@@ -116,7 +122,7 @@ class Dispatcher:
         """Reject new requests and wait for the running ones. False where some had to be failed after `timeout`."""
         self.draining = True
         if not self.ready:
-            self.on_recovery_timeout()
+            self.fail_queued()
         try:
             async with asyncio.timeout(timeout):
                 await self._empty.wait()
@@ -133,11 +139,11 @@ class Dispatcher:
     @property
     def healthy(self) -> bool:
         """Whether requests are answered, possibly after a recovery."""
-        return self.ready or (self._recovery.is_active and not self.draining)
+        return self.ready or (self.recovery.is_active and not self.draining)
 
     async def known(self) -> None:
         """Wait for the first shard, as long as one should be back soon: it determines what requests may ask for."""
-        if self._recovery.is_active and self.info is None:
+        if self.recovery.is_active and self.info is None:
             await self._is_known.wait()
 
     @property
@@ -169,16 +175,16 @@ class Dispatcher:
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
         if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
-            self.on_failure(newest, Overloaded(self._retry_after()))
-        generation = Generation(next(self._numbers), request, self._tokenizer, self, timeline)
+            self.fail(newest, Overloaded(self._retry_after()))
+        generation = Generation(next(self._numbers), request, self._tokenizer, timeline, on_cancel=self._on_cancel)
         if generation.is_admitted:
             generation.adapters.check()
-            self.on_admit(generation)
+            self._enqueue(generation)
         else:
             self._await_adapters(generation)
         self._queued[generation.routing.number] = generation
         self._empty.clear()
-        self.on_end()
+        self.update_gauges()
         self._set_deadlines(generation, deadline)
         return generation
 
@@ -206,14 +212,15 @@ class Dispatcher:
         newest = max(waiting, key=lambda each: (numbers[each.request.caller], each.routing.number), default=None)
         return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
-    def on_admit(self, generation: Generation) -> None:
+    def _enqueue(self, generation: Generation) -> None:
+        """Queue a request whose adapters are loaded. Raises Overloaded."""
         for link in self.links:
-            link.send_timing.on_arrival(time.monotonic(), is_first=not len(self._queue))
+            link.send_timing.on_arrival(time.monotonic(), is_first=not len(self.queue))
         request, routing = generation.request, generation.routing
         weight = 1.0 if request.adapter is None else request.adapter.weight
         try:
             num_tokens = len(request.prompt_ids)
-            self._queue.push(routing.flow, routing.number, num_tokens, weight, request.priority, request.caller)
+            self.queue.push(routing.flow, routing.number, num_tokens, weight, request.priority, request.caller)
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
         if generation.timeline is not None:
@@ -224,12 +231,28 @@ class Dispatcher:
         """Raises ValidationError, or Overloaded where too many requests wait for that adapter."""
         assert self.admission is not None
         flow = generation.routing.flow
-        num_waiting = self.admission.loading.num_waiting(flow) + self._queue.num_waiting(flow)
+        num_waiting = self.admission.loading.num_waiting(flow) + self.queue.num_waiting(flow)
         if generation.request.adapter is not None and num_waiting >= self._config.most_queued_per_adapter:
             raise Overloaded(self._retry_after())
         if generation.timeline is not None:
             generation.timeline.enter("adapter_load")
-        self.admission.admit(generation)
+        if (awaited := self.admission.admit(generation)) is None:
+            self._enqueue(generation)
+            return
+        self._loading[generation.routing.number] = asyncio.create_task(self._load_adapters(generation, awaited))
+
+    async def _load_adapters(self, generation: Generation, awaited: "asyncio.Future[Loaded]") -> None:
+        """Queue a request once its adapters are loaded."""
+        assert self.admission is not None
+        try:
+            await self.admission.load(generation, awaited)
+            del self._loading[generation.routing.number]
+            self._enqueue(generation)
+        except RouterError as error:
+            self._loading.pop(generation.routing.number, None)
+            self.fail(generation, error)
+        else:
+            generation.wake()
 
     def _set_deadlines(self, generation: Generation, deadline: float | None) -> None:
         """Fail it at its own time limit, at the server's, and at that of the queue."""
@@ -247,31 +270,32 @@ class Dispatcher:
     ) -> None:
         def expire() -> None:
             if not only_queued or (generation.routing.is_queued and not generation.routing.num_retries):
-                self.on_failure(generation, error())
+                self.fail(generation, error())
 
         generation.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
 
-    def on_failure(self, generation: Generation, error: RouterError) -> None:
+    def fail(self, generation: Generation, error: RouterError) -> None:
+        """Remove a request that cannot continue, and end it with an error."""
         self.metrics.generation_lost("error")
         self._remove(generation)
         generation.fail(error)
 
-    def on_cancel(self, generation: Generation) -> None:
+    def _on_cancel(self, generation: Generation) -> None:
+        """The reader of a request that is not over has gone."""
         self.metrics.generation_lost("abort")
         self._remove(generation)
-
-    def on_complete(self, generation: Generation) -> None:
-        self.receipts.finished(generation)
 
     def _remove(self, generation: Generation) -> None:
         """Remove a request that is not over: from the queue, or by an abort from its shard."""
         number, address = generation.routing.number, generation.routing.shard_address
         if self._queued.pop(number, None) is not None:
-            if not self._queue.remove(number) and self.admission is not None:
+            if not self.queue.remove(number) and self.admission is not None:
                 self.admission.loading.leave(generation)
+                if (loading := self._loading.pop(number, None)) is not None:
+                    loading.cancel()
         elif (link := next((link for link in self.links if link.address == address), None)) is not None:
             self.metrics.aborts.add(link.abort(generation, time.monotonic()))
-        self.on_end()
+        self.update_gauges()
 
     def _retry_after(self) -> float:
         """Seconds after which there should be room, estimated from recent queue times."""
@@ -280,26 +304,31 @@ class Dispatcher:
     def _fail_all(self, error: Callable[[], RouterError]) -> None:
         running = [generation for link in self.links for generation in link.running.values()]
         for generation in [*self._queued.values(), *running]:
-            self.on_failure(generation, error())
+            self.fail(generation, error())
 
-    def on_end(self) -> None:
+    def update_gauges(self) -> None:
         """The number of requests has changed."""
         gauges = self.metrics.gauges
         gauges["lorax_queue_length"] = len(self._queued)
         gauges["lorikeet_active_requests"] = self.num_active
         if not self.num_active:
-            self._queue.forget_idle()
+            self.queue.forget_idle()
             self._empty.set()
 
     # Sending
 
-    def on_send_time(self, now: float, open_links: set[ShardLink]) -> None:
-        """Send one batch to each of the shards, as large as its credit allows."""
-        self._open = open_links
+    def send(self, now: float, open_links: set[ShardLink]) -> None:
+        """Send one batch to each of the shards, as large as its credit allows.
+
+        The first request waits for a shard that may not be sent requests yet, and no other one overtakes it.
+        """
         batches: dict[ShardLink, list[pb.Submit]] = {}
-        while (number := self._queue.pop(self._fits)) is not None:
-            assert self._chosen is not None
-            link, reason = self._chosen
+        while (number := self.queue.first()) is not None:
+            choice = self._placement.choose(self._queued[number])
+            if choice is None or choice[0] not in open_links:
+                break
+            self.queue.pop()
+            link, reason = choice
             generation = self._queued.pop(number)
             batches.setdefault(link, []).append(self._dispatch(generation, link, now))
             self._placement.record_sent(generation, link)
@@ -309,16 +338,8 @@ class Dispatcher:
             link.client.submit(batch)
             self.metrics.batch_left(len(batch), len(link.running) - len(batch))
         if batches:
-            self.on_end()
+            self.update_gauges()
             self._note_credit()
-
-    def _fits(self, number: int) -> bool:
-        """Whether there is a shard for the request now. It waits for one that may not be sent requests yet."""
-        choice = self._placement.choose(self._queued[number])
-        if choice is None or choice[0] not in self._open:
-            return False
-        self._chosen = choice
-        return True
 
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request, routing = generation.request, generation.routing
@@ -346,19 +367,37 @@ class Dispatcher:
 
     # Shards
 
-    def incompatibility(self, info: pb.ShardInfo) -> str:
-        return self._members.incompatibility(info)
+    def _open_stream(self, link: ShardLink) -> None:
+        run = link.client.run(ShardStream(self, link))
+        self._streams[link] = asyncio.create_task(run, name=f"shard {link.index}")
 
-    def on_membership_change(self) -> None:
-        self._placement.on_membership_change()
-        self._send_loop.schedule()
+    async def _follow_members(self) -> None:
+        """Keep a stream to every shard that is listed."""
+        while True:
+            joined, left = await self._members.poll()
+            for link in joined:
+                self._open_stream(link)
+            for link in left:
+                task = self._streams.pop(link)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                log.info("shard_left", address=link.address)
+            if joined or left:
+                self._placement.on_membership_change()
+                self._send_loop.schedule()
+            await asyncio.sleep(discovery.POLL_SECONDS)
+
+    def incompatibility(self, info: pb.ShardInfo) -> str:
+        """Why a shard cannot be used, in a sentence; "" if it can."""
+        return self._members.incompatibility(info)
 
     def on_serving_change(self) -> None:
         """A shard that shuts down accepts nothing new; without another one, requests wait."""
         if not self.ready:
-            self._recovery.on_all_down()
+            self.recovery.on_all_down()
 
     def on_connect(self, link: ShardLink) -> None:
+        """A new stream to a shard is open."""
         assert link.info is not None
         self.config = self._config.within(
             min(each.info.max_total_tokens for each in self.links if each.info is not None)
@@ -370,23 +409,24 @@ class Dispatcher:
         log.info("shard_connected", address=link.address, model=link.info.model_id, num_pages=link.info.num_pages)
 
     def on_disconnect(self, link: ShardLink, lost: list[Generation], reason: str) -> None:
+        """A stream has ended, and with it the requests in `lost`, the first one sent first."""
         if self.admission is not None:
             self.admission.on_disconnect(link)
         self.metrics.shard_gone(link.index)
-        self._recovery.on_disconnect(link, lost)
+        self.recovery.on_disconnect(link, lost)
         if not self.ready:
             if self.draining:
-                self.on_recovery_timeout()
+                self.fail_queued()
             else:
-                self._recovery.on_all_down()
-        self.on_end()
+                self.recovery.on_all_down()
+        self.update_gauges()
         self._note_credit()
         if reason:
             self.metrics.shard_reconnects.add()
             log.warning("shard_lost", address=link.address, reason=reason, num_requests=len(lost))
 
-    def on_retry(self, generation: Generation) -> None:
-        """Its prompt and output so far go ahead of the other requests of its flow."""
+    def retry(self, generation: Generation) -> None:
+        """Queue a request again: its prompt and output so far go ahead of the other requests of its flow."""
         routing = generation.routing
         self.metrics.requests_retried.add()
         self._queued[routing.number] = generation
@@ -397,7 +437,7 @@ class Dispatcher:
             return
         if generation.timeline is not None:
             generation.timeline.enter("queue")
-        self._queue.requeue(routing.flow, routing.number, generation.num_known, generation.request.caller)
+        self.queue.requeue(routing.flow, routing.number, generation.num_known, generation.request.caller)
         self._send_loop.schedule()
 
     def _reload(self, generation: Generation) -> None:
@@ -410,17 +450,18 @@ class Dispatcher:
             generation.reload()
             self._await_adapters(generation)
         except RouterError as error:
-            self.on_failure(generation, error)
+            self.fail(generation, error)
 
     def is_used(self, digest: str) -> bool:
         """Whether a request that has not ended uses the content."""
         running = (generation for link in self.links for generation in link.running.values())
         return any(digest in generation.adapters.digests for generation in (*self._queued.values(), *running))
 
-    def on_recovery_timeout(self) -> None:
+    def fail_queued(self) -> None:
+        """No shard has come back in time."""
         self._is_known.set()
         for generation in list(self._queued.values()):
-            self.on_failure(generation, NoShard())
+            self.fail(generation, NoShard())
 
     def on_output(self, link: ShardLink, output: pb.StepOutput) -> int:
         """Deliver the tokens, then use the room that this step has freed."""
@@ -433,15 +474,16 @@ class Dispatcher:
         if output.HasField("credit"):
             self._note_credit()
             if link.ready:
-                self._recovery.on_ready()
+                self.recovery.on_ready()
         self.metrics.record_output(output, num_tokens, link.index)
-        if len(self._queue):
+        if len(self.queue):
             if has_stepped:
-                self.on_send_time(now, {link})
+                self.send(now, {link})
             self._send_loop.schedule()
         return self._delivery.num_updated
 
     def on_quiet(self) -> None:
+        """No further message is at hand: wake the readers."""
         self._delivery.wake_readers()
 
     def _note_credit(self) -> None:
@@ -449,3 +491,234 @@ class Dispatcher:
         gauges["lorikeet_credit_requests"] = sum(link.credit.num_requests for link in self.links)
         gauges["lorikeet_credit_kv_tokens"] = sum(link.credit.num_kv_tokens for link in self.links)
         gauges["lorikeet_shard_ready"] = float(self.ready)
+
+
+class ShardStream:
+    """Receives the events of one shard's stream. Implements ShardListener."""
+
+    def __init__(self, dispatcher: Dispatcher, link: ShardLink) -> None:
+        self._dispatcher = dispatcher
+        self._link = link
+
+    def incompatibility(self, info: pb.ShardInfo) -> str:
+        return self._dispatcher.incompatibility(info)
+
+    def on_serving_change(self) -> None:
+        self._dispatcher.on_serving_change()
+
+    def on_connect(self, info: pb.ShardInfo) -> None:
+        self._link.connect(info)
+        self._dispatcher.on_connect(self._link)
+
+    def on_output(self, output: pb.StepOutput) -> int:
+        return self._dispatcher.on_output(self._link, output)
+
+    def on_quiet(self) -> None:
+        self._dispatcher.on_quiet()
+
+    def on_disconnect(self, reason: str) -> None:
+        self._dispatcher.on_quiet()
+        self._dispatcher.on_disconnect(self._link, self._link.disconnect(), reason)
+
+
+class SendLoop:
+    """Decides when batches are sent: at the end of an iteration of the event loop, and when a shard's timing allows it.
+    Times are of time.monotonic().
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._is_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """When the timer fires, in the loop's time: uvloop's timers do not always report it."""
+
+    def schedule(self) -> None:
+        """Send what may be sent at the end of this iteration of the loop."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_scheduled = False
+        if not len(self._dispatcher.queue):
+            return
+        now = time.monotonic()
+        times = {link: link.send_timing.send_at(now, shard_idle=link.is_idle) for link in self._dispatcher.links}
+        self._dispatcher.send(now, {link for link, at in times.items() if at <= now})
+        later = min((at for at in times.values() if now < at), default=math.inf)
+        if later < math.inf and len(self._dispatcher.queue):
+            self._send_at(later)
+
+    def _send_at(self, moment: float) -> None:
+        """Set the timer, or bring it forward."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + moment - time.monotonic()
+        if self._timer is not None:
+            if self._due <= when:
+                return
+            self._timer.cancel()
+        self._timer, self._due = loop.call_at(when, self._on_timer), when
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._send()
+
+
+class Delivery:
+    """Gives each request its part of a shard's message. Readers are woken once no further message is at hand."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = dispatcher.metrics
+        self._updated: list[Generation] = []
+        """Requests whose readers have not been woken for their last output."""
+
+    @property
+    def num_updated(self) -> int:
+        return len(self._updated)
+
+    def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
+        """Take a message of a shard; return the number of its tokens that count."""
+        num_tokens = 0
+        charged: Counter[tuple[str, str]] = Counter()
+        """By flow and caller."""
+        for part in output.outputs:
+            generation = link.running.get(part.id)
+            if generation is None:
+                continue
+            num_fed = self._feed(link, generation, output, part, now)
+            num_tokens += num_fed
+            request = generation.request
+            charged[generation.routing.flow, request.caller] += num_fed
+            if request.adapter is not None and num_fed:
+                self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
+        for (flow, caller), num_charged in charged.items():
+            self._dispatcher.queue.charge(flow, num_charged, caller)
+        return num_tokens
+
+    def wake_readers(self) -> None:
+        updated, self._updated = self._updated, []
+        for generation in updated:
+            generation.wake()
+
+    def _feed(
+        self, link: ShardLink, generation: Generation, output: pb.StepOutput, part: pb.RequestOutput, now: float
+    ) -> int:
+        metrics, routing, previous = self._metrics, generation.routing, generation.last_token_at
+        may_retry = part.retryable and part.finish_reason == pb.FINISH_ERROR and routing.num_retries < MAX_RETRIES
+        error = part.error if may_retry else ""
+        if part.retryable and part.in_step:
+            metrics.steps.has_failed = True
+        if error:
+            part.finish_reason = pb.FINISH_NONE
+        self._updated.append(generation)
+        routing.has_output = True
+        if routing.poison_tracker.isolation_steps:
+            routing.poison_tracker.record_steps(sum(part.step_ends))
+        try:
+            num_tokens = generation.feed(part, now)
+        except Exception as exception:
+            # One request fails alone. Neither the exception's text nor its locals: both may hold a prompt.
+            kind, request_id = type(exception).__name__, generation.request.request_id
+            log.error("output_malformed", kind=kind, request_id=request_id)
+            generation.fail(GenerationFailed("the router could not read the shard's output"))
+            num_tokens = 0
+        if generation.finish_reason is not None:
+            self._dispatcher.receipts.finished(generation)
+        if generation.timeline is not None:
+            generation.timeline.step(output, part, num_tokens, now)
+        if num_tokens:
+            if previous is not None:
+                metrics.tokens_arrived(now - previous, num_tokens)
+            else:
+                metrics.first_token(now - routing.queued_at, generation.num_cached)
+        if part.num_drafted:
+            metrics.speculation_stats(part, num_tokens, generation.request.adapter, generation.digest)
+        if generation.is_over:
+            self._end(link, generation, part, now)
+        elif error:
+            link.remove(part.id, now)
+            self._dispatcher.recovery.on_error(generation, error, part.in_step)
+        return num_tokens
+
+    def _end(self, link: ShardLink, generation: Generation, part: pb.RequestOutput, now: float) -> None:
+        if part.finish_reason:
+            link.remove(part.id, now)
+        elif link.abort(generation, now):  # complete at a stop string, which the shard does not know
+            self._metrics.aborts.add()
+        self._dispatcher.update_gauges()
+        if generation.finish_reason is None:
+            self._metrics.generation_lost("error")
+        if generation.pooled and generation.finish_reason is not None and generation.routing.sent_at is not None:
+            self._metrics.pooled_ended(generation, now - generation.routing.sent_at)
+        if generation.num_generated and generation.routing.sent_at is not None:
+            self._metrics.generation_ended(generation, now - generation.routing.sent_at)
+
+
+class Recovery:
+    """Retries requests whose shard is gone or could not continue them, and limits how long they wait for a shard."""
+
+    def __init__(self, timeout_s: float, dispatcher: Dispatcher) -> None:
+        self._timeout_s = timeout_s
+        self._dispatcher = dispatcher
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there was a shard, there is none now, and one should be back soon."""
+        return self._timer is not None
+
+    def on_all_down(self) -> None:
+        """No shard accepts requests any more."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._on_timeout)
+
+    def on_ready(self) -> None:
+        """A shard accepts requests."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        self._timer = None
+        self._dispatcher.fail_queued()
+
+    def on_disconnect(self, link: ShardLink, lost: list[Generation]) -> None:
+        """A shard is gone, and with it the requests in `lost`, the first one sent first."""
+        for generation in reversed(lost):
+            routing = generation.routing
+            if routing.wire_id in link.step_requests:
+                self._record_crash(generation, PoisonRequest())
+                continue
+            if not routing.has_output:
+                routing.poison_tracker.suspect()
+            self._retry(generation)
+
+    def on_error(self, generation: Generation, error: str, in_step: bool) -> None:
+        """A shard could not continue a request; another may, or the same one in another batch."""
+        log.warning("request_retried", request_id=generation.request.request_id, reason=error[:512])
+        generation.routing.last_error = error[:512]
+        if in_step:
+            self._record_crash(generation, GenerationFailed(error))
+        else:
+            self._retry(generation)
+
+    def _record_crash(self, generation: Generation, error: RouterError) -> None:
+        """A step that computed the request failed. Fail with `error` where the request must be the cause."""
+        tracker = generation.routing.poison_tracker
+        if tracker.record_crash():
+            request_id = generation.request.request_id
+            log.error("request_failed_poison", request_id=request_id, num_crashes=tracker.num_crashes)
+            generation.fail(error)
+        else:
+            self._retry(generation)
+
+    def _retry(self, generation: Generation) -> None:
+        generation.requeue()
+        if generation.finish_reason is not None:
+            self._dispatcher.receipts.finished(generation)
+        if generation.is_over:
+            generation.wake()
+        else:
+            self._dispatcher.retry(generation)

@@ -7,7 +7,6 @@ flows that always have a request waiting. Within a flow, callers take turns by w
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lorikeet.router.turns import Turns
@@ -87,14 +86,17 @@ class FairQueue:
         flow.waiting.put_back(caller, request_id, tokens)
         self._place_of[request_id] = (key, caller)
 
-    def pop(self, fits: Callable[[int], bool]) -> int | None:
-        """Take the next request if it fits. No other one overtakes it otherwise, or large ones would starve."""
+    def first(self) -> int | None:
+        """The next request. No other one may overtake it, or large ones would starve."""
+        flow = self._next_flow()
+        return None if flow is None else flow.waiting.first()[0]
+
+    def pop(self) -> int | None:
+        """Take the next request."""
         flow = self._next_flow()
         if flow is None:
             return None
         request_id, tokens = flow.waiting.first()
-        if not fits(request_id):
-            return None
         flow.waiting.pop()
         flow.deficit -= tokens
         del self._place_of[request_id]

@@ -6,8 +6,8 @@ output that was not read yet is joined into one chunk.
 
 import asyncio
 import time
-from collections.abc import Iterable
-from typing import Protocol, Self
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
@@ -25,16 +25,6 @@ from lorikeet.router.text.tokenizer import Tokenizer
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
 
 
-class GenerationEvents(Protocol):
-    """Receives the events of a generation."""
-
-    def on_cancel(self, generation: "Generation") -> None:
-        """The reader has gone: remove the request from the queue or from its shard."""
-
-    def on_complete(self, generation: "Generation") -> None:
-        """The text is complete."""
-
-
 class Generation:
     """The output stream of one request. Iterate, or call `next()` until a chunk has a finish reason."""
 
@@ -43,9 +33,10 @@ class Generation:
         number: int,
         request: GenerationRequest,
         tokenizer: Tokenizer,
-        events: GenerationEvents,
         timeline: Timeline | None = None,
+        on_cancel: "Callable[[Generation], None] | None" = None,
     ) -> None:
+        """`on_cancel` removes it from where it waits or runs, after its reader has gone."""
         self.request = request
         self.timeline = timeline
         """Where it has been; None where it is not traced."""
@@ -85,7 +76,7 @@ class Generation:
         """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._choose_stops(request, tokenizer)
-        self._events = events
+        self._on_cancel = on_cancel
         self._tokens: list[Token] = []
         self._text = ""
         self._is_mid_step = False
@@ -168,7 +159,8 @@ class Generation:
     def cancel(self) -> None:
         """Stop generating: the reader has gone. Does nothing when the request is over."""
         if not self.is_over:
-            self._events.on_cancel(self)
+            if self._on_cancel is not None:
+                self._on_cancel(self)
             self.fail(GenerationFailed("the request was cancelled"))
 
     def __enter__(self) -> Self:
@@ -209,8 +201,6 @@ class Generation:
             self.last_token_at = now
         if self.finish_reason is None and output.finish_reason:
             self._end(output.finish_reason, output.error)
-        if self.finish_reason is not None:
-            self._events.on_complete(self)
         return num_tokens
 
     def fail(self, error: RouterError) -> None:
@@ -235,8 +225,6 @@ class Generation:
             self._end(pb.FINISH_EOS, "")
         elif self.num_generated >= self.request.max_new_tokens:
             self._end(pb.FINISH_LENGTH, "")
-        if self.finish_reason is not None:
-            self._events.on_complete(self)
 
     def reload(self) -> None:
         """Its adapters are resolved again, before another shard gets it."""

@@ -74,9 +74,7 @@ class ShardListener(Protocol):
 class ShardClient:
     """Keeps one stream to one shard open while `run` runs."""
 
-    def __init__(
-        self, address: str, listener: ShardListener, timeout_s: float = 0.0, access: ShardAccess = OPEN, name: str = ""
-    ) -> None:
+    def __init__(self, address: str, timeout_s: float = 0.0, access: ShardAccess = OPEN, name: str = "") -> None:
         """The stream of a shard whose step takes longer than `timeout_s` is closed; 0 is no limit. `name`: that of
         its certificate, where it is not the address's.
         """
@@ -94,19 +92,18 @@ class ShardClient:
         self._step_timeout_s = timeout_s
         self._num_missed = 0
         self._fault: asyncio.Future[str] | None = None
-        self._listener = listener
         self._outbox: deque[tuple[pb.Command, int]] = deque()
         """Commands that the stream has not taken yet, with an upper bound of their size in bytes."""
         self._wake = asyncio.Event()
         self._stub: shard_pb2_grpc.ShardStub | None = None
         """Stub of the current connection."""
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
+    async def run(self, listener: ShardListener) -> None:
+        """Serve until cancelled. `listener` receives the events of the stream."""
         delay = FIRST_DELAY
         while True:
             self._has_message = False
-            reason = await self._one_connection()
+            reason = await self._one_connection(listener)
             if self._has_message:
                 delay = FIRST_DELAY
             log.warning("shard_unreachable", address=self.address, reason=reason, retry_in_s=round(delay, 2))
@@ -156,7 +153,7 @@ class ShardClient:
         self._outbox.append((command, size))
         self._wake.set()
 
-    async def _one_connection(self) -> str:
+    async def _one_connection(self, listener: ShardListener) -> str:
         """Connect and serve until something fails; return the reason."""
         async with self._access.channel(self.address, self._name, _CHANNEL_OPTIONS) as channel:
             watch: asyncio.Task[None] | None = None
@@ -165,12 +162,12 @@ class ShardClient:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
                 if not await self._until_serving(health):
                     return f"health: {await health.code()}: {await health.details()}"
-                watch = asyncio.create_task(self._follow_health(health))
+                watch = asyncio.create_task(self._follow_health(health, listener))
                 stub = shard_pb2_grpc.ShardStub(channel)
                 info = await stub.Info(pb.InfoRequest(), timeout=10.0, metadata=self._metadata)
-                if incompatible := self._listener.incompatibility(info):
+                if incompatible := listener.incompatibility(info):
                     return incompatible
-                return await self._serve(stub, info)
+                return await self._serve(stub, info, listener)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
             except Exception as error:  # the next connection may not raise it
@@ -212,22 +209,22 @@ class ShardClient:
             self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
         return True
 
-    async def _follow_health(self, health: grpc.aio.UnaryStreamCall) -> None:
+    async def _follow_health(self, health: grpc.aio.UnaryStreamCall, listener: ShardListener) -> None:
         while (reply := await health.read()) is not grpc.aio.EOF:
             self.serving = reply.status == health_pb2.HealthCheckResponse.SERVING
             log.info("shard_health", address=self.address, serving=self.serving)
-            self._listener.on_serving_change()
+            listener.on_serving_change()
         self.serving = False
 
-    async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo) -> str:
+    async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo, listener: ShardListener) -> str:
         """Run one stream from its first message to its end; return why it ended."""
         self._stub = stub
         call = stub.Serve(metadata=self._metadata)
         self._outbox.clear()
         self.connected, self.is_taken_out, self._num_missed = True, False, 0
         self._fault = asyncio.get_running_loop().create_future()
-        self._listener.on_connect(info)
-        reader = asyncio.create_task(self._read(call))
+        listener.on_connect(info)
+        reader = asyncio.create_task(self._read(call, listener))
         others = [asyncio.create_task(self._write(call)), asyncio.create_task(self._check_heartbeat())]
         reason = "the shard closed the stream"
         try:
@@ -247,7 +244,7 @@ class ShardClient:
             for task in (reader, *others):
                 task.cancel()
             call.cancel()
-            self._listener.on_disconnect(reason)
+            listener.on_disconnect(reason)
             await asyncio.gather(reader, *others, return_exceptions=True)
         return reason
 
@@ -269,13 +266,12 @@ class ShardClient:
         if 0 < 1000 * self._step_timeout_s < output.heartbeat.age_ms:
             self._take_out(f"step {output.heartbeat.running_step} takes longer than {self._step_timeout_s:g} s")
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall, listener: ShardListener) -> None:
         """Take messages until the stream ends.
 
         Writing to many clients costs far more than reading a message. So while this process is busy and many readers
         wait, it waits a moment for the next message: outputs of several steps reach each client as one write.
         """
-        listener = self._listener
         woken_at, woken_cpu = time.monotonic(), time.process_time()
         reading = asyncio.ensure_future(call.read())
         try:

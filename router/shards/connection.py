@@ -1,18 +1,16 @@
 """One shard as the dispatcher sees it: its stream, the requests that run on it, its credit and its adapters.
 
-Events of the stream go to the dispatcher. Ids, credit and residency belong to one stream; each new one resets them.
+Ids, credit and residency belong to one stream; each new one resets them.
 """
 
 import asyncio
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.errors import RouterError
-from lorikeet.router.requests.generation import Generation, GenerationEvents
+from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.affinity import AdapterResidency, PrefixIndex
 from lorikeet.router.shards.client import ShardClient
 from lorikeet.router.shards.credentials import ShardAccess
@@ -20,69 +18,20 @@ from lorikeet.router.shards.credit import CreditAccount
 from lorikeet.router.shards.send_timing import SendTiming
 
 
-class RouterEvents(GenerationEvents, Protocol):
-    """Receives all events of requests and shards. The dispatcher implements it; its collaborators call it."""
-
-    def incompatibility(self, info: pb.ShardInfo) -> str:
-        """Why a shard cannot be used, in a sentence; "" if it can."""
-
-    def on_serving_change(self) -> None:
-        """A shard has begun or stopped to accept requests."""
-
-    def on_connect(self, link: "ShardLink") -> None:
-        """A new stream is open."""
-
-    def on_output(self, link: "ShardLink", output: pb.StepOutput) -> int:
-        """One message; returns the number of requests whose readers wait for `on_quiet`."""
-
-    def on_quiet(self) -> None:
-        """No further message is at hand: wake the readers."""
-
-    def on_disconnect(self, link: "ShardLink", lost: list[Generation], reason: str) -> None:
-        """The stream has ended, and with it the requests in `lost`, the first one sent first."""
-
-    def on_membership_change(self) -> None:
-        """Shards have joined or left."""
-
-    def on_admit(self, generation: Generation) -> None:
-        """Its adapters are loaded: queue it. Raises Overloaded."""
-
-    def on_failure(self, generation: Generation, error: RouterError) -> None:
-        """It cannot continue: remove it and fail it."""
-
-    def on_retry(self, generation: Generation) -> None:
-        """Another shard should continue it."""
-
-    def on_recovery_timeout(self) -> None:
-        """No shard has come back in time."""
-
-    def on_end(self) -> None:
-        """A running request has ended."""
-
-    def on_send_time(self, now: float, open_links: set["ShardLink"]) -> None:
-        """Requests may be sent to these shards."""
-
-
 class ShardLink:
     """Keeps one stream to one shard."""
 
-    def __init__(
-        self, index: int, address: str, name: str, access: ShardAccess, config: RouterConfig, events: RouterEvents
-    ) -> None:
+    def __init__(self, index: int, address: str, name: str, access: ShardAccess, config: RouterConfig) -> None:
         """`name` is that of the certificate, where it is not the address's."""
         self.index = index
         self.address = address
-        self.client = ShardClient(address, self, config.step_timeout_s, access, name)
+        self.client = ShardClient(address, config.step_timeout_s, access, name)
         self.info: pb.ShardInfo | None = None
         """None before the first connection."""
         self.running: dict[int, Generation] = {}
         """Running requests by their id on the wire."""
         self.num_by_affinity: Counter[str] = Counter()
         """Number of running requests by their affinity key."""
-        self._events = events
-        self.incompatibility = events.incompatibility
-        self.on_serving_change = events.on_serving_change
-        self.on_quiet = events.on_quiet
         self._stuck_file = config.stuck_files[index] if index < len(config.stuck_files) else ""
         """Created to ask the process that started the shard to kill it, because it hangs."""
         self._reset(num_cached_tokens=0)
@@ -187,23 +136,18 @@ class ShardLink:
         self.send_timing.on_step(now)
         return True
 
-    # ShardListener
-
-    def on_connect(self, info: pb.ShardInfo) -> None:
+    def connect(self, info: pb.ShardInfo) -> None:
+        """A new stream is open: ids and credit of earlier ones are void."""
         self.info = info
         self._reset(info.num_pages * info.page_size if info.prefix_caching else 0)
-        self._events.on_connect(self)
 
-    def on_output(self, output: pb.StepOutput) -> int:
-        return self._events.on_output(self, output)
-
-    def on_disconnect(self, reason: str) -> None:
+    def disconnect(self) -> list[Generation]:
+        """The stream has ended. Returns the requests that ran on it, the first one sent first."""
         self.credit = CreditAccount()
         self.residency = AdapterResidency()
-        self.on_quiet()
         if self.client.is_taken_out and self._stuck_file:
             Path(self._stuck_file).touch()
         lost = list(self.running.values())
         self.running.clear()
         self.num_by_affinity.clear()
-        self._events.on_disconnect(self, lost, reason)
+        return lost

@@ -14,7 +14,7 @@ import structlog
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version, versions_compatible
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.shards.connection import RouterEvents, ShardLink
+from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.credentials import ShardAccess
 
 log = structlog.get_logger()
@@ -31,65 +31,47 @@ def is_fixed(source: str) -> bool:
 
 
 class Members:
-    """Keeps a link, and the task that runs its stream, for every address."""
+    """Keeps a link for every address."""
 
-    def __init__(self, config: RouterConfig, events: RouterEvents) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         """Raises OSError where a file of the credentials cannot be read."""
         self._config = config
-        self._events = events
         self._access = ShardAccess.of(config)
         self._num_made = 0
         self.links: list[ShardLink] = []
         """Changed in place, because others hold it."""
         self._empty_sources: set[str] = set()
         """Sources that listed no address at the last poll."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._polling: asyncio.Task[None] | None = None
         for source in filter(is_fixed, config.shard_addresses):
             self._join(source, "")
 
-    def start(self) -> None:
-        """Begin to connect and to poll; returns at once."""
-        for link in self.links:
-            self._run(link)
-        if not all(map(is_fixed, self._config.shard_addresses)):
-            self._polling = asyncio.create_task(self._poll_forever(), name="members")
-
-    async def stop(self) -> None:
-        """End every stream."""
-        tasks = [*self._tasks.values(), *filter(None, [self._polling])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the addresses never change."""
+        return all(map(is_fixed, self._config.shard_addresses))
 
     def incompatibility(self, info: pb.ShardInfo) -> str:
         """Why a shard cannot be used, in a sentence; "" if it can."""
         return incompatibility(info, next((link.info for link in self.links if link.client.connected), None))
 
-    async def _poll_forever(self) -> None:
-        while True:
-            await self._poll()
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def _poll(self) -> None:
-        """Update the links. One that still serves stays, even when its address is no longer listed."""
-        found: dict[str, str] = {}
+    async def poll(self) -> tuple[list[ShardLink], list[ShardLink]]:
+        """Update the links; returns those that joined and those that left. One that still serves stays, even when its
+        address is no longer listed.
+        """
+        listed: dict[str, str] = {}
         for source in self._config.shard_addresses:
             if is_fixed(source):
-                found[source] = ""
+                listed[source] = ""
             else:
                 addresses = await addresses_of(source)
                 self._log_change(source, is_empty=not addresses)
-                found |= addresses
+                listed |= addresses
         known = {link.address: link for link in self.links}
-        joined = [address for address in found if address not in known]
-        for address in joined:
-            self._run(self._join(address, found[address]))
-        left = [link for address, link in known.items() if address not in found and not link.client.connected]
+        joined = [self._join(address, name) for address, name in listed.items() if address not in known]
+        left = [link for address, link in known.items() if address not in listed and not link.client.connected]
         for link in left:
-            await self._leave(link)
-        if joined or left:
-            self._events.on_membership_change()
+            self.links.remove(link)
+        return joined, left
 
     def _log_change(self, source: str, is_empty: bool) -> None:
         if is_empty != (source in self._empty_sources):
@@ -97,20 +79,10 @@ class Members:
             log.warning("shards_not_found" if is_empty else "shards_found_again", source=source)
 
     def _join(self, address: str, name: str) -> ShardLink:
-        link = ShardLink(self._num_made, address, name, self._access, self._config, self._events)
+        link = ShardLink(self._num_made, address, name, self._access, self._config)
         self._num_made += 1
         self.links.append(link)
         return link
-
-    def _run(self, link: ShardLink) -> None:
-        self._tasks[link.address] = asyncio.create_task(link.client.run(), name=f"shard {link.index}")
-
-    async def _leave(self, link: ShardLink) -> None:
-        self.links.remove(link)
-        task = self._tasks.pop(link.address)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        log.info("shard_left", address=link.address)
 
 
 async def addresses_of(source: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "a shard crash is not counted for the requests of its step",
-        "router/dispatch/recovery.py",
+        "router/dispatch/dispatcher.py",
         "if routing.wire_id in link.step_requests:",
         "if routing.wire_id in ():",
         f"{LOST_TEST}::test_a_cleared_request_survives_any_number_of_crashes",

@@ -14,8 +14,8 @@ import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch import dispatcher, send_loop
-from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.dispatch import dispatcher
+from lorikeet.router.dispatch.dispatcher import Dispatcher, ShardStream
 from lorikeet.router.requests import generation
 from lorikeet.router.shards import client as shard_client
 from lorikeet.router.shards.connection import ShardLink
@@ -28,7 +28,7 @@ from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, send_loop, shard_client, shard_engine, shard_codec)
+CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, shard_client, shard_engine, shard_codec)
 TURNS = 6
 """Iterations of the loop after which nothing is left to run at the same time."""
 
@@ -74,9 +74,12 @@ class Post(Outbox):
 class Shard:
     """A shard that can be restarted, and the link to it."""
 
-    def __init__(self, link: ShardLink, setup: Setup, before_step: Callable[["Shard", list[int]], None]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, link: ShardLink, setup: Setup, before_step: Callable[["Shard", list[int]], None]
+    ) -> None:
         """`before_step` is called with the wire ids of a step, and may raise."""
         self.link = link
+        self.stream = ShardStream(dispatcher, link)
         self.rig: Rig | None = None
         """None while it does not run."""
         self.begun: list[int] = []
@@ -107,7 +110,7 @@ class Shard:
         client._outbox.clear()
         client.connected = client.serving = True
         client.is_taken_out = False
-        self.link.on_connect(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
+        self.stream.on_connect(pb.ShardInfo(num_pages=setup.num_pages, page_size=setup.page_size, prefix_caching=True))
         self.rig.engine.step()
         self.say()
 
@@ -116,7 +119,7 @@ class Shard:
         self.rig = None
         self.link.client.connected = self.link.client.serving = False
         self.link.client.is_taken_out = is_taken_out
-        self.link.on_disconnect("gone")
+        self.stream.on_disconnect("gone")
 
     def drain(self) -> None:
         """Shut down: running requests finish, new ones are rejected."""
@@ -153,9 +156,9 @@ class Shard:
         if update.step_requests is not None:
             self.reported = update.step_requests
         for message in write_update(update, pb.Heartbeat()):
-            self.link.on_output(pb.StepOutput.FromString(message.SerializeToString()))
+            self.stream.on_output(pb.StepOutput.FromString(message.SerializeToString()))
         self.rig.outbox.sent(EPOCH, update)
-        self.link.on_quiet()
+        self.stream.on_quiet()
 
     def _scheduled(self) -> list[ScheduledRequest]:
         assert self.rig is not None
@@ -177,7 +180,7 @@ class Unwired:
         self.loop = Loop(self.clock)
         addresses = tuple(f"unix:nowhere-{index}" for index in range(num_shards))
         self.dispatcher = Dispatcher(RouterConfig("model", ".", addresses), tokenizer)
-        self.shards = [Shard(link, setup, before_step) for link in self.dispatcher.links]
+        self.shards = [Shard(self.dispatcher, link, setup, before_step) for link in self.dispatcher.links]
 
     def do(self, what: Callable[..., Any], *arguments: Any, seconds: float = 0.001, **words: Any) -> Any:
         """Call within the loop, advance the clock, and run all callbacks that are due."""

@@ -148,7 +148,7 @@ async def test_batches_stay_within_the_credit(tmp_path: Path) -> None:
 
         here.shard._model.on_command = watch
         made = [here.dispatcher.submit(request(2 + index % 5)) for index in range(60)]
-        assert len(here.dispatcher._queue) > 0
+        assert len(here.dispatcher.queue) > 0
         texts = await asyncio.gather(*(ids_of(generation) for generation in made))
         assert [len(ids) for ids in texts] == [2 + index % 5 for index in range(60)]
         assert most <= 7
@@ -170,7 +170,7 @@ async def test_a_shard_where_all_wait_for_adapters_gets_the_next_request_at_once
         await here.until(lambda: here.shard.is_held)
         (link,) = here.dispatcher.links
         parked = pb.StepOutput(credit=pb.Credit(num_requests=9, num_kv_tokens=999, acknowledged=1), load=pb.Load())
-        link.on_output(parked)
+        here.dispatcher.on_output(link, parked)
         second = here.dispatcher.submit(request())
         await here.until(lambda: here.batches == [1, 1])
         here.shard.may_end.set()
@@ -235,11 +235,11 @@ async def test_cancelled_requests_leave_no_trace(tmp_path: Path) -> None:
     async with stage(tmp_path, SimulatedModel(max_running=2)) as here:
         made = [here.dispatcher.submit(request(100_000)) for _ in range(6)]
         await made[0].next()
-        assert len(here.dispatcher._queue) == 4
+        assert len(here.dispatcher.queue) == 4
         for generation in made:
             generation.cancel()
             generation.cancel()
-        assert len(here.dispatcher._queue) == 0
+        assert len(here.dispatcher.queue) == 0
         await here.idle()
         assert sorted(here.shard.aborted_ids) == [1, 2]
         with pytest.raises(GenerationFailed):
@@ -311,7 +311,7 @@ async def test_malformed_output_fails_one_request(tmp_path: Path) -> None:
         broken, sound = (here.dispatcher.submit(request(20, logprobs=listed)) for _ in range(2))
         await sound.next()
         nonsense = pb.RequestOutput(id=broken.routing.wire_id, token_ids=[200], alternative_ids=[1, 2], logprobs=[-1.0])
-        here.dispatcher.links[0].on_output(pb.StepOutput(outputs=[nonsense]))
+        here.dispatcher.on_output(here.dispatcher.links[0], pb.StepOutput(outputs=[nonsense]))
         with pytest.raises(GenerationFailed, match="could not read"):
             await ids_of(broken)
         await ids_of(sound)

@@ -23,10 +23,6 @@ QUANTUM = 16
 KEYS = ["", "a", "b", "c"]
 
 
-def anything(request_id: int) -> bool:
-    return True
-
-
 class QueueMachine(RuleBasedStateMachine):
     """Random arrivals, departures, cancellations and charges, compared with a list per key."""
 
@@ -53,7 +49,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def pop(self) -> None:
-        found = self.queue.pop(anything)
+        found = self.queue.pop()
         if found is None:
             assert not any(self.waiting.values())
             return
@@ -74,16 +70,11 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def pop_without_room(self) -> None:
         """A request that does not fit stays the next one."""
-        tried: list[int] = []
-
-        def nothing(request_id: int) -> bool:
-            tried.append(request_id)
-            return False
-
-        assert self.queue.pop(nothing) is None
-        if tried:
-            found = self.queue.pop(anything)
-            assert found == tried[0]
+        first = self.queue.first()
+        assert first == self.queue.first()
+        if first is not None:
+            found = self.queue.pop()
+            assert found == first
             key = next(key for key, ids in self.waiting.items() if found in ids)
             assert self.waiting[key].pop(0) == found
 
@@ -116,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Whatever happened, everything that waits leaves."""
         while any(self.waiting.values()):
             self.pop()
-        assert self.queue.pop(anything) is None
+        assert self.queue.pop() is None
 
 
 def test_random_lives_of_a_queue() -> None:
@@ -151,7 +142,7 @@ def test_charged_tokens_follow_the_weights_at_any_time(data: st.DataObject, weig
     # One turn's quantum, the request that a key may be short of, and what was charged after the fact.
     bound = QUANTUM + 3 * most / lightest
     for _ in range(60):
-        found = queue.pop(anything)
+        found = queue.pop()
         assert found is not None
         key = key_of[found]
         emitted = data.draw(st.integers(0, most))
@@ -167,7 +158,7 @@ def test_a_flood_does_not_starve_a_trickle() -> None:
     for request_id in range(500):
         queue.push("flood", request_id, 10)
     queue.push("trickle", 1000, 10)
-    assert 1000 in [queue.pop(anything) for _ in range(5)]
+    assert 1000 in [queue.pop() for _ in range(5)]
 
 
 def test_flows_of_short_requests_alternate_often() -> None:
@@ -177,7 +168,7 @@ def test_flows_of_short_requests_alternate_often() -> None:
         queue.push("light", 1000 + request_id, 32)
     keys = []
     for _ in range(120):
-        found = queue.pop(anything)
+        found = queue.pop()
         assert found is not None
         keys.append("heavy" if found < 1000 else "light")
         queue.charge(keys[-1], 16)
@@ -193,7 +184,7 @@ def test_emitted_tokens_count() -> None:
         queue.push("short", 1000 + request_id, 10)
     sent = {"long": 0, "short": 0}
     for _ in range(500):
-        found = queue.pop(anything)
+        found = queue.pop()
         assert found is not None
         key = "long" if found < 1000 else "short"
         sent[key] += 1
@@ -206,28 +197,28 @@ def test_idle_flows_keep_debt_but_no_credit() -> None:
     for request_id in range(100):
         queue.push("steady", request_id, QUANTUM)
     for _ in range(20):
-        queue.pop(anything)
+        queue.pop()
     for request_id in range(100, 200):
         queue.push("late", request_id, QUANTUM)
-    sent = [queue.pop(anything) for _ in range(20)]
+    sent = [queue.pop() for _ in range(20)]
     late = sum(1 for request_id in sent if request_id is not None and request_id >= 100)
     assert 9 <= late <= 11
     # A key that owes much waits, also when its queue ran empty in between.
     queue = FairQueue(max_waiting=100, quantum=QUANTUM)
     queue.push("debtor", 0, 1)
-    queue.pop(anything)
+    queue.pop()
     queue.charge("debtor", 50 * QUANTUM)
     queue.push("debtor", 1, 1)
     for request_id in range(10, 60):
         queue.push("other", request_id, QUANTUM)
-    assert 1 not in [queue.pop(anything) for _ in range(40)]
+    assert 1 not in [queue.pop() for _ in range(40)]
 
 
 def test_idle_flows_are_dropped() -> None:
     queue = FairQueue(max_waiting=10, quantum=QUANTUM)
     for index in range(1000):
         queue.push(f"adapter {index}", index, 1)
-    while queue.pop(anything) is not None:
+    while queue.pop() is not None:
         pass
     queue.forget_idle()
     assert not queue._flows
@@ -242,10 +233,10 @@ def test_of_requeued_requests_the_last_one_goes_first() -> None:
     queue = FairQueue(max_waiting=9)
     for request_id in (1, 2, 3):
         queue.push("key", request_id, 5)
-    assert [queue.pop(anything), queue.pop(anything)] == [1, 2]
+    assert [queue.pop(), queue.pop()] == [1, 2]
     queue.requeue("key", 2, 6)
     queue.requeue("key", 1, 6)
-    assert [queue.pop(anything) for _ in range(4)] == [1, 2, 3, None]
+    assert [queue.pop() for _ in range(4)] == [1, 2, 3, None]
 
 
 def test_a_caller_s_flood_does_not_starve_another_caller_of_the_same_adapter() -> None:
@@ -254,7 +245,7 @@ def test_a_caller_s_flood_does_not_starve_another_caller_of_the_same_adapter() -
         queue.push("adapter", request_id, 10, caller="flood")
     for request_id in range(1000, 1005):
         queue.push("adapter", request_id, 10, caller="other")
-    assert sum((queue.pop(anything) or 0) >= 1000 for _ in range(11)) == 5
+    assert sum((queue.pop() or 0) >= 1000 for _ in range(11)) == 5
 
 
 def test_output_tokens_count_for_their_caller() -> None:
@@ -264,7 +255,7 @@ def test_output_tokens_count_for_their_caller() -> None:
         queue.push("", 1000 + request_id, 10, caller="short")
     sent = {"long": 0, "short": 0}
     for _ in range(100):
-        caller = "long" if (queue.pop(anything) or 0) < 1000 else "short"
+        caller = "long" if (queue.pop() or 0) < 1000 else "short"
         sent[caller] += 1
         queue.charge("", 90 if caller == "long" else 0, caller)
     assert 7 * sent["long"] < sent["short"] < 13 * sent["long"]
@@ -274,7 +265,7 @@ def test_a_request_that_comes_back_is_its_caller_s_first() -> None:
     queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
     for request_id in range(4):
         queue.push("", request_id, 10, caller="a")
-    assert queue.pop(anything) == 0
+    assert queue.pop() == 0
     queue.requeue("", 0, 12, caller="a")
     queue.push("", 9, 10, caller="b")
-    assert [queue.pop(anything) for _ in range(5)] == [0, 9, 1, 2, 3]
+    assert [queue.pop() for _ in range(5)] == [0, 9, 1, 2, 3]

@@ -224,7 +224,7 @@ async def test_only_the_request_that_crashes_shards_fails(tmp_path: Path) -> Non
             lambda: link.step_requests == {poison.routing.wire_id, other.routing.wire_id}
         )  # as reported by the shard itself
         alone = pb.StepRequests(ids=[poison.routing.wire_id])
-        link.on_output(pb.StepOutput(step_requests=alone))
+        here.dispatcher.on_output(link, pb.StepOutput(step_requests=alone))
         await here.end(0)
         with pytest.raises(PoisonRequest):
             await ids_of(poison)
@@ -265,7 +265,7 @@ async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> N
                 retryable=True,
                 in_step=computed,
             )
-            link.on_output(pb.StepOutput(outputs=[error]))
+            here.dispatcher.on_output(link, pb.StepOutput(outputs=[error]))
             shard.may_end.set()
 
         await made.next()
@@ -291,7 +291,7 @@ async def test_a_lost_finish_reason_is_derived_from_the_tokens(tmp_path: Path) -
         await here.until(lambda: shard.num_running == 2)
         outputs = [pb.RequestOutput(id=full.routing.wire_id, token_ids=[200, 201], step_ends=b"\1\1")]
         outputs.append(pb.RequestOutput(id=ended.routing.wire_id, token_ids=[200, 1], step_ends=b"\1\1"))
-        here.dispatcher.links[0].on_output(pb.StepOutput(outputs=outputs))
+        here.dispatcher.on_output(here.dispatcher.links[0], pb.StepOutput(outputs=outputs))
         shard.may_end.set()
         await here.end(0)
         reasons = [[chunk.finish_reason async for chunk in each][-1] for each in (full, ended)]

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import Mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -87,7 +86,7 @@ class Submitted:
 
 def undisturbed(request: GenerationRequest) -> Submitted:
     """The request alone, token by token."""
-    made = Generation(0, request, TOKENIZER, Mock())
+    made = Generation(0, request, TOKENIZER)
     stop_ids = (frozenset[int]() if request.ignore_eos else EOS_IDS) | set(request.stop_token_ids)
     sampling = request.sampling
     case = Case(
@@ -292,7 +291,7 @@ class ResumptionMachine(RuleBasedStateMachine):
         places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
         assert {id(each) for each in places} == {id(submitted.generation) for submitted in self.living}
         assert len(places) == len(self.living) == dispatcher.num_active
-        assert len(dispatcher._queue) == len(dispatcher._queued)
+        assert len(dispatcher.queue) == len(dispatcher._queued)
         for link in dispatcher.links:
             assert all(
                 (each.routing.shard_address, each.routing.wire_id) == (link.address, wire_id)
@@ -325,7 +324,7 @@ class ResumptionMachine(RuleBasedStateMachine):
     def clean(self) -> None:
         assert all(reader.done() for reader in self.readers)
         assert not any(submitted.generation.timers for submitted in self.all)
-        assert not self.dispatcher._delivery.num_updated and not len(self.dispatcher._queue)
+        assert not self.dispatcher._delivery.num_updated and not len(self.dispatcher.queue)
         for shard in self.shards:
             for _ in range(2):
                 if shard.is_there:

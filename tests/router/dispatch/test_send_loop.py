@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import uvloop
 
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.dispatch.send_loop import SendLoop
+from lorikeet.router.dispatch.dispatcher import Dispatcher, SendLoop
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -20,9 +19,8 @@ def test_a_timer_that_is_almost_due_fires(tmp_path: Path) -> None:
     async def run() -> list[float]:
         dispatcher = Dispatcher(RouterConfig("model", str(tmp_path), ("unix:nowhere",)), Tokenizer(byte_level()))
         sent: list[float] = []
-        events = Mock(on_send_time=lambda now, links: sent.append(now))
-        dispatcher._queue.push("", 1, 1)
-        send_loop = SendLoop(dispatcher.links, dispatcher._queue, events)
+        dispatcher.queue.push("", 1, 1)
+        send_loop = SendLoop(Mock(queue=dispatcher.queue, links=[], send=lambda now, links: sent.append(now)))
         begun = time.monotonic()
         for seconds in (0.03, 0.0001, 0.0002, 0.06):
             send_loop._send_at(begun + seconds)

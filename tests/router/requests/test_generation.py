@@ -31,14 +31,8 @@ class Fed:
     def __init__(self, tokenizer: Tokenizer, **fields: Any) -> None:
         self.cancelled: list[Generation] = []
         request = GenerationRequest(**{"prompt_ids": [40, 41], "max_new_tokens": 100, **fields})
-        self.generation = Generation(1, request, tokenizer, self)
+        self.generation = Generation(1, request, tokenizer, on_cancel=self.cancelled.append)
         self.backend = tokenizer.vocabulary.backend
-
-    def on_cancel(self, generation: Generation) -> None:
-        self.cancelled.append(generation)
-
-    def on_complete(self, generation: Generation) -> None:
-        """Not recorded."""
 
     def ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from itertools import pairwise
-from unittest.mock import Mock
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_accounts_hold(seed: int) -> None:
     ids = [backend.encode(letter).ids[0] for letter in LETTERS]
     speculation = Speculation(Method.AUTO, 5)
     request = GenerationRequest([40], 500, stop_strings=(stop,) if stop else (), speculation=speculation)
-    generation = Generation(1, request, tokenizer, Mock())
+    generation = Generation(1, request, tokenizer)
     prefill = ([ids[0]], [pb.SOURCE_PREFILL], [0] * len(DRAFTS))
     steps = [prefill, *(step(draw, ids[1:]) for _ in range(draw.randint(1, 30)))]
     cuts = sorted({0, len(steps), *(draw.randint(0, len(steps)) for _ in range(draw.randint(0, 12)))})

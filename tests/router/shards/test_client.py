@@ -78,8 +78,8 @@ async def listened(address: str, seconds: float) -> Listener:
     command = [sys.executable, "-m", "tests.router.simulated_shard", address, "--step-ms", "2" if seconds else "10"]
     shard = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     listener = Listener(seconds)
-    listener.client = ShardClient(address, listener)
-    running = asyncio.create_task(listener.client.run())
+    listener.client = ShardClient(address)
+    running = asyncio.create_task(listener.client.run(listener))
     try:
         async with asyncio.timeout(60):
             await listener.ended.wait()
@@ -98,7 +98,7 @@ async def test_the_reason_for_no_connection_is_logged_once(
     with socket.socket() as bound:  # without listening
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        running = asyncio.create_task(ShardClient(address, Listener(0.0)).run())
+        running = asyncio.create_task(ShardClient(address).run(Listener(0.0)))
         await asyncio.sleep(1.0)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -111,14 +111,14 @@ async def test_the_reason_for_no_connection_is_logged_once(
 async def test_an_error_of_the_health_watch_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def follow(self: ShardClient, health: object) -> None:
+    async def follow(self: ShardClient, health: object, listener: Listener) -> None:
         raise KeyError("broken")
 
     monkeypatch.setattr(ShardClient, "_follow_health", follow)
     listener, address = Listener(0), f"unix:{tmp_path}/shard.sock"
     server, _, steps = await simulated_shard.start(address, SimulatedModel(0.005, 4))
-    listener.client = ShardClient(address, listener)
-    running = asyncio.create_task(listener.client.run())
+    listener.client = ShardClient(address)
+    running = asyncio.create_task(listener.client.run(listener))
     try:
         async with asyncio.timeout(20):
             await listener.ended.wait()
@@ -141,7 +141,7 @@ async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
     """Else it connects again, to a shard that may never come, and whoever cancelled it waits."""
     is_ending = asyncio.Event()
 
-    async def follow(self: ShardClient, health: object) -> None:
+    async def follow(self: ShardClient, health: object, listener: Listener) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -151,8 +151,8 @@ async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
     monkeypatch.setattr(ShardClient, "_follow_health", follow)
     listener, address = Listener(0), f"unix:{tmp_path}/shard.sock"
     server, _, steps = await simulated_shard.start(address, SimulatedModel(0.005, 4))
-    listener.client = ShardClient(address, listener)
-    running = asyncio.create_task(listener.client.run())
+    listener.client = ShardClient(address)
+    running = asyncio.create_task(listener.client.run(listener))
     try:
         async with asyncio.timeout(20):
             await listener.ended.wait()

@@ -136,8 +136,8 @@ class ShardMessagesMachine(RuleBasedStateMachine):
         for choice, part in parts:
             part.id = wire_ids[choice % len(wire_ids)]
             head.outputs.append(part)
-        self.fleet.do(link.on_output, head)
-        self.fleet.do(link.on_quiet)
+        self.fleet.do(self.dispatcher.on_output, link, head)
+        self.fleet.do(self.dispatcher.on_quiet)
 
     @rule(
         index=st.integers(0, 1),
@@ -160,8 +160,8 @@ class ShardMessagesMachine(RuleBasedStateMachine):
         except DecodeError:
             return
         if self.dispatcher.links[index].client.connected:
-            self.fleet.do(self.dispatcher.links[index].on_output, changed)
-            self.fleet.do(self.dispatcher.links[index].on_quiet)
+            self.fleet.do(self.dispatcher.on_output, self.dispatcher.links[index], changed)
+            self.fleet.do(self.dispatcher.on_quiet)
 
     @rule(index=st.integers(0, 1), is_taken_out=st.booleans())
     def ends_there(self, index: int, is_taken_out: bool) -> None:
