@@ -10,15 +10,15 @@ HERE = Path(__file__).parent
 
 def runnable() -> dict[str, str]:
     """The first sentence of each module that can be run, by its name."""
-    found = {}
+    sentences = {}
     for path in sorted(HERE.rglob("*.py")):
         if any(part.startswith(".") for part in path.relative_to(HERE).parts):
             continue  # it belongs to another server's environment
         text = path.read_text()
         if '__name__ == "__main__"' in text and path != Path(__file__):
             name = ".".join(path.relative_to(HERE.parent).with_suffix("").parts).removesuffix(".__main__")
-            found[name] = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].replace("\n", " ")
-    return found
+            sentences[name] = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].replace("\n", " ")
+    return sentences
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks.serving import (
 from benchmarks.speculation import counts, heads, history, learning, lookup, speed
 from tests.endurance import faults
 
-most = partial(Figure, at_least=False)
+at_most = partial(Figure, at_least=False)
 embedded = partial(Suite, model="embedded model", dtype="float32")
 embedded_bf16 = partial(embedded, dtype="bfloat16")
 large = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
@@ -53,8 +53,8 @@ def _closed(clients: int) -> Suite:
         Figure(f"share of the machine's limit, {_clients(clients)}", closed_loop.share_of_limit, TARGET_SHARE[clients]),
         Figure(f"throughput over vLLM, {_clients(clients)}", partial(speedup, OURS, VLLM), OVER_VLLM[clients],
                unit="×"),
-        most(f"time to first token over vLLM's, {_clients(clients)}", partial(first_token, OURS, VLLM),
-             FIRST_TOKEN_OVER_VLLM.get(clients)),
+        at_most(f"time to first token over vLLM's, {_clients(clients)}", partial(first_token, OURS, VLLM),
+                FIRST_TOKEN_OVER_VLLM.get(clients)),
     )  # fmt: skip
     return large(
         f"closed-{clients}", partial(closed_loop.measure, clients), closed_loop.ROUNDS, figures, void=closed_loop.void,
@@ -74,9 +74,9 @@ SERVING = (
           (Figure("throughput over transformers continuous batching", transformers_peer.over_transformers, 4.0,
                   unit="×"),), peer="transformers"),
     embedded_bf16("start", start.measure, start.ROUNDS,
-                  (most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),)),
+                  (at_most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),)),
     large("overload", overload.measure, overload.ROUNDS,
-          (most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
+          (at_most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
            Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9))),
 )  # fmt: skip
 """Whole servers."""
@@ -85,8 +85,8 @@ ROUTER = (
     simulated("router", router.measure, router.ROUNDS,
               (Figure("router throughput, 256 streams", partial(raw_value, "tokens_per_second"), 40_000,
                       unit="tokens/s"),
-               most("time to first token added by the router, 64 clients", router.added_first_token_ms, 5.0,
-                    unit="ms"))),
+               at_most("time to first token added by the router, 64 clients", router.added_first_token_ms, 5.0,
+                       unit="ms"))),
     simulated("router-shards", router.measure_shards, router.ROUNDS,
               (Figure("throughput of one router over four shards, of four times one", router.share, 0.9),),
               model="simulated shards"),
@@ -102,11 +102,11 @@ ADAPTERS = (
           (Figure("8 adapters on all linears over the base, both int8", partial(speedup, "all", "base"), 0.80),),
           dtype="int8"),
     large("adapters-ranks", cost.mixed_ranks, cost.ROUNDS,
-          (most("time per token of a LoRA of rank 8 next to others of rank 64, over next to others of rank 8",
-                cost.small_over_alone, 1.05),)),
+          (at_most("time per token of a LoRA of rank 8 next to others of rank 64, over next to others of rank 8",
+                   cost.small_over_alone, 1.05),)),
     large("alora-first-token", activated.measure, activated.ROUNDS,
-          (most("time to first token of an activated LoRA over the base model, after 2048 tokens",
-                partial(activated.ratio, activated.ACTIVATED, activated.BASE), 1.15),
+          (at_most("time to first token of an activated LoRA over the base model, after 2048 tokens",
+                   partial(activated.ratio, activated.ACTIVATED, activated.BASE), 1.15),
            Figure("time to first token of the same weights as LoRA over activated LoRA, after 2048 tokens",
                   partial(activated.ratio, activated.PLAIN, activated.ACTIVATED), 20.0, unit="×"))),
     large("alora-mixed", activated.mixed, activated.MIXED_ROUNDS,
@@ -118,21 +118,22 @@ ADAPTERS = (
           (Figure("throughput over vLLM, 8 adapters", partial(speedup, OURS, VLLM), 6.0, unit="×"),),
           peer=VLLM_ON_CPU),
     large("adapters-loading", loading.measure, loading.ROUNDS,
-          (most("p99 time between tokens while 64 adapters load, over without", loading.active, 1.1),
-           most("p99 time between tokens while 64 adapters are requested at once, over without",
-                loading.active_at_once),
-           most("loading 64 adapters on an idle shard, over reading and checking them", loading.over_plain, 2.0),
-           most("longest wait for an adapter while both cores are busy", loading.longest_wait, 5.0, unit="s",
-                over=Over.WORST))),
+          (at_most("p99 time between tokens while 64 adapters load, over without", loading.active, 1.1),
+           at_most("p99 time between tokens while 64 adapters are requested at once, over without",
+                   loading.active_at_once),
+           at_most("loading 64 adapters on an idle shard, over reading and checking them", loading.over_plain, 2.0),
+           at_most("longest wait for an adapter while both cores are busy", loading.longest_wait, 5.0, unit="s",
+                   over=Over.WORST))),
     large("adapters-tiers", tiers.measure, tiers.ROUNDS,
-          (most("time to first token, adapter in host memory over resident", partial(tiers.over_resident, "host"), 1.3),
-           most("time to first token, adapter on disk over resident", partial(tiers.over_resident, "disk"), 3.0),
-           most("time to first token, adapter on disk over host memory", tiers.disk_over_host, 1.3))),
+          (at_most("time to first token, adapter in host memory over resident", partial(tiers.over_resident, "host"),
+                   1.3),
+           at_most("time to first token, adapter on disk over resident", partial(tiers.over_resident, "disk"), 3.0),
+           at_most("time to first token, adapter on disk over host memory", tiers.disk_over_host, 1.3))),
     large("adapters-flood", fairness.flood, fairness.FLOOD_ROUNDS,
-          (most("p99 time to first token of other adapters during a flood, over without", fairness.others_wait, 1.5,
-                over=Over.POOLED),)),
+          (at_most("p99 time to first token of other adapters during a flood, over without", fairness.others_wait, 1.5,
+                   over=Over.POOLED),)),
     large("adapters-weights", fairness.weights, fairness.ROUNDS,
-          (most("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3),)),
+          (at_most("distance of the token ratio from weights 3 and 1", fairness.off_weight, 0.3),)),
     *(
         large(f"adapters-goodput-{count}", partial(goodput.measure, count), 1,
               (Figure(f"highest request rate with {count} adapters, a fifth of them in memory, over all in memory",
@@ -168,8 +169,8 @@ SPECULATION = (
     embedded("speculation-copied", counts.copied, len(counts.LOOKUP_WIDTHS),
              (Figure("tokens per step of prompt lookup over LoRAX's rule, copied texts", counts.over_lorax, 1.08,
                      over=Over.WORST),
-              most("rows drafted by prompt lookup over LoRAX's rule, copied texts", counts.rows_over_lorax, 0.9,
-                   over=Over.WORST),
+              at_most("rows drafted by prompt lookup over LoRAX's rule, copied texts", counts.rows_over_lorax, 0.9,
+                      over=Over.WORST),
               Figure("tokens per step of prompt lookup, copied texts", counts.tau, 2.53, over=Over.WORST))),
     embedded("speculation-uncopied", counts.uncopied, counts.NUM_UNCOPIED,
              (Figure("tokens per step of prompt lookup, median of other kinds of text", counts.tau, unit="tokens"),)),
@@ -182,20 +183,20 @@ SPECULATION = (
     embedded("learning-switch", learning.measure, 1,
              (Figure("tokens per step of heads learned while serving over those trained offline, traffic switched",
                      learning.over_offline, 0.85, over=Over.WORST),
-              most("p99 time per token with learning over without, half of capacity", learning.p99_ratio, 1.05,
-                   over=Over.WORST),
+              at_most("p99 time per token with learning over without, half of capacity", learning.p99_ratio, 1.05,
+                      over=Over.WORST),
               Figure("throughput with learning over without, half of capacity",
                      partial(speedup, learning.ON, learning.OFF), 0.97, over=Over.WORST),
-              most("texts that learning changed", partial(raw_value, "differing_texts"), 0.0, over=Over.WORST),
+              at_most("texts that learning changed", partial(raw_value, "differing_texts"), 0.0, over=Over.WORST),
               Figure("processor that trainings got", learning.trainer_share, over=Over.WORST))),
     large("speculation-speed", speed.measure, speed.ROUNDS,
-          (most("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15),
-           most("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30),
-           most("draft token over a step, over the ratio of weights", speed.cost_over_bytes, 1.5),
+          (at_most("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15),
+           at_most("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30),
+           at_most("draft token over a step, over the ratio of weights", speed.cost_over_bytes, 1.5),
            Figure("speed-up over what acceptance and costs allow, 1 request", partial(speed.efficiency, 1), 0.90),
            Figure("speed-up over what acceptance and costs allow, 8 requests", partial(speed.efficiency, 8), 0.85),
            Figure("speed-up over the ideal of free verification, 1 request", speed.efficiency_of_bytes, 0.75),
-           most("8-grams repeated in the timed texts", speed.repeated, 0.2, over=Over.WORST))),
+           at_most("8-grams repeated in the timed texts", speed.repeated, 0.2, over=Over.WORST))),
     *(suite for load in speed.LOADS for suite in _schedule(load)),
     embedded("speculation-lookup", lookup.measure, lookup.ROUNDS,
              (Figure("throughput with prompt lookup over without, copy-heavy adapter",
@@ -207,9 +208,9 @@ SPECULATION = (
              (Figure("throughput over vLLM with n-grams, copy-heavy adapter", partial(speedup, OURS, VLLM), 2.0,
                      unit="×"),), dtype="bfloat16", peer=VLLM_ON_CPU),
     large("speculation-heads-cost", heads.measure, heads.ROUNDS,
-          (most("step with three Medusa heads over a plain one", partial(heads.over_plain, "one"), 1.10),
-           most("step of four requests with four sets of heads over a plain one", partial(heads.over_plain, "four"),
-                1.15))),
+          (at_most("step with three Medusa heads over a plain one", partial(heads.over_plain, "one"), 1.10),
+           at_most("step of four requests with four sets of heads over a plain one", partial(heads.over_plain, "four"),
+                   1.15))),
 )  # fmt: skip
 
 
@@ -217,8 +218,8 @@ def _pauses(kind: str, what: str, target: float | None) -> Suite:
     num_faults = pauses.FAULTS[kind]
     return embedded_bf16(
         f"recovery-{kind}", partial(pauses.measure, kind), num_faults // pauses.PER_CASE,
-        (most(f"longest pause of a stream, {what.format(num_faults)}", faults.longest_gap, target, unit="s",
-              over=Over.WORST),),
+        (at_most(f"longest pause of a stream, {what.format(num_faults)}", faults.longest_gap, target, unit="s",
+                 over=Over.WORST),),
     )  # fmt: skip
 
 
@@ -230,12 +231,12 @@ RECOVERY = (
 
 GRAMMAR = (
     large("grammar-steps", constrained.steps, constrained.ROUNDS,
-          (most("step with 8 constrained requests over 8 others", constrained.over_plain, 1.06),)),
+          (at_most("step with 8 constrained requests over 8 others", constrained.over_plain, 1.06),)),
     large("grammar-first", constrained.first_tokens, constrained.ROUNDS,
-          (most("time to first token with a new schema over without", constrained.over_plain, 1.15),)),
+          (at_most("time to first token with a new schema over without", constrained.over_plain, 1.15),)),
     large("grammar-neighbours", constrained.neighbours, constrained.ROUNDS,
-          (most("p99 time between tokens next to schemas that use up their limit, over without",
-                constrained.p99_over_calm, 1.1, over=Over.POOLED),)),
+          (at_most("p99 time between tokens next to schemas that use up their limit, over without",
+                   constrained.p99_over_calm, 1.1, over=Over.POOLED),)),
     large("grammar-peer", structured.measure, structured.ROUNDS,
           (Figure("structured output over vLLM, 8 clients with 8 schemas", structured.over_vllm, 1.3, unit="×"),
            Figure("valid share of finished outputs, Lorikeet", partial(structured.valid_share, OURS), 1.0,

@@ -18,7 +18,7 @@ from benchmarks.figures import SUITES
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 """Between these README has generated figures."""
 README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "benchmarks.md"
-MOST_REASON = 400
+MAX_REASON = 400
 """Maximum characters of a reason, of its first line."""
 SHOWN = (
     "share of the machine's limit, 8 clients",
@@ -61,7 +61,7 @@ def cells(result: Result, machines: Mapping[str, str]) -> list[str]:
         "–" if low == high else f"{number(low)} – {number(high)}",
         "–" if result["target"] is None else f"{sign} {number(result['target'])}",
         "measured" if result["target"] is None and result["status"] == "holds" else result["status"],
-        ", ".join(each for each in (result["model"], result["dtype"]) if each) or "–",
+        ", ".join(part for part in (result["model"], result["dtype"]) if part) or "–",
         result["peer"] or "–",
         machines[_machine(result["machine"])],
         result["date"][:10],
@@ -80,24 +80,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def page(known: Mapping[str, Result]) -> str:
     """docs/benchmarks.md: figures that miss their target, then all others by suite."""
     declared = [figure.name for suite in SUITES for figure in suite.figures]
-    found = [known[name] for name in declared if name in known]
-    letters = machines(found)
-    missed = [result for result in found if result["status"] != "holds" and result["target"] is not None]
+    shown_results = [known[name] for name in declared if name in known]
+    letters = machines(shown_results)
+    missed = [result for result in shown_results if result["status"] != "holds" and result["target"] is not None]
     text = INTRODUCTION + legend(letters) + "\n## Missed\n\n"
-    rows = [cells(each, letters) for each in missed]
+    rows = [cells(one, letters) for one in missed]
     text += table(HEAD, rows) if missed else "Every figure reaches its target.\n"
     text += "".join(
-        f"\n{each['figure']}: {each['reason'].splitlines()[0][:MOST_REASON]}\n" for each in missed if each["reason"]
+        f"\n{one['figure']}: {one['reason'].splitlines()[0][:MAX_REASON]}\n" for one in missed if one["reason"]
     )
-    text += "\n## All others\n\n" + table(HEAD, [cells(each, letters) for each in found if each not in missed])
+    text += "\n## All others\n\n" + table(HEAD, [cells(one, letters) for one in shown_results if one not in missed])
     if never := [name for name in declared if name not in known]:
         text += "\n## Never measured\n\n" + "".join(f"- {name}\n" for name in never)
     return text
 
 
-def machines(found: Sequence[Result]) -> dict[str, str]:
+def machines(shown_results: Sequence[Result]) -> dict[str, str]:
     """A letter for each machine."""
-    names = dict.fromkeys(_machine(result["machine"]) for result in found)
+    names = dict.fromkeys(_machine(result["machine"]) for result in shown_results)
     return {name: chr(ord("A") + number) for number, name in enumerate(names)}
 
 
@@ -114,10 +114,10 @@ def readme(text: str, known: Mapping[str, Result]) -> str:
     """`text` with the block between the markers made anew."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README needs one {BEGIN} and one {END}")
-    found = [known[name] for name in SHOWN if name in known]
-    letters = machines(found)
-    shown = table(HEAD, [cells(each, letters) for each in found]) + "\n" + legend(letters)
-    return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: f"{BEGIN}\n{shown}{END}", text, flags=re.DOTALL)
+    shown_results = [known[name] for name in SHOWN if name in known]
+    letters = machines(shown_results)
+    block = table(HEAD, [cells(result, letters) for result in shown_results]) + "\n" + legend(letters)
+    return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: f"{BEGIN}\n{block}{END}", text, flags=re.DOTALL)
 
 
 def latest() -> dict[str, Result]:
@@ -139,10 +139,10 @@ def judged(result: Result, figure: Figure) -> Result:
 def write() -> list[Path]:
     """Write both pages. Returns those that changed."""
     known = latest()
-    wanted = {PAGE: page(known), README: readme(README.read_text(), known)}
-    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    pages = {PAGE: page(known), README: readme(README.read_text(), known)}
+    changed = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in changed:
-        path.write_text(wanted[path])
+        path.write_text(pages[path])
     return changed
 
 

@@ -36,37 +36,37 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(title: str, client: Client, given: argparse.Namespace, **parameters: Any) -> None:
+def show(title: str, client: Client, options: argparse.Namespace, **parameters: Any) -> None:
     """Print one text under its title."""
-    seed = {} if given.seed is None else {"seed": given.seed}
-    parameters = {**SAMPLING, "max_new_tokens": given.max_tokens, **seed, **parameters}
+    seed = {} if options.seed is None else {"seed": options.seed}
+    parameters = {**SAMPLING, "max_new_tokens": options.max_tokens, **seed, **parameters}
     began = time.monotonic()
-    answer = client.generate(given.input, **parameters)
+    answer = client.generate(options.input, **parameters)
     seconds = time.monotonic() - began
-    paint = generate.painter(given.verbose)
-    print(f"\x1b[31m{title}\x1b[0m\n{given.input}" + "".join(map(paint, answer.tokens)))
-    if given.verbose or given.profiling:
+    paint = generate.painter(options.verbose)
+    print(f"\x1b[31m{title}\x1b[0m\n{options.input}" + "".join(map(paint, answer.tokens)))
+    if options.verbose or options.profiling:
         print(generate.summary(answer.details, seconds))
-    if given.benchmark:
+    if options.benchmark:
         began = time.monotonic()
-        texts = [client.generate(given.input, **parameters) for _ in range(RUNS)]
+        texts = [client.generate(options.input, **parameters) for _ in range(RUNS)]
         num_tokens = sum(text.details["generated_tokens"] for text in texts)
         print(f"{num_tokens / (time.monotonic() - began):.1f} tokens/s")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
-    flags: dict[str, Any] = dict(one.split("=", 1) for one in given.set)
-    width = {"speculative_tokens": given.gamma, "speculative_tokens_max": max(given.gamma, 16)}
+    options = parse(arguments)
+    flags: dict[str, Any] = dict(one.split("=", 1) for one in options.set)
+    width = {"speculative_tokens": options.gamma, "speculative_tokens_max": max(options.gamma, 16)}
     with ExitStack() as both:
-        small = both.enter_context(launch(given.approx_model_name, **flags))
-        large = both.enter_context(launch(given.target_model_name, given.approx_model_name, **width, **flags))
-        show("target model", large, given, speculative_tokens=0)
-        show("approximation model", small, given)
+        small = both.enter_context(launch(options.approx_model_name, **flags))
+        large = both.enter_context(launch(options.target_model_name, options.approx_model_name, **width, **flags))
+        show("target model", large, options, speculative_tokens=0)
+        show("approximation model", small, options)
         speculation = {"speculative_method": "draft", "speculative_schedule": "constant"}
-        show("DeepMind's speculative sampling", large, given, speculative_verification="deepmind", **speculation)
-        show("Google's speculative decoding", large, given, speculative_verification="google", **speculation)
-        if given.verbose:
+        show("DeepMind's speculative sampling", large, options, speculative_verification="deepmind", **speculation)
+        show("Google's speculative decoding", large, options, speculative_verification="google", **speculation)
+        if options.verbose:
             print(generate.legend(colours=True))
 
 

@@ -52,9 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{role}quantization", default="none")
     parser.add_argument("--n_gpu", default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="FLAG=VALUE", help="any flag of the launcher")
-    given = vars(parser.parse_args(arguments))
-    flags = dict(one.split("=", 1) for one in given.pop("set"))
-    with launch_speculative_llm(**given, **flags) as model:
+    options = vars(parser.parse_args(arguments))
+    flags = dict(one.split("=", 1) for one in options.pop("set"))
+    with launch_speculative_llm(**options, **flags) as model:
         answer = model.generate(FLOWER, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.95, **SPECULATION)
         print(answer.text)
         _log(answer.details["speculation"])

@@ -31,15 +31,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def answer(client: Client, prompt: str, given: argparse.Namespace) -> None:
+def answer(client: Client, prompt: str, options: argparse.Namespace) -> None:
     """Print the prompt, its continuation, and the number of accepted draft tokens."""
     print(prompt, end="")
     parameters: dict[str, Any] = {"speculative_method": "draft", "speculative_schedule": "constant"}
-    if given.temperature > 1e-6:
-        parameters |= {"do_sample": True, "temperature": given.temperature}
-    stream = client.stream(prompt, max_new_tokens=given.max_new_tokens, ignore_eos_token=given.ignore_eos, **parameters)
+    if options.temperature > 1e-6:
+        parameters |= {"do_sample": True, "temperature": options.temperature}
+    stream = client.stream(
+        prompt, max_new_tokens=options.max_new_tokens, ignore_eos_token=options.ignore_eos, **parameters
+    )
     for token in stream:
-        if given.ignore_eos or not token.special:
+        if options.ignore_eos or not token.special:
             print(token.text, end="", flush=True)
     report = stream.details["speculation"]
     rate = f"{report['accepted']} of {report['drafted']} draft tokens accepted"
@@ -47,15 +49,15 @@ def answer(client: Client, prompt: str, given: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
-    flags: dict[str, Any] = dict(one.split("=", 1) for one in given.set)
-    flags |= {"device": f"cuda:{given.gpu}"} if given.gpu else {}
-    flags |= {"speculative_tokens": given.gamma, "speculative_tokens_max": max(given.gamma, 16)}
-    with launch(given.model, given.draft_model, **flags) as client:
+    options = parse(arguments)
+    flags: dict[str, Any] = dict(one.split("=", 1) for one in options.set)
+    flags |= {"device": f"cuda:{options.gpu}"} if options.gpu else {}
+    flags |= {"speculative_tokens": options.gamma, "speculative_tokens_max": max(options.gamma, 16)}
+    with launch(options.model, options.draft_model, **flags) as client:
         print(PROMPT, end="", flush=True)
         for line in sys.stdin:
             try:
-                answer(client, line.rstrip("\n"), given)
+                answer(client, line.rstrip("\n"), options)
             except ServerError as error:  # concerns this prompt only
                 print(f"\n[{error}]")
             print(PROMPT, end="", flush=True)

@@ -27,7 +27,7 @@ BASE, ACTIVATED, PLAIN = "base", "alora", "lora"
 MIXED, LORA = "mixed", "lora"
 
 
-MIXED_SIZE = cost.Size(MIXED_ROUNDS, 0, 3)
+MIXED_SIZE = cost.CostSize(MIXED_ROUNDS, 0, 3)
 
 
 def measure() -> Cases:
@@ -43,7 +43,7 @@ def measure() -> Cases:
 
 
 def mixed() -> Cases:
-    """One case per round: eight clients with LoRA alone, and with base model, LoRA and activated LoRA in one batch.
+    """One case per round: eight clients with only LoRA, and with base model, LoRA and activated LoRA in one batch.
 
     Both ask the same prompts. Without prefix caching the second way does not find the KV of the first.
     """
@@ -51,10 +51,10 @@ def mixed() -> Cases:
     _adapters(base, cost.CLIENTS)
     plain, activated = ([f"{kind}-{i}" for i in range(cost.CLIENTS)] for kind in (PLAIN, ACTIVATED))
     blend = [(str(base.model), plain[i], activated[i])[i % 3] for i in range(cost.CLIENTS)]
-    asked = {LORA: ("activated", plain), MIXED: ("activated", blend)}
+    models = {LORA: ("activated", plain), MIXED: ("activated", blend)}
     with adapted.serving("activated", base, "--prefix-caching", "false") as server:
         for number in range(-1, MIXED_SIZE.rounds):
-            ways = {way: asked[way] for way in in_turn(list(asked), number)}
+            ways = {way: models[way] for way in in_turn(list(models), number)}
             case = cost.run_round(number, ways, {"activated": server}, MIXED_SIZE, SEED, _invocation())
             if number >= 0:
                 yield case
@@ -65,8 +65,8 @@ def _invocation() -> str:
     return " " + " ".join(words(VOCABULARY)[:4])
 
 
-def _adapters(base: adapted.Base, count: int) -> None:
-    """The same weights as LoRA and as activated LoRA."""
+def _adapters(base: adapted.AdaptedBase, count: int) -> None:
+    """Make adapters with equal weights as LoRA and as activated LoRA."""
     from benchmarks.models import adapter_files  # torch
 
     ids = adapter_files.token_ids(base.model, _invocation())
@@ -96,10 +96,10 @@ async def _round(port: int, model: str, number: int) -> tuple[dict[str, Any], st
 
 async def _first_token(port: int, name: str, prompt: str) -> tuple[float, int, str]:
     """Seconds, cached tokens of the prompt by the server's counter, and an error."""
-    before = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0)
-    target = completions.Target(port, name, {"ignore_eos_token": True, "temperature": 0})
-    answer = await completions.complete(target, prompt, completions.Length(0, 1))
-    cached = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0) - before
+    num_before = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0)
+    target = completions.Endpoint(port, name, {"ignore_eos_token": True, "temperature": 0})
+    answer = await completions.complete(target, prompt, completions.RequestLength(0, 1))
+    cached = adapted.samples(port).get("lorikeet_cached_prompt_tokens_total", 0) - num_before
     error = "" if answer.num_output == 1 else answer.error
     return (answer.first_token_s if answer.events else 0.0), int(cached), error
 

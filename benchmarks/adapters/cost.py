@@ -34,72 +34,72 @@ PEER_REQUESTS = {OURS: 3, VLLM: 1}
 
 
 @dataclass(frozen=True)
-class Size:
+class CostSize:
     """How much is asked."""
 
     rounds: int = ROUNDS
     rotating: int = NUM_ROTATING
     requests_per_client: int = REQUESTS_PER_CLIENT
-    length: completions.Length = LENGTH
+    length: completions.RequestLength = LENGTH
 
 
-QUICK = Size(1, 24, 1, completions.Length(16, 8))
+QUICK = CostSize(1, 24, 1, completions.RequestLength(16, 8))
 Ways = Mapping[str, tuple[str, Sequence[str]]]
 """By name: a server, and the models that clients ask for in turn."""
 
 
-def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def measure(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
     """One case per round: every way, each first in turn, after a round that warms up."""
-    size = size or Size()
+    size = size or CostSize()
     with _running(base, size, (BARE, ROOMY, TIGHT)) as (model, running):
         for number in range(-1, size.rounds):
-            case = run_round(number, ways(number, model, size), running, size)
+            case = run_round(number, standard_ways(number, model, size), running, size)
             if number >= 0:
                 yield case
 
 
-def without(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def without(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
     """One case per round: requests without an adapter to the server that has eight and to the one that has none, each
     twice, the first one last.
     """
-    size = size or Size(IDLE_ROUNDS, NUM_SLOTS, 2)
+    size = size or CostSize(IDLE_ROUNDS, NUM_SLOTS, 2)
     with _running(base, size, (BARE, ROOMY)) as (model, running):
         for number in range(-1, size.rounds):
             first, second = in_turn((ROOMY, BARE), number)
             order = (first, second, second, first)
-            asked = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
-            case = run_round(number, asked, running, size)
+            ways = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
+            case = run_round(number, ways, running, size)
             if number >= 0:
                 yield case
 
 
-def quantized(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def quantized(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
     """One case per round, weights as int8: without an adapter, and with one on all linear layers for each client."""
-    base, size = base or adapted.full(), size or Size()
+    base, size = base or adapted.full(), size or CostSize()
     with _running(replace(base, flags=(*base.flags, "--quantize", "int8")), size, (BARE, ROOMY)) as (model, running):
-        asked: Ways = {"base": (BARE, [model]), "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)])}
+        ways: Ways = {"base": (BARE, [model]), "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)])}
         for number in range(-1, size.rounds):
-            case = run_round(number, {way: asked[way] for way in in_turn(list(asked), number)}, running, size)
+            case = run_round(number, {way: ways[way] for way in in_turn(list(ways), number)}, running, size)
             if number >= 0:
                 yield case
 
 
-def mixed_ranks(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def mixed_ranks(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
     """One case per round: four clients ask for adapters of rank 8 on all linear layers, next to four that do so too,
     and next to four that ask for rank 64.
     """
     from benchmarks.models import adapter_files  # torch
 
-    base, size = base or adapted.full(), size or Size()
+    base, size = base or adapted.full(), size or CostSize()
     for rank in RANKS:
         names = [f"rank-{rank}-{i}" for i in range(CLIENTS)]
         adapter_files.make(base.model, base.root, names, adapter_files.ALL, rank=rank, seed=NUM_ROTATING + rank)
     small, large = ([f"rank-{rank}-{i}" for i in range(CLIENTS)] for rank in RANKS)
     half = CLIENTS // 2
-    asked = {"small": (ROOMY, small), "mixed": (ROOMY, [*small[:half], *large[half:]])}
+    models = {"small": (ROOMY, small), "mixed": (ROOMY, [*small[:half], *large[half:]])}
     with adapted.serving("ranks", base, "--prefix-caching", "false") as server:  # both ways ask the same prompts
         for number in range(-1, size.rounds):
-            ways = {way: asked[way] for way in in_turn(list(asked), number)}
+            ways = {way: models[way] for way in in_turn(list(models), number)}
             case = run_round(number, ways, {ROOMY: server}, size, RANKS_SEED, only=half)
             if number >= 0:
                 yield case
@@ -122,16 +122,16 @@ def against_vllm(rounds: int = ROUNDS) -> Cases:
         both = {VLLM: stack.enter_context(servers.running(VLLM, command))}
         both[OURS] = stack.enter_context(adapted.serving(OURS, base))
         for number in range(-1, rounds):
-            asked = {name: (name, ATTENTION) for name in in_turn((OURS, VLLM), number)}
-            case = run_round(number, asked, both, Size(), PEER_SEED)
+            ways = {name: (name, ATTENTION) for name in in_turn((OURS, VLLM), number)}
+            case = run_round(number, ways, both, CostSize(), PEER_SEED)
             if number >= 0:
                 yield case
 
 
 @contextlib.contextmanager
 def _running(
-    base: adapted.Base | None, size: Size, names: Sequence[str]
-) -> Iterator[tuple[str, dict[str, servers.Server]]]:
+    base: adapted.AdaptedBase | None, size: CostSize, names: Sequence[str]
+) -> Iterator[tuple[str, dict[str, servers.RunningServer]]]:
     """The base's name and the servers, which have loaded the adapters they will be asked for before."""
     from benchmarks.models import adapter_files  # torch
 
@@ -150,24 +150,24 @@ def _running(
         yield str(base.model), running
 
 
-def ways(number: int, model: str, size: Size) -> Ways:
+def standard_ways(number: int, model: str, size: CostSize) -> Ways:
     """What is asked in a round."""
     count = CLIENTS * size.requests_per_client
     start = count * (number + 1)
-    asked: Ways = {
+    models: Ways = {
         "base": (BARE, [model]),
         "attention": (ROOMY, ATTENTION),
         "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)]),
         "rotation": (TIGHT, [f"attention-{i % size.rotating}" for i in range(start, start + count)]),
     }
-    return {way: asked[way] for way in in_turn(list(asked), number)}
+    return {way: models[way] for way in in_turn(list(models), number)}
 
 
 def run_round(
     number: int,
-    asked: Ways,
-    running: Mapping[str, servers.Server],
-    size: Size,
+    ways: Ways,
+    running: Mapping[str, servers.RunningServer],
+    size: CostSize,
     seed: int = SEED,
     end: str = "",
     only: int = CLIENTS,
@@ -175,7 +175,7 @@ def run_round(
     """One case: every way in turn. `end`: of every prompt. Of each way only the first `only` clients count."""
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
-    for way, (name, models) in asked.items():
+    for way, (name, models) in ways.items():
         extra = EXTRA[VLLM if name == VLLM else OURS]
         chosen = replace(size, requests_per_client=PEER_REQUESTS.get(name, size.requests_per_client))
         with alone(name, running, errors):
@@ -188,30 +188,30 @@ def run_round(
 async def load(port: int, names: Sequence[str]) -> None:
     """Bring every adapter into the disk tier."""
     for first in range(0, len(names), CLIENTS):
-        asked = (adapted.generate(port, "x", name, 1) for name in names[first : first + CLIENTS])
-        for reply in await asyncio.gather(*asked):
+        replies = (adapted.generate(port, "x", name, 1) for name in names[first : first + CLIENTS])
+        for reply in await asyncio.gather(*replies):
             if reply.status != 200:
                 raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")
 
 
 async def ask(
-    port: int, models: Sequence[str], seed: int, size: Size, extra: Mapping[str, Any], end: str = ""
-) -> list[completions.Answer]:
+    port: int, models: Sequence[str], seed: int, size: CostSize, extra: Mapping[str, Any], end: str = ""
+) -> list[completions.Completion]:
     """A closed loop in which each client asks for the models in turn, beginning with its own. `end`: of all prompts."""
     texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt - len(end.split()), seed)
 
-    async def client(index: int) -> list[completions.Answer]:
+    async def client(index: int) -> list[completions.Completion]:
         answers = []
         for turn in range(size.requests_per_client):
             number = turn * CLIENTS + index
-            target = completions.Target(port, models[number % len(models)], extra)
+            target = completions.Endpoint(port, models[number % len(models)], extra)
             answers.append(await completions.complete(target, texts[number] + end, size.length))
         return answers
 
     return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
 
-def client_of(place: int, size: Size) -> int:
+def client_of(place: int, size: CostSize) -> int:
     """The client that got the answer at this place of those that `ask` returns."""
     return place // size.requests_per_client
 

@@ -37,25 +37,25 @@ RUNNING = 8
 """Requests that the shard computes at once in the second measurement."""
 EXTRA = rounds.EXTRA[rounds.OURS]
 SEED = 41_000
-LENGTH = completions.Length(32, 16)
+LENGTH = completions.RequestLength(32, 16)
 
 
 @dataclass(frozen=True)
-class Size:
+class FairnessSize:
     """How much is asked."""
 
     rounds: int = ROUNDS
     seconds: float = SECONDS
     rate: float = RATE
-    length: completions.Length = LENGTH
+    length: completions.RequestLength = LENGTH
 
 
-QUICK = Size(1, 6.0, 1.0, completions.Length(8, 4))
+QUICK = FairnessSize(1, 6.0, 1.0, completions.RequestLength(8, 4))
 
 
-def flood(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def flood(base: adapted.AdaptedBase | None = None, size: FairnessSize | None = None) -> Cases:
     """One case per round: without and with a flood, each first in turn."""
-    base, size, names = _made(base, size or Size(FLOOD_ROUNDS))
+    base, size, names = _made(base, size or FairnessSize(FLOOD_ROUNDS))
     with adapted.serving("fair", base, "--max-queued-per-adapter", "4096") as server:
         uvloop.run(_warm(server, names, size))
         for number in range(size.rounds):
@@ -73,7 +73,7 @@ def flood(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
             yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-def weights(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def weights(base: adapted.AdaptedBase | None = None, size: FairnessSize | None = None) -> Cases:
     """One case per round: tokens of both adapters while both have requests waiting."""
     base, size, names = _made(base, size)
     entries = {HEAVY: {"source": "local", "id": names[0], "weight": WEIGHT}, LIGHT: {"source": "local", "id": names[1]}}
@@ -91,39 +91,41 @@ def weights(base: adapted.Base | None = None, size: Size | None = None) -> Cases
                 uvloop.run(_until_idle(server))
 
 
-def _made(base: adapted.Base | None, size: Size | None) -> tuple[adapted.Base, Size, list[str]]:
+def _made(
+    base: adapted.AdaptedBase | None, size: FairnessSize | None
+) -> tuple[adapted.AdaptedBase, FairnessSize, list[str]]:
     from benchmarks.models import adapter_files  # torch
 
     base = base or adapted.full()
     names = [f"attention-{i}" for i in range(NUM_ADAPTERS)]
     adapter_files.make(base.model, base.root, names)
-    return base, size or Size(), names
+    return base, size or FairnessSize(), names
 
 
-async def _warm(server: servers.Server, names: Sequence[str], size: Size) -> None:
+async def _warm(server: servers.RunningServer, names: Sequence[str], size: FairnessSize) -> None:
     texts = prompts(len(names), size.length.num_prompt, SEED - 1)
-    targets = [completions.Target(server.port, name, EXTRA) for name in names]
-    asked = (completions.complete(target, text, size.length) for target, text in zip(targets, texts, strict=True))
-    for answer in await asyncio.gather(*asked):
+    targets = [completions.Endpoint(server.port, name, EXTRA) for name in names]
+    requests = (completions.complete(target, text, size.length) for target, text in zip(targets, texts, strict=True))
+    for answer in await asyncio.gather(*requests):
         if answer.error:
             raise RuntimeError(answer.error)
 
 
-async def _until_idle(server: servers.Server) -> None:
+async def _until_idle(server: servers.RunningServer) -> None:
     """Wait until the requests of one measurement are finished before the next."""
     await completions.until(lambda: not adapted.samples(server.port)["lorikeet_active_requests"])
 
 
 async def _arrivals(
-    server: servers.Server, names: Sequence[str], size: Size, seed: int, is_flood: bool
-) -> tuple[list[completions.Answer], list[completions.Answer]]:
+    server: servers.RunningServer, names: Sequence[str], size: FairnessSize, seed: int, is_flood: bool
+) -> tuple[list[completions.Completion], list[completions.Completion]]:
     """Answers to the other adapters, and to the first one, which may flood."""
 
-    async def adapter(number: int) -> list[completions.Answer]:
+    async def adapter(number: int) -> list[completions.Completion]:
         rate = size.rate * (FLOOD if is_flood and number == 0 else 1)
         draw = random.Random(1000 * seed + number)
         texts = prompts(int(2 * rate * size.seconds) + 20, size.length.num_prompt, 1000 * seed + number)
-        target = completions.Target(server.port, names[number], EXTRA)
+        target = completions.Endpoint(server.port, names[number], EXTRA)
         start, offset = time.perf_counter(), draw.expovariate(rate)
         running = []
         while offset < size.seconds and texts:
@@ -141,14 +143,14 @@ async def _arrivals(
     return [answer for answers in others for answer in answers], first
 
 
-async def _shares(server: servers.Server, size: Size, seed: int) -> tuple[dict[str, Any], str]:
+async def _shares(server: servers.RunningServer, size: FairnessSize, seed: int) -> tuple[dict[str, Any], str]:
     """Tokens of both adapters in a time during which both have more requests than run."""
-    seen: dict[str, list[completions.Answer]] = {HEAVY: [], LIGHT: []}
+    seen: dict[str, list[completions.Completion]] = {HEAVY: [], LIGHT: []}
 
     async def client(name: str, number: int) -> None:
-        target = completions.Target(server.port, name, EXTRA)
+        target = completions.Endpoint(server.port, name, EXTRA)
         for text in prompts(200, size.length.num_prompt, seed + number):
-            seen[name].append(completions.Answer())
+            seen[name].append(completions.Completion())
             await completions.complete(target, text, size.length, seen[name][-1])
 
     tasks = [

@@ -48,7 +48,7 @@ RESIDENT, FIFTH = "resident", "fifth"
 
 
 @dataclass(frozen=True)
-class Size:
+class GoodputSize:
     """How much is asked."""
 
     count: int = COUNT
@@ -60,12 +60,12 @@ class Size:
     kv_bytes: int = KV_BYTES
 
 
-QUICK = Size(12, (4.0, 8.0), 2.0, 1.0, (8, 16), (2, 4), 64 << 20)
+QUICK = GoodputSize(12, (4.0, 8.0), 2.0, 1.0, (8, 16), (2, 4), 64 << 20)
 
 
-def measure(count: int = COUNT, base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def measure(count: int = COUNT, base: adapted.AdaptedBase | None = None, size: GoodputSize | None = None) -> Cases:
     """One case: every probe of both servers, one after the other."""
-    base, size = base or adapted.full(), size or Size(count)
+    base, size = base or adapted.full(), size or GoodputSize(count)
     names, num_bytes = _adapters(base, size.count)
     raw: dict[str, Any] = {"adapter_mb": round(num_bytes / 1e6)}
     errors: list[str] = []
@@ -79,7 +79,7 @@ def measure(count: int = COUNT, base: adapted.Base | None = None, size: Size | N
     yield Case("search", raw, "; ".join(errors[:3]))
 
 
-def _adapters(base: adapted.Base, count: int) -> tuple[list[str], int]:
+def _adapters(base: adapted.AdaptedBase, count: int) -> tuple[list[str], int]:
     """Names, the most popular first, and the bytes of their weights."""
     from benchmarks.models import adapter_files  # torch
 
@@ -92,48 +92,48 @@ def _adapters(base: adapted.Base, count: int) -> tuple[list[str], int]:
     return names, num_bytes
 
 
-def _search(port: int, names: Sequence[str], size: Size, store: Path, errors: list[str]) -> list[dict[str, Any]]:
+def _search(port: int, names: Sequence[str], size: GoodputSize, store: Path, errors: list[str]) -> list[dict[str, Any]]:
     """The probes of one server."""
 
     def probe(number: int) -> dict[str, Any]:
         for path in store.rglob("*.safetensors"):
             uncache(path)  # other adapters than those in memory are on disk indeed
-        before, rate = adapted.samples(port), size.rates[number]
+        first, rate = adapted.samples(port), size.rates[number]
         answers = uvloop.run(_probe(port, names, size, rate, size.probe_s, SEED + 1 + number))
         errors.extend(answer.error for answer in answers if answer.error)
-        after = adapted.samples(port)
-        num_misses = sum(after.get(name, 0) - before.get(name, 0) for name in MISSES)
+        last = adapted.samples(port)
+        num_misses = sum(last.get(name, 0) - first.get(name, 0) for name in MISSES)
         return {"rate": rate, "misses": num_misses, **_summary(answers)}
 
     return open_loop.bisect(len(size.rates), probe, holds, errors)
 
 
 async def _probe(
-    port: int, names: Sequence[str], size: Size, rate: float, seconds: float, seed: int
-) -> list[completions.Answer]:
+    port: int, names: Sequence[str], size: GoodputSize, rate: float, seconds: float, seed: int
+) -> list[completions.Completion]:
     """Requests of the given rate on average, whatever the server does; both servers get the same."""
     draw = random.Random(seed)
     weights = [1 / (place + 1) ** ZIPF_EXPONENT for place in range(len(names))]
     shape = 1 / VARIATION**2
     texts = prompts(round(rate * seconds), size.prompt_tokens[1], seed)
     start, offset = time.monotonic(), 0.0
-    running: list[asyncio.Task[completions.Answer]] = []
+    running: list[asyncio.Task[completions.Completion]] = []
     for text in texts:
         offset += draw.gammavariate(shape, 1 / (rate * shape))
         [name] = draw.choices(names, weights)
-        length = completions.Length(draw.randint(*size.prompt_tokens), draw.randint(*size.output_tokens))
+        length = completions.RequestLength(draw.randint(*size.prompt_tokens), draw.randint(*size.output_tokens))
         prompt = " " + " ".join(text.split()[: length.num_prompt])
         await asyncio.sleep(max(0.0, start + offset - time.monotonic()))
-        target = completions.Target(port, name, EXTRA[OURS])
+        target = completions.Endpoint(port, name, EXTRA[OURS])
         running.append(asyncio.create_task(completions.complete(target, prompt, length)))
     return list(await asyncio.gather(*running))
 
 
-def _summary(answers: Sequence[completions.Answer]) -> dict[str, Any]:
+def _summary(answers: Sequence[completions.Completion]) -> dict[str, Any]:
     good = [answer for answer in answers if not answer.error]
     if not good:
         raise RuntimeError(f"no request succeeded: {answers[0].error}")
-    gaps = [after - before for answer in good for before, after in pairwise(answer.events)]
+    gaps = [second - first for answer in good for first, second in pairwise(answer.events)]
     firsts = [answer.first_token_s for answer in good]
     return {
         "requests": len(answers),

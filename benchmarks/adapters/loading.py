@@ -33,11 +33,11 @@ NUM_COLD = 64
 PER_SECOND = 4.0
 SEED = 31_000
 EXTRA = rounds.EXTRA[rounds.OURS]
-SHORT = completions.Length(16, 1)
+SHORT = completions.RequestLength(16, 1)
 
 
 @dataclass(frozen=True)
-class Size:
+class LoadingSize:
     """How much is asked."""
 
     rounds: int = ROUNDS
@@ -47,24 +47,24 @@ class Size:
     """Tokens of a generation that runs as long as needed."""
 
 
-QUICK = Size(1, 8, 8.0)
+QUICK = LoadingSize(1, 8, 8.0)
 
 
 @dataclass(frozen=True)
 class Scene:
     """A server, and the adapters it is asked for."""
 
-    base: adapted.Base
-    server: servers.Server
+    base: adapted.AdaptedBase
+    server: servers.RunningServer
     names: list[str]
-    size: Size
+    size: LoadingSize
 
 
-def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def measure(base: adapted.AdaptedBase | None = None, size: LoadingSize | None = None) -> Cases:
     """One case per round, each with all three phases."""
     from benchmarks.models import adapter_files  # torch
 
-    base, size = base or adapted.full(), size or Size()
+    base, size = base or adapted.full(), size or LoadingSize()
     names = [f"attention-{i}" for i in range(size.num_cold)]
     adapter_files.make(base.model, base.root, names)
     with adapted.serving("loading", base, "--max-active-adapters", "128") as server:
@@ -108,13 +108,13 @@ def _plain(scene: Scene) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _texts(scene: Scene, seed: int) -> AsyncIterator[list[completions.Answer]]:
+async def _texts(scene: Scene, seed: int) -> AsyncIterator[list[completions.Completion]]:
     """Eight generations that run until the block ends. Raises RuntimeError if one ended before."""
-    target = completions.Target(scene.server.port, str(scene.base.model), EXTRA)
-    length = completions.Length(32, scene.size.longest)
-    answers = [completions.Answer() for _ in range(CLIENTS)]
-    asked = zip(prompts(CLIENTS, length.num_prompt, seed), answers, strict=True)
-    tasks = [asyncio.create_task(completions.complete(target, text, length, answer)) for text, answer in asked]
+    target = completions.Endpoint(scene.server.port, str(scene.base.model), EXTRA)
+    length = completions.RequestLength(32, scene.size.longest)
+    answers = [completions.Completion() for _ in range(CLIENTS)]
+    requests = zip(prompts(CLIENTS, length.num_prompt, seed), answers, strict=True)
+    tasks = [asyncio.create_task(completions.complete(target, text, length, answer)) for text, answer in requests]
     try:
         await completions.until(lambda: all(answer.events for answer in answers) or any(task.done() for task in tasks))
         yield answers
@@ -137,23 +137,23 @@ async def _while_running(scene: Scene, seed: int, cold_first: bool) -> dict[str,
             await adapted.make_cold(scene.server.port, scene.names)
         async with _texts(scene, seed) as answers:  # equal lengths both times: longer texts take longer steps
             start = time.perf_counter()
-            asked = await _ask_each(scene, seed + (way == "cold"), 1 / scene.size.per_second)
+            short_answers = await _ask_each(scene, seed + (way == "cold"), 1 / scene.size.per_second)
             gaps = _gaps(answers, start, time.perf_counter())
         raw[way] = {
             "p99_s": round(percentile(gaps, 99), 5),
             "median_s": round(percentile(gaps, 50), 5),
             "gaps": len(gaps),
-            "first_token_s": [round(answer.first_token_s, 4) for answer in asked],
+            "first_token_s": [round(answer.first_token_s, 4) for answer in short_answers],
         }
     return raw
 
 
-async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions.Answer]:
+async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions.Completion]:
     """A request for each adapter, with such a pause after each. Raises RuntimeError if one fails."""
     texts = prompts(len(scene.names), SHORT.num_prompt, seed)
     running = []
     for name, text in zip(scene.names, texts, strict=True):
-        target = completions.Target(scene.server.port, name, EXTRA)
+        target = completions.Endpoint(scene.server.port, name, EXTRA)
         running.append(asyncio.create_task(completions.complete(target, text, SHORT)))
         await asyncio.sleep(pause_s)
     answers = await asyncio.gather(*running)
@@ -162,13 +162,13 @@ async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions
     return answers
 
 
-def _gaps(answers: list[completions.Answer], start: float, end: float) -> list[float]:
+def _gaps(answers: list[completions.Completion], start: float, end: float) -> list[float]:
     """Seconds between the tokens that arrived between two moments."""
     return [
-        after - before
+        second - first
         for answer in answers
-        for before, after in itertools.pairwise(answer.events)
-        if start <= before and after <= end
+        for first, second in itertools.pairwise(answer.events)
+        if start <= first and second <= end
     ]
 
 
@@ -197,5 +197,5 @@ def longest_wait(raw: Raw) -> float:
 
 
 def active_at_once(raw: Raw) -> float:
-    """The same while all 64 are requested at once."""
+    """p99 time between tokens while all 64 adapters are requested at once, over that next to resident ones."""
     return float(raw["waiting"]["p99_s"] / raw["next to"]["resident"]["p99_s"])

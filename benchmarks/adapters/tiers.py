@@ -28,7 +28,7 @@ SEED = 37_000
 
 
 @dataclass(frozen=True)
-class Size:
+class TiersSize:
     """How much is asked."""
 
     rounds: int = ROUNDS
@@ -36,23 +36,23 @@ class Size:
     num_prompt: int = 256
 
 
-QUICK = Size(1, 2, 32)
+QUICK = TiersSize(1, 2, 32)
 
 
-def measure(base: adapted.Base | None = None, size: Size | None = None) -> Cases:
+def measure(base: adapted.AdaptedBase | None = None, size: TiersSize | None = None) -> Cases:
     """One case per round; the tiers take turns inside of it."""
     from benchmarks.models import adapter_files  # torch
 
-    base, size = base or adapted.full(), size or Size()
+    base, size = base or adapted.full(), size or TiersSize()
     adapter_files.make(base.model, base.root, list(NAMES))
     with adapted.serving("tiers", base, "--max-active-adapters", str(SLOTS)) as server:
-        uvloop.run(_round(server.port, base, Size(1, 1, size.num_prompt), SEED))
+        uvloop.run(_round(server.port, base, TiersSize(1, 1, size.num_prompt), SEED))
         for number in range(size.rounds):
             raw, error = uvloop.run(_round(server.port, base, size, SEED + 1 + number))
             yield Case(f"round {number}", raw, error)
 
 
-async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[dict[str, Any], str]:
+async def _round(port: int, base: adapted.AdaptedBase, size: TiersSize, seed: int) -> tuple[dict[str, Any], str]:
     """Time to first token by tier; an error if the adapter was in another tier."""
     texts = iter(prompts((4 + SLOTS) * size.times + 1, size.num_prompt, seed))
     raw: dict[str, Any] = {"resident": [], "host": [], "disk": [], "disk_mb_per_s": []}
@@ -60,22 +60,24 @@ async def _round(port: int, base: adapted.Base, size: Size, seed: int) -> tuple[
     first, *others = NAMES
 
     async def ask(name: str) -> float:
-        target = completions.Target(port, name, {"ignore_eos_token": True})
-        answer = await completions.complete(target, next(texts), completions.Length(size.num_prompt, 1))
+        target = completions.Endpoint(port, name, {"ignore_eos_token": True})
+        answer = await completions.complete(target, next(texts), completions.RequestLength(size.num_prompt, 1))
         if answer.error:
             wrong.append(answer.error)
         return answer.first_token_s if answer.events else 0.0
 
     async def timed(place: str, tier: str) -> None:
-        before = adapted.samples(port)
+        first_samples = adapted.samples(port)
         raw[place].append(round(await ask(first), 4))
-        after = adapted.samples(port)
+        last_samples = adapted.samples(port)
         hits = f'lorikeet_adapter_hits_total{{tier="{tier}"}}'
-        if after.get(hits, 0) != before.get(hits, 0) + 1:
+        if last_samples.get(hits, 0) != first_samples.get(hits, 0) + 1:
             wrong.append(f"{place}: the adapter was not {tier}")
         loads = 'lorikeet_adapter_loads_total{tier="disk"}'
-        if after.get(loads, 0) - before.get(loads, 0) != (place == "disk"):
-            wrong.append(f"{place}: the loader was asked {after.get(loads, 0) - before.get(loads, 0)} times")
+        if last_samples.get(loads, 0) - first_samples.get(loads, 0) != (place == "disk"):
+            wrong.append(
+                f"{place}: the loader was asked {last_samples.get(loads, 0) - first_samples.get(loads, 0)} times"
+            )
 
     await ask(first)
     for _ in range(size.times):

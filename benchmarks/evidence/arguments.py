@@ -11,12 +11,12 @@ from benchmarks.evidence.figure import Suite
 
 def parser(doc: str | None, *, rounds: int = 0, quick: bool = False) -> argparse.ArgumentParser:
     """A parser described by a module's docstring. `rounds` is the default of --rounds, which exists if it isn't 0."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
-        made.add_argument("--rounds", type=int, default=rounds, help=f"rounds to measure (default {rounds})")
+        result.add_argument("--rounds", type=int, default=rounds, help=f"rounds to measure (default {rounds})")
     if quick:
-        made.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    return made
+        result.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    return result
 
 
 def add_suites(parser: argparse.ArgumentParser, suites: Iterable[Suite]) -> None:

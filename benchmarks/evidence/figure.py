@@ -33,9 +33,9 @@ Cases = Generator[Case, None, None]
 def in_rounds(count: int, measure: Callable[[int], Raw | Case]) -> Cases:
     """One case per round, after one that warms up, whose number is -1. `measure` gives a round's case or raw values."""
     for number in range(-1, count):
-        found = measure(number)
+        result = measure(number)
         if number >= 0:
-            yield found if isinstance(found, Case) else Case(f"round {number}", found)
+            yield result if isinstance(result, Case) else Case(f"round {number}", result)
 
 
 class Over(Enum):
@@ -54,7 +54,7 @@ class Figure:
 
     name: str
     value: Callable[[Raw], float]
-    """The value of one case, from its raw values alone."""
+    """The value of one case, from only its raw values."""
     target: float | None = None
     """None for a figure without a target."""
     at_least: bool = True
@@ -127,7 +127,7 @@ def pooled(raws: Sequence[Raw]) -> dict[str, Any]:
         if isinstance(values[-1], Mapping):
             joined[name] = pooled(values)
         else:
-            joined[name] = [each for value in values for each in value] if isinstance(values[-1], list) else values[-1]
+            joined[name] = [item for value in values for item in value] if isinstance(values[-1], list) else values[-1]
     return joined
 
 

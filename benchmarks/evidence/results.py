@@ -26,7 +26,7 @@ CODE = ("--", ".", ":!benchmarks/results")
 """Arguments of git: all files but results."""
 VERSIONS = ("torch", "transformers", "tokenizers", "grpcio", "fastapi", "uvicorn", "uvloop", "numpy", "triton")
 Result = dict[str, Any]
-MOST_SAMPLES = 1000
+MAX_SAMPLES = 1000
 """Longer lists of a case are archived as these percentiles."""
 PERCENTS = (50, 90, 99, 100)
 
@@ -50,7 +50,7 @@ def facts(commit: str = "", extra: Mapping[str, Any] | None = None) -> Result:
 
 
 def git(*arguments: str) -> str:
-    """Raises ValueError where there is no repository."""
+    """What git prints. Raises ValueError if there is no repository."""
     try:
         command = ["git", "-C", str(REPOSITORY), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -122,8 +122,8 @@ def write(results: Sequence[Result], cases: Sequence[Case], folder: Path = RESUL
             unfinished = path.with_suffix(".part")
             unfinished.write_text(_lines(result))
             unfinished.replace(path)
-    kept = [asdict(replace(case, raw=summarized(case.raw))) for case in cases]
-    archive([*results, {"suite": results[0]["suite"], "cases": kept}], folder)
+    summaries = [asdict(replace(case, raw=summarized(case.raw))) for case in cases]
+    archive([*results, {"suite": results[0]["suite"], "cases": summaries}], folder)
 
 
 def _lines(result: Result) -> str:
@@ -134,15 +134,15 @@ def _lines(result: Result) -> str:
 
 def summarized(raw: Raw) -> Result:
     """Raw values with percentiles in the place of long lists of samples."""
-    found: Result = {}
+    summary: Result = {}
     for name, value in raw.items():
         if isinstance(value, Mapping):
-            found[name] = summarized(value)
-        elif isinstance(value, list) and len(value) > MOST_SAMPLES and all(isinstance(x, int | float) for x in value):
-            found[name] = {"count": len(value)} | {f"p{percent}": percentile(value, percent) for percent in PERCENTS}
+            summary[name] = summarized(value)
+        elif isinstance(value, list) and len(value) > MAX_SAMPLES and all(isinstance(x, int | float) for x in value):
+            summary[name] = {"count": len(value)} | {f"p{percent}": percentile(value, percent) for percent in PERCENTS}
         else:
-            found[name] = value
-    return found
+            summary[name] = value
+    return summary
 
 
 def archive(rows: Iterable[Mapping[str, Any]], folder: Path = RESULTS) -> None:
@@ -165,5 +165,5 @@ def archived(folder: Path = RESULTS) -> Iterator[Result]:
 
 def latest(folder: Path = RESULTS) -> dict[str, Result]:
     """The latest result of each figure, by name."""
-    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
-    return {result["figure"]: result for result in found}
+    stored = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    return {result["figure"]: result for result in stored}

@@ -31,12 +31,12 @@ def run(suite: Suite, shared: Mapping[str, object], folder: Path | None = result
             raw = json.dumps(case.raw, ensure_ascii=False)
             print(f"{suite.name}: {case.name} {'FAILED: ' + case.error if case.error else raw}", flush=True)
     seconds = time.monotonic() - start
-    found = [results.result_of(figure, suite, cases, shared, seconds) for figure in suite.figures]
+    measured_figures = [results.result_of(figure, suite, cases, shared, seconds) for figure in suite.figures]
     if folder is not None:
-        results.write(found, cases, folder)
-    for result in found:
+        results.write(measured_figures, cases, folder)
+    for result in measured_figures:
         print(line(result), flush=True)
-    states = {result["status"] for result in found}
+    states = {result["status"] for result in measured_figures}
     return FAILED if states & {"failed", "void"} else MISSED if "missed" in states else HOLDS
 
 
@@ -84,8 +84,8 @@ def exit_code(command: Sequence[str], environment: Mapping[str, str], limit_s: f
 
 def worst(codes: Iterable[int]) -> int:
     """Exit code to end with after several of these."""
-    found = set(codes)
-    return FAILED if FAILED in found else MISSED if MISSED in found else HOLDS
+    distinct = set(codes)
+    return FAILED if FAILED in distinct else MISSED if MISSED in distinct else HOLDS
 
 
 def exit_on_sigterm() -> None:

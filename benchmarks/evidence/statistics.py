@@ -26,11 +26,11 @@ def median_of(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def bootstrap(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float], seed: int = 0) -> Estimate:
-    """The same for a value that follows from all rounds together."""
+    """The percentile bootstrap interval of a value that follows from all rounds together."""
     draw = random.Random(seed)
-    found = sorted(value(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    resampled = sorted(value(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
     outside = (1 - CONFIDENCE) / 2
-    return Estimate(value(rounds), percentile(found, 100 * outside), percentile(found, 100 * (1 - outside)))
+    return Estimate(value(rounds), percentile(resampled, 100 * outside), percentile(resampled, 100 * (1 - outside)))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -27,7 +27,7 @@ REQUESTS = 3
 TIMES = 24
 """First tokens per way and round."""
 FIRST_PROMPT = 300
-STREAMS, STREAM = 4, completions.Length(32, 512)
+STREAMS, STREAM = 4, completions.RequestLength(32, 512)
 """Next to schemas that use up their limit: streams at once, and the tokens of each."""
 SEED = 61_000
 PLAIN, CONSTRAINED = "plain", "constrained"
@@ -46,7 +46,7 @@ def schema(number: int) -> dict[str, Any]:
 
 def endless(number: int) -> dict[str, Any]:
     """A schema whose check uses up its processor time; each number gives another one."""
-    return {"allOf": [{"type": "string", "pattern": f"a{{{each}}}"} for each in range(number, number + 300)]}
+    return {"allOf": [{"type": "string", "pattern": f"a{{{length}}}"} for length in range(number, number + 300)]}
 
 
 def following(number: int) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def first_tokens() -> Cases:
             for _ in range(TIMES):
                 for way in in_turn((PLAIN, CONSTRAINED), number):
                     extra = {} if way == PLAIN else following(next(numbers))
-                    target = completions.Target(server.port, str(base.model), {"ignore_eos_token": True, **extra})
-                    length = completions.Length(FIRST_PROMPT, 1)
+                    target = completions.Endpoint(server.port, str(base.model), {"ignore_eos_token": True, **extra})
+                    length = completions.RequestLength(FIRST_PROMPT, 1)
                     answer = uvloop.run(completions.complete(target, next(texts), length))
                     errors += [answer.error] if answer.error else []
                     raw[way] += [round(answer.first_token_s, 5)] if answer.events else []
@@ -111,12 +111,12 @@ def neighbours() -> Cases:
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-async def _closed(port: int, base: adapted.Base, seed: int, way: str) -> list[completions.Answer]:
+async def _closed(port: int, base: adapted.AdaptedBase, seed: int, way: str) -> list[completions.Completion]:
     texts = prompts(CLIENTS * REQUESTS, LENGTH.num_prompt, seed)
 
-    async def client(index: int) -> list[completions.Answer]:
+    async def client(index: int) -> list[completions.Completion]:
         extra = {} if way == PLAIN else following(index)
-        target = completions.Target(port, str(base.model), {"ignore_eos_token": True, **extra})
+        target = completions.Endpoint(port, str(base.model), {"ignore_eos_token": True, **extra})
         mine = texts[index * REQUESTS : (index + 1) * REQUESTS]
         return [await completions.complete(target, text, LENGTH) for text in mine]
 
@@ -124,8 +124,8 @@ async def _closed(port: int, base: adapted.Base, seed: int, way: str) -> list[co
 
 
 async def _next_to(
-    port: int, base: adapted.Base, seed: int, hostile: Iterator[int]
-) -> tuple[list[completions.Answer], list[int]]:
+    port: int, base: adapted.AdaptedBase, seed: int, hostile: Iterator[int]
+) -> tuple[list[completions.Completion], list[int]]:
     """What the streams saw, and how the endless schemas were answered."""
     statuses: list[int] = []
 
@@ -138,7 +138,7 @@ async def _next_to(
             statuses.append((await adapted.send(port, "/generate", body)).status)
 
     attacking = asyncio.create_task(attack())
-    target = completions.Target(port, str(base.model), {"ignore_eos_token": True})
+    target = completions.Endpoint(port, str(base.model), {"ignore_eos_token": True})
     texts = prompts(STREAMS, STREAM.num_prompt, seed)
     answers = await asyncio.gather(*(completions.complete(target, text, STREAM) for text in texts))
     attacking.cancel()
@@ -151,8 +151,8 @@ def _raw() -> dict[str, Any]:
     return {"load_average": os.getloadavg()[0]}
 
 
-def _pauses(answer: completions.Answer) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(answer.events)]
+def _pauses(answer: completions.Completion) -> list[float]:
+    return [second - first for first, second in itertools.pairwise(answer.events)]
 
 
 def over_plain(raw: Raw) -> float:

@@ -78,14 +78,14 @@ async def _round(port: int, model: str, seed: int, errors: list[str]) -> dict[st
     started = time.monotonic()
 
     async def client(index: int) -> list[dict[str, int]]:
-        schema, found = schemas()[index], []
+        schema, checked = schemas()[index], []
         for number in range(index * REQUESTS, (index + 1) * REQUESTS):
             reply = await adapted.send(port, "/v1/completions", _body(model, texts[number], schema, seed))
             if reply.status != 200:
                 errors.append(f"{reply.status} {reply.body[:200]!r}")
                 continue
-            found.append(_checked(reply.json, schema))
-        return found
+            checked.append(_checked(reply.json, schema))
+        return checked
 
     answers = [each for found in await asyncio.gather(*map(client, range(CLIENTS))) for each in found]
     seconds = time.monotonic() - started

@@ -48,7 +48,7 @@ class Result:
     mix: str
     kernels_us: float
     grouped: float
-    """As multiples of the kernels' time."""
+    """Time as a multiple of the kernels' time."""
     by_row: float
 
 
@@ -98,17 +98,17 @@ class Case:
         # (slot, its rows) of each adapter
         self.owners = [(slot, (row_slots == slot).nonzero()[:, 0].to(device)) for slot in sorted(set(self.slots))]
         self.stacked: tuple[torch.Tensor, ...] | None = None
-        """Rows, [adapters, rank, in] and [adapters, rank, out], where each adapter has as many rows."""
+        """Rows, [adapters, rank, in] and [adapters, rank, out], if each adapter has as many rows."""
         if len({len(rows) for _, rows in self.owners}) == 1:
             factors = [self.weights[slot].tensors for slot, _ in self.owners]
-            stacks = (torch.stack([each[name] for each in factors]) for name in ("a", "b"))
+            stacks = (torch.stack([slot_factors[name] for slot_factors in factors]) for name in ("a", "b"))
             self.stacked = (torch.stack([rows for _, rows in self.owners]), *stacks)
 
     def kernels(self, y: torch.Tensor) -> None:
         adapt(self.inputs.adapter_rows, Product(self.site, self.x, y))
 
     def grouped(self, y: torch.Tensor) -> None:
-        """Two products per adapter over its rows gathered, in one torch.bmm where each has as many rows."""
+        """Two products per adapter over its rows gathered, in one torch.bmm if each has as many rows."""
         if self.stacked is not None:
             rows, a, b = self.stacked
             y[rows] += torch.bmm(torch.bmm(self.x[rows], a.transpose(1, 2)), b)
@@ -149,14 +149,16 @@ def measure(call: Callable[[torch.Tensor], None], y: torch.Tensor, repeats: int)
 
 @torch.inference_mode()
 def compare(size: Size, mix: str, device: torch.device, repeats: int) -> Result:
-    """Raises RuntimeError where the three ways differ."""
+    """Times of one mix. Raises RuntimeError if the three ways differ."""
     case = Case(size, mix, device)
     ways = (case.kernels, case.grouped, case.by_row)
     outputs = [case.y.clone() for _ in ways]
     for way, output in zip(ways, outputs, strict=True):
         way(output)
-    wanted = outputs[-1].float()
-    if any(float((output.float() - wanted).abs().max()) > TOLERANCE * float(wanted.abs().max()) for output in outputs):
+    expected = outputs[-1].float()
+    if any(
+        float((output.float() - expected).abs().max()) > TOLERANCE * float(expected.abs().max()) for output in outputs
+    ):
         raise RuntimeError(f"{mix}: the ways give different outputs")
     kernels, grouped, by_row = (measure(way, case.y.clone(), repeats) for way in ways)
     return Result(mix, kernels, grouped / kernels, by_row / kernels)

@@ -15,7 +15,7 @@ from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 """Tolerance as a share of the largest value."""
 NUM_HEADS = 3
-MOST_REQUESTS = 32
+MAX_REQUESTS = 32
 """Requests, and adapters, of a step; more tokens are more of each."""
 
 
@@ -29,7 +29,7 @@ class Trial:
     launch: Callable[[], torch.Tensor]
     """Computes the step and returns what it gave."""
     wanted: torch.Tensor
-    """The same by the specification, float32."""
+    """What the specification gives, in float32."""
 
     def is_right(self) -> bool:
         difference = (self.launch().float() - self.wanted).abs().max()
@@ -41,11 +41,11 @@ def of_adapters(
     device: torch.device,
 ) -> Trial:  # fmt: skip
     """Both kernels for adapters, of a mix in which few adapters have most rows. shape: inputs and outputs."""
-    num_requests = min(num_tokens, MOST_REQUESTS)
+    num_requests = min(num_tokens, MAX_REQUESTS)
     size = Size(*shape, rank, num_requests, num_tokens // num_requests)
     case = Case(size, "zipf", device, key[2], tuned)
-    wanted = case.y.clone()
-    case.by_row(wanted)
+    expected = case.y.clone()
+    case.by_row(expected)
     y = torch.empty_like(case.y)
 
     def launch() -> torch.Tensor:
@@ -53,7 +53,7 @@ def of_adapters(
         case.kernels(y)
         return y
 
-    return Trial(key, f"rank {rank}, {num_tokens} tokens", launch, wanted.float())
+    return Trial(key, f"rank {rank}, {num_tokens} tokens", launch, expected.float())
 
 
 class HeadsStep:
@@ -84,12 +84,12 @@ class HeadsStep:
 
     def drafts(self) -> torch.Tensor:
         """[E, H] by the specification."""
-        found = [self.slots[row % len(self.slots)].hidden(self.x[row : row + 1])[0] for row in range(self.num_rows)]
-        return torch.cat(found)
+        rows = [self.slots[row % len(self.slots)].hidden(self.x[row : row + 1])[0] for row in range(self.num_rows)]
+        return torch.cat(rows)
 
 
 def of_drafts(key: tuple[str, int, torch.dtype], num_rows: int, tuned: Tuned, device: torch.device) -> Trial:
-    """One block of the heads behind `num_rows` rows."""
+    """One block of the heads of `num_rows` rows."""
     _, size, dtype = key
     step = HeadsStep(HeadsShape(NUM_HEADS, 1, size, 0), num_rows, dtype, tuned, device)
 
@@ -102,7 +102,7 @@ def of_drafts(key: tuple[str, int, torch.dtype], num_rows: int, tuned: Tuned, de
 def of_answers(
     key: tuple[str, int, torch.dtype], vocab_size: int, num_rows: int, tuned: Tuned, device: torch.device
 ) -> Trial:
-    """Output matrices of one head's own behind `num_rows` rows."""
+    """Output matrices of one head for `num_rows` rows."""
     _, size, dtype = key
     step = HeadsStep(HeadsShape(1, 0, size, vocab_size), num_rows, dtype, tuned, device)
     x = torch.cat([step.x, step.x])

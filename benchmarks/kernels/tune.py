@@ -40,7 +40,7 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """What is tried, by kernel."""
 RANKS, TOKENS = (8, 16, 64, 128), (1, 16, 64, 256)
-MOST_ROWS = {"head_block": 32, "head_logits": 4}
+MAX_ROWS = {"head_block": 32, "head_logits": 4}
 """Rows of a step with heads; half as many slots, and an output matrix is a gigabyte."""
 FLUSHED_BYTES = 256 << 20
 """Written between two launches, more than a GPU's cache holds: in a step, the base's weights pass between them."""
@@ -57,7 +57,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Result:
+class TunedKernel:
     """The best configuration of one entry."""
 
     kernel: str
@@ -79,9 +79,9 @@ def shapes_of(config: object) -> Shapes:
     """The linears of a model with this configuration, from its skeleton."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    found = {(each.in_features, each.out_features) for each in network.modules() if isinstance(each, nn.Linear)}
+    sizes = {(module.in_features, module.out_features) for module in network.modules() if isinstance(module, nn.Linear)}
     head = network.get_output_embeddings()
-    return Shapes(tuple(sorted(found)), head.in_features, head.out_features)
+    return Shapes(tuple(sorted(sizes)), head.in_features, head.out_features)
 
 
 SMOKE = Shapes(((24, 20), (40, 24)), 24, 40)
@@ -100,25 +100,25 @@ class Search:
         self._is_smoke = is_smoke
         self._flushed = torch.empty(0 if is_smoke else FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
-    def run(self, shapes: Shapes, kernels: Sequence[str]) -> Iterator[Result]:
+    def run(self, shapes: Shapes, kernels: Sequence[str]) -> Iterator[TunedKernel]:
         """One entry after the other; what expand is tried with is the best of shrink."""
         for kernel in kernels:
             if kernel in ("shrink", "expand"):
                 side = 0 if kernel == "shrink" else 1
                 for size in sorted({shape[side] for shape in shapes.linears}):
                     # the smallest other side, so that this kernel is most of the time
-                    shape = min((each for each in shapes.linears if each[side] == size), key=lambda s: s[1 - side])
+                    shape = min((shape for shape in shapes.linears if shape[side] == size), key=lambda s: s[1 - side])
                     yield self._best((kernel, size, self._dtype), shape)
             else:
                 yield self._best((kernel, shapes.hidden_size, self._dtype), (shapes.hidden_size, shapes.vocab_size))
 
-    def _best(self, key: Key, shape: tuple[int, int]) -> Result:
+    def _best(self, key: Key, shape: tuple[int, int]) -> TunedKernel:
         """shape: inputs and outputs of the module that it is tried on."""
         built_in = list(tuning.BUILT_IN[key[0]].values())
         trials = list(self._trials(key, shape))
         self.entries[key] = built_in
-        before = self._times(trials)
-        if before is None:
+        built_in_times = self._times(trials)
+        if built_in_times is None:
             raise RuntimeError(f"{key[0]} of {key[1]}: the built-in configuration differs from the specification")
         best, least, num_tried, num_wrong = built_in, 1.0, 0, 0
         for values in self._candidates(key[0]):
@@ -128,11 +128,11 @@ class Search:
             if times is None:
                 num_wrong += 1
                 continue
-            ratio = math.exp(sum(math.log(a / b) for a, b in zip(times, before, strict=True)) / len(times))
+            ratio = math.exp(sum(math.log(a / b) for a, b in zip(times, built_in_times, strict=True)) / len(times))
             if ratio < least:
                 best, least = values, ratio
         self.entries[key] = best
-        return Result(key[0], key[1], best, least, num_tried, num_wrong)
+        return TunedKernel(key[0], key[1], best, least, num_tried, num_wrong)
 
     def _trials(self, key: Key, shape: tuple[int, int]) -> Iterator[Trial]:
         kernel = key[0]
@@ -140,8 +140,8 @@ class Search:
             for rank, num_tokens in product(self._ranks, self._tokens):
                 yield trials.of_adapters(key, shape, rank, num_tokens, self._tuned, self._device)
             return
-        most = MOST_ROWS[kernel]
-        for num_rows in sorted({min(each, most) for each in self._tokens}):
+        max_rows = MAX_ROWS[kernel]
+        for num_rows in sorted({min(count, max_rows) for count in self._tokens}):
             if kernel == "head_block":
                 yield trials.of_drafts(key, num_rows, self._tuned, self._device)
             else:
@@ -154,7 +154,7 @@ class Search:
             yield tuning.check(kernel, dict(zip(names, values, strict=True)), f"{kernel} as it is tried")
 
     def _times(self, trials: Sequence[Trial]) -> list[float] | None:
-        """Seconds of each; None where any of them is wrong, or too large for the GPU."""
+        """Seconds of each trial; None if any of them is wrong, or too large for the GPU."""
         try:
             if not all(trial.is_right() for trial in trials):
                 return None
@@ -179,16 +179,17 @@ class Search:
         return sorted(begin.elapsed_time(end) / 1000 for begin, end in marks)[len(marks) // 2]
 
 
-def report(results: Sequence[Result], gpu: str) -> None:
+def report(results: Sequence[TunedKernel], gpu: str) -> None:
     print(f"{gpu}\n{'kernel':<8} {'size':>7} {'times':>6} {'tried':>6} {'dropped':>8}  configuration")
-    for each in results:
-        named = " ".join(f"{k}={v}" for k, v in zip(tuning.BUILT_IN[each.kernel], each.values, strict=True))
-        print(f"{each.kernel:<8} {each.size:>7} {each.ratio:>6.2f} {each.num_tried:>6} {each.num_wrong:>8}  {named}")
-    print(json.dumps({"gpu": gpu, "results": [asdict(each) for each in results]}))
+    for result in results:
+        named = " ".join(f"{k}={v}" for k, v in zip(tuning.BUILT_IN[result.kernel], result.values, strict=True))
+        counts = f"{result.num_tried:>6} {result.num_wrong:>8}"
+        print(f"{result.kernel:<8} {result.size:>7} {result.ratio:>6.2f} {counts}  {named}")
+    print(json.dumps({"gpu": gpu, "results": [asdict(result) for result in results]}))
 
 
 @torch.inference_mode()
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
     parser.add_argument("models", nargs="*", help="folders with a config.json; Llama 3.1 8B's shapes if none")
     parser.add_argument("--kernels", nargs="+", choices=list(SPACE), default=list(SPACE))
@@ -196,22 +197,22 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="where to write; the GPU's file in the package if not given")
     parser.add_argument("--smoke", action="store_true", help="two tiny shapes, on CPU with TRITON_INTERPRET=1")
-    asked = parser.parse_args(given)
-    if asked.smoke and (asked.out is None or os.environ.get("TRITON_INTERPRET") != "1"):
+    options = parser.parse_args(words)
+    if options.smoke and (options.out is None or os.environ.get("TRITON_INTERPRET") != "1"):
         parser.error("--smoke needs --out and TRITON_INTERPRET=1")
-    if not asked.smoke and not torch.cuda.is_available():
+    if not options.smoke and not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    device = torch.device("cpu" if asked.smoke else "cuda")
-    gpu = "smoke" if asked.smoke else torch.cuda.get_device_name(device)
-    path: Path = asked.out or tuning.FOLDER / tuning.file_name(gpu)
+    device = torch.device("cpu" if options.smoke else "cuda")
+    gpu = "smoke" if options.smoke else torch.cuda.get_device_name(device)
+    path: Path = options.out or tuning.FOLDER / tuning.file_name(gpu)
     # what is known of other models stays
     known = tuning.parse(path.read_text(), gpu, path.name) if path.exists() else {}
-    configs = [AutoConfig.from_pretrained(model) for model in asked.models] or [llama_8b()]
-    dtype = next(dtype for dtype, name in tuning.DTYPES.items() if name == asked.dtype)
-    search = Search(device, dtype, asked.repeats, asked.smoke)
-    results: list[Result] = []
-    for shapes in [SMOKE] if asked.smoke else map(shapes_of, configs):
-        for result in search.run(shapes, [kernel for kernel in SPACE if kernel in asked.kernels]):
+    configs = [AutoConfig.from_pretrained(model) for model in options.models] or [llama_8b()]
+    dtype = next(dtype for dtype, name in tuning.DTYPES.items() if name == options.dtype)
+    search = Search(device, dtype, options.repeats, options.smoke)
+    results: list[TunedKernel] = []
+    for shapes in [SMOKE] if options.smoke else map(shapes_of, configs):
+        for result in search.run(shapes, [kernel for kernel in SPACE if kernel in options.kernels]):
             results.append(result)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(tuning.write(known | search.entries, gpu))  # as it goes: the search is long

@@ -1,4 +1,4 @@
-"""A base with adapters under measurement: which model, where its adapters lie, how a server is started over them and
+"""A base with adapters under measurement: its model, the folder of its adapters, how a server over them is started and
 asked.
 """
 
@@ -22,7 +22,7 @@ _SAMPLE = re.compile(r"(\w+(?:\{[^}]*\})?) (\S+)")
 
 
 @dataclass(frozen=True)
-class Base:
+class AdaptedBase:
     """A base and the folder in which its adapters are made and kept in served form."""
 
     model: Path
@@ -38,33 +38,33 @@ class Base:
         return self.folder / "store"
 
 
-def full() -> Base:
+def full() -> AdaptedBase:
     """The 200 M-parameter Llama in bf16."""
     model = peers.model_folder()
-    return Base(model, model.parent / "adapted", ("--cpu-memory", "2GiB", "--adapter-memory-fraction", "0.5"))
+    return AdaptedBase(model, model.parent / "adapted", ("--cpu-memory", "2GiB", "--adapter-memory-fraction", "0.5"))
 
 
-def small(folder: Path | None = None) -> Base:
+def small(folder: Path | None = None) -> AdaptedBase:
     """A Llama of two narrow layers in float32, for a look at whether things work and for exact texts."""
     from benchmarks.models import random_llama  # imports torch
 
     folder = folder or random_llama.MODELS / "tiny"
     flags = ("--cpu-memory", "256MiB", "--adapter-memory-fraction", "0.5", "--dtype", "float32", "--threads", "1")
-    return Base(random_llama.llama_tiny(folder / "base"), folder, flags)
+    return AdaptedBase(random_llama.llama_tiny(folder / "base"), folder, flags)
 
 
-def command(base: Base, *flags: str, **environment: str) -> servers.Command:
+def command(base: AdaptedBase, *flags: str, **environment: str) -> servers.Command:
     """Our server over a base's adapters; administration is open for `ADMIN_KEY`."""
     base.root.mkdir(parents=True, exist_ok=True)
-    own = ("--default-adapter-source", "local", "--local-adapter-root", str(base.root), *base.flags)
+    adapter_flags = ("--default-adapter-source", "local", "--local-adapter-root", str(base.root), *base.flags)
     store = () if "--adapter-store" in flags else ("--adapter-store", str(base.store))
-    made = servers.lorikeet(base.model, *own, *store, *flags)
-    return dataclasses.replace(made, environment={**made.environment, "ADMIN_KEY": ADMIN_KEY, **environment})
+    server = servers.lorikeet(base.model, *adapter_flags, *store, *flags)
+    return dataclasses.replace(server, environment={**server.environment, "ADMIN_KEY": ADMIN_KEY, **environment})
 
 
 @contextlib.contextmanager
-def serving(name: str, base: Base, *flags: str, **environment: str) -> Iterator[servers.Server]:
-    """Such a server, running."""
+def serving(name: str, base: AdaptedBase, *flags: str, **environment: str) -> Iterator[servers.RunningServer]:
+    """A running server over the base's adapters."""
     with servers.running(name, command(base, *flags, **environment)) as server:
         yield server
 
@@ -104,14 +104,14 @@ async def send(port: int, path: str, body: Mapping[str, Any] | None = None, toke
 async def generate(port: int, prompt: str, adapter: str | None, num_tokens: int, **parameters: Any) -> Reply:
     """A greedy text of so many tokens from `/generate`."""
     token = parameters.pop("bearer", "")
-    wanted = {"max_new_tokens": num_tokens, "ignore_eos_token": True, **parameters}
+    fields = {"max_new_tokens": num_tokens, "ignore_eos_token": True, **parameters}
     if adapter is not None:
-        wanted["adapter_id"] = adapter
-    return await send(port, "/generate", {"inputs": prompt, "parameters": wanted}, token)
+        fields["adapter_id"] = adapter
+    return await send(port, "/generate", {"inputs": prompt, "parameters": fields}, token)
 
 
 async def admin(port: int, verb: str, **body: Any) -> Reply:
-    """What the operator does with adapters. Raises RuntimeError where it was refused."""
+    """What the operator does with adapters. Raises RuntimeError if the server rejects it."""
     path = f"/admin/{verb}" if "/" in verb else f"/admin/adapters/{verb}"
     reply = await send(port, path, body, ADMIN_KEY)
     if reply.status != 200:
@@ -122,8 +122,8 @@ async def admin(port: int, verb: str, **body: Any) -> Reply:
 def samples(port: int) -> dict[str, float]:
     """Every sample of `/metrics`, labels inside the name."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        found = (_SAMPLE.fullmatch(line) for line in answer.read().decode().splitlines())
-    return {match[1]: float(match[2]) for match in found if match}
+        matches = (_SAMPLE.fullmatch(line) for line in answer.read().decode().splitlines())
+    return {match[1]: float(match[2]) for match in matches if match}
 
 
 def num_resident(port: int) -> int:

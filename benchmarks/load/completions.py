@@ -20,7 +20,7 @@ _READER = Completions("", {}, ignores_eos=False)
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """Where requests go, and the fields that this server needs in addition to OpenAI's."""
 
     port: int
@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass
-class Answer:
+class Completion:
     """What one request saw; times are of time.perf_counter(), or seconds from the start of a loop."""
 
     sent: float = field(default_factory=time.perf_counter)
@@ -66,23 +66,25 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Length:
+class RequestLength:
     """Tokens in and out of every request, checked on every answer."""
 
     num_prompt: int = 256
     num_output: int = 64
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: Completion) -> None:
         """An answer with another number of tokens has an error."""
         if not answer.error and (answer.num_prompt, answer.num_output) != (self.num_prompt, self.num_output):
             answer.error = f"{answer.num_prompt} tokens in, {answer.num_output} out"
 
 
-async def complete(target: Target, prompt: str, length: Length, answer: Answer | None = None) -> Answer:
+async def complete(
+    target: Endpoint, prompt: str, length: RequestLength, answer: Completion | None = None
+) -> Completion:
     """One streamed completion over a connection of its own; a failure is in the answer, not raised. `answer` fills
     while it runs.
     """
-    answer = Answer() if answer is None else answer
+    answer = Completion() if answer is None else answer
     api, connections = target.api(), target.connections()
     try:
         content = orjson.dumps(api.body(Planned(prompt, length.num_output)))
@@ -101,20 +103,26 @@ async def complete(target: Target, prompt: str, length: Length, answer: Answer |
     return answer
 
 
-async def closed_loop(target: Target, prompts: Sequence[str], clients: int, length: Length) -> list[Answer]:
+async def closed_loop(
+    target: Endpoint, prompts: Sequence[str], clients: int, length: RequestLength
+) -> list[Completion]:
     """`clients` clients, each sending the next prompt as soon as its last answer is complete."""
     return await _load(target, [Planned(prompt, length.num_output) for prompt in prompts], clients, length)
 
 
-async def poisson(target: Target, prompts: Sequence[str], rate: float, length: Length, seed: int) -> list[Answer]:
+async def poisson(
+    target: Endpoint, prompts: Sequence[str], rate: float, length: RequestLength, seed: int
+) -> list[Completion]:
     """Requests that arrive `rate` times a second on average, whatever the server does."""
     draw = random.Random(seed)
     arrivals = accumulate(draw.expovariate(rate) for _ in prompts)
-    plan = [Planned(prompt, length.num_output, at=at) for prompt, at in zip(prompts, arrivals, strict=True)]
+    plan = [Planned(prompt, length.num_output, at=start) for prompt, start in zip(prompts, arrivals, strict=True)]
     return await _load(target, plan, None, length)
 
 
-async def _load(target: Target, plan: Sequence[Planned], clients: int | None, length: Length) -> list[Answer]:
+async def _load(
+    target: Endpoint, plan: Sequence[Planned], clients: int | None, length: RequestLength
+) -> list[Completion]:
     connections = target.connections()
     try:
         loaded = await LoadGenerator(connections, target.api(), clients).run(plan)
@@ -123,9 +131,9 @@ async def _load(target: Target, plan: Sequence[Planned], clients: int | None, le
     return [_answer(sample, length) for sample in loaded.samples]
 
 
-def _answer(sample: Sample, length: Length) -> Answer:
+def _answer(sample: Sample, length: RequestLength) -> Completion:
     times = list(accumulate(sample.itls, initial=sample.start + sample.ttft))
-    answer = Answer(sample.start, times=times, last=sample.start + sample.latency, error=sample.error)
+    answer = Completion(sample.start, times=times, last=sample.start + sample.latency, error=sample.error)
     answer.num_prompt, answer.num_output = sample.num_prompt, sample.num_output
     length.check(answer)
     return answer
@@ -137,13 +145,13 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-def tokens_per_second(answers: Sequence[Answer]) -> float:
+def tokens_per_second(answers: Sequence[Completion]) -> float:
     """Output tokens over the time from the first request sent to the last answer complete."""
     return sum(a.num_output for a in answers) / (max(a.last for a in answers) - min(a.sent for a in answers))
 
 
 def _seen(pieces: Pieces) -> Seen:
     seen = Seen()
-    for at, event in events(pieces):
-        _READER.read(event, at, seen)
+    for time_s, event in events(pieces):
+        _READER.read(event, time_s, seen)
     return seen

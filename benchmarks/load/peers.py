@@ -62,7 +62,7 @@ def infinity(model: Path) -> Command:
 
 
 def model_folder() -> Path:
-    """The 200 M-parameter Llama that peers and we serve, made by a process of its own where it is missing."""
+    """The 200 M-parameter Llama that peers and we serve, made by a process of its own if it is missing."""
     command = [sys.executable, "-m", "benchmarks.models.random_llama"]
     output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     return Path(output.splitlines()[-1])
@@ -97,10 +97,10 @@ def install_embedders(torch_index: str) -> None:
 def preloaded() -> list[Path]:
     """The allocator and OpenMP runtime that vLLM's documentation asks to preload on CPU."""
     library = VENVS / "vllm" / "lib"
-    found = [*library.glob("libiomp5.so"), *library.glob("libtcmalloc_minimal.so.4")]
-    if len(found) != 2:
+    libraries = [*library.glob("libiomp5.so"), *library.glob("libtcmalloc_minimal.so.4")]
+    if len(libraries) != 2:
         raise FileNotFoundError("libiomp5 or libtcmalloc is missing: python -m benchmarks.load.peers install")
-    return found
+    return libraries
 
 
 def _fetch_allocator() -> None:

@@ -16,26 +16,26 @@ from benchmarks.models.limit import OUTPUT_TOKENS, PROMPT_TOKENS
 OURS, VLLM = "lorikeet", "vllm"
 EXTRA: Mapping[str, Mapping[str, Any]] = {OURS: {"ignore_eos_token": True}, VLLM: {"ignore_eos": True}}
 """How each server is asked to generate past the end token."""
-LENGTH = completions.Length(PROMPT_TOKENS, OUTPUT_TOKENS)
+LENGTH = completions.RequestLength(PROMPT_TOKENS, OUTPUT_TOKENS)
 IDLE_CPU = 0.01
 """Share of a core that a stopped server may have used; the other one would have paid for it."""
 
 
 @contextlib.contextmanager
-def alone(asked: str, running: Mapping[str, servers.Server], errors: list[str]) -> Iterator[None]:
+def alone(active: str, running: Mapping[str, servers.RunningServer], errors: list[str]) -> Iterator[None]:
     """All other servers are stopped meanwhile. Adds an error if they used processor time nevertheless."""
-    others = [server for name, server in running.items() if name != asked]
+    others = [server for name, server in running.items() if name != active]
     with contextlib.ExitStack() as stack:
         for other in others:
             stack.enter_context(other.frozen())
-        start, before = time.monotonic(), sum(other.cpu_seconds() for other in others)
+        start, earlier_s = time.monotonic(), sum(other.cpu_seconds() for other in others)
         yield
-        spent = sum(other.cpu_seconds() for other in others) - before
+        spent = sum(other.cpu_seconds() for other in others) - earlier_s
         if spent > servers.TICK_S + IDLE_CPU * (time.monotonic() - start):
-            errors.append(f"the servers that were stopped while {asked} ran used {spent:.2f} s of a core")
+            errors.append(f"the servers that were stopped while {active} ran used {spent:.2f} s of a core")
 
 
-def summary(answers: Sequence[completions.Answer]) -> dict[str, Any]:
+def summary(answers: Sequence[completions.Completion]) -> dict[str, Any]:
     """What a round keeps of its requests."""
     good = [answer for answer in answers if not answer.error]
     if not good:

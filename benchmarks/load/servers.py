@@ -34,7 +34,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningServer:
     """A running server."""
 
     name: str
@@ -80,7 +80,7 @@ def lorikeet(model: str | Path | None, *flags: str) -> Command:
 
 
 @contextlib.contextmanager
-def running(name: str, command: Command, timeout_s: float = 400.0) -> Iterator[Server]:
+def running(name: str, command: Command, timeout_s: float = 400.0) -> Iterator[RunningServer]:
     """A server that is ready; ended, with everything it started, on the way out."""
     LOGS.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -100,7 +100,7 @@ def running(name: str, command: Command, timeout_s: float = 400.0) -> Iterator[S
         )
     try:
         await_ready(process, port, command.ready_path, start + timeout_s, log)
-        yield Server(name, process, port, time.monotonic() - start, log)
+        yield RunningServer(name, process, port, time.monotonic() - start, log)
     finally:
         stop(process)
 

@@ -30,7 +30,7 @@ def make(
     seed: int = 0,
     invocation_ids: Sequence[int] = (),
 ) -> list[Path]:
-    """Folders `root/name`, made where they are missing; the same seed and name's place give the same numbers.
+    """Folders `root/name`, made if they are missing; the same seed and name's place give the same numbers.
 
     With `invocation_ids` they are activated LoRA.
     """

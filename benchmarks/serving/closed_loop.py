@@ -26,7 +26,7 @@ REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
 """vLLM's share of the limit below which the machine was too disturbed for a conclusion."""
 SEED = 7_000
-Asked = Callable[[str], Sequence[completions.Answer]]
+Asked = Callable[[str], Sequence[completions.Completion]]
 """Asks a server by its name."""
 VLLM_VERSION, VLLM_FLAGS, VLLM_ENVIRONMENT = peers.VLLM_VERSION, peers.VLLM_FLAGS, peers.VLLM_ENVIRONMENT
 
@@ -44,16 +44,16 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
 
 
 @contextlib.contextmanager
-def next_to_vllm() -> Iterator[tuple[Mapping[str, servers.Server], Mapping[str, completions.Target]]]:
+def next_to_vllm() -> Iterator[tuple[Mapping[str, servers.RunningServer], Mapping[str, completions.Endpoint]]]:
     """vLLM and this server, and where requests to each go, by name."""
     model = peers.model_folder()
     commands = {VLLM: peers.vllm(model), OURS: servers.lorikeet(model)}
     with contextlib.ExitStack() as stack:
         both = {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
-        yield both, {name: completions.Target(each.port, str(model), EXTRA[name]) for name, each in both.items()}
+        yield both, {name: completions.Endpoint(server.port, str(model), EXTRA[name]) for name, server in both.items()}
 
 
-def in_round(number: int, running: Mapping[str, servers.Server], ask: Asked) -> Case:
+def in_round(number: int, running: Mapping[str, servers.RunningServer], ask: Asked) -> Case:
     """Ask each server in turn, while the others are stopped."""
     raw: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     errors: list[str] = []
@@ -66,8 +66,8 @@ def in_round(number: int, running: Mapping[str, servers.Server], ask: Asked) -> 
 
 
 def run(
-    targets: Mapping[str, completions.Target], clients: int, requests: int, seed: int, name: str
-) -> list[completions.Answer]:
+    targets: Mapping[str, completions.Endpoint], clients: int, requests: int, seed: int, name: str
+) -> list[completions.Completion]:
     """A closed loop of so many requests per client."""
     texts = prompts(clients * requests, PROMPT_TOKENS, seed)
     return uvloop.run(completions.closed_loop(targets[name], texts, clients, LENGTH))

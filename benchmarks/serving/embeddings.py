@@ -26,7 +26,7 @@ from transformers import BertConfig, BertModel
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load import peers
 from benchmarks.load.rounds import OURS
-from benchmarks.load.servers import Server, lorikeet, running
+from benchmarks.load.servers import RunningServer, lorikeet, running
 
 SENTENCE_TRANSFORMERS, INFINITY = "sentence-transformers", "infinity"
 ROUNDS, NUM_TEXTS, WORDS = 5, 800, (4, 200)
@@ -92,7 +92,7 @@ def make_model(folder: Path, texts: Sequence[str]) -> Path:
     return folder
 
 
-def served(server: Server, path: str, model: str, texts: Sequence[str]) -> float:
+def served(server: RunningServer, path: str, model: str, texts: Sequence[str]) -> float:
     """Texts per second of some clients that each send one request after the other."""
     parts = [texts[first : first + TEXTS_PER_REQUEST] for first in range(0, len(texts), TEXTS_PER_REQUEST)]
     start = time.perf_counter()
@@ -111,12 +111,12 @@ def _ask(url: str, model: str, texts: Sequence[str]) -> int:
 
 def in_process(folder: Path, texts: Path, sizes: Sequence[int]) -> dict[str, float]:
     """Texts per second of sentence-transformers by batch size."""
-    asked = json.dumps([str(folder), str(texts), list(sizes)])
+    request = json.dumps([str(folder), str(texts), list(sizes)])
     command = [str(peers.sentence_transformers_python()), "-c", PEER]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, input=asked, check=True, capture_output=True, text=True, env=environment)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    done = subprocess.run(command, input=request, check=True, capture_output=True, text=True, env=environment)
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
 
 
 def measure(num_rounds: int = ROUNDS, num_texts: int = NUM_TEXTS) -> Cases:
@@ -136,10 +136,10 @@ def measure(num_rounds: int = ROUNDS, num_texts: int = NUM_TEXTS) -> Cases:
                 served(other, "/embeddings", "peer", texts[: num_texts // 8])
                 rate_of_infinity = served(other, "/embeddings", "peer", texts)
             with ours.frozen(), other.frozen():
-                found = in_process(folder, file, sizes)
-            best = max(found, key=lambda size: found[size])
+                rates = in_process(folder, file, sizes)
+            best = max(rates, key=lambda size: rates[size])
             sizes = [int(best)]
-            yield Case(f"round {number}", {OURS: rate, INFINITY: rate_of_infinity, SENTENCE_TRANSFORMERS: found})
+            yield Case(f"round {number}", {OURS: rate, INFINITY: rate_of_infinity, SENTENCE_TRANSFORMERS: rates})
 
 
 def over_sentence_transformers(raw: Raw) -> float:

@@ -37,10 +37,10 @@ OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
 
 def program() -> Path:
     """The server. Raises FileNotFoundError if it was not built."""
-    found = FOLDER / "build" / "bin" / "llama-server"
-    if not found.exists():
-        raise FileNotFoundError(f"{found} is missing: python -m benchmarks.serving.llama_cpp")
-    return found
+    path = FOLDER / "build" / "bin" / "llama-server"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: python -m benchmarks.serving.llama_cpp")
+    return path
 
 
 def build() -> None:
@@ -48,18 +48,18 @@ def build() -> None:
     sources = FOLDER / "sources"
     if not sources.exists():
         with tempfile.TemporaryDirectory() as folder:
-            wanted = f"llama-cpp-python=={VERSION}"
+            requirement = f"llama-cpp-python=={VERSION}"
             command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder)
-            subprocess.run([*command, wanted], check=True)
+            subprocess.run([*command, requirement], check=True)
             (archive,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
             (unpacked,) = Path(folder).glob("*/vendor/llama.cpp")
             FOLDER.mkdir(parents=True, exist_ok=True)
             unpacked.rename(sources)
-    made = str(FOLDER / "build")
-    subprocess.run(["cmake", "-S", str(sources), "-B", made, *OPTIONS], check=True)
-    subprocess.run(["cmake", "--build", made, "--target", "llama-server", "-j", "2"], check=True)
+    build_folder = str(FOLDER / "build")
+    subprocess.run(["cmake", "-S", str(sources), "-B", build_folder, *OPTIONS], check=True)
+    subprocess.run(["cmake", "--build", build_folder, "--target", "llama-server", "-j", "2"], check=True)
 
 
 ROUNDS = 8
@@ -97,7 +97,9 @@ def measure(clients: int, rounds: int = ROUNDS) -> Cases:
             command = llama_cpp(_file(model, theirs), clients)
             running[theirs] = stack.enter_context(servers.running(f"{LLAMA_CPP}-{theirs}", command))
         extras = {name: EXTRA[OURS] if name in PAIRS else IGNORE_EOS for name in running}
-        targets = {name: completions.Target(each.port, str(model), extras[name]) for name, each in running.items()}
+        targets = {
+            name: completions.Endpoint(server.port, str(model), extras[name]) for name, server in running.items()
+        }
         ask = partial(run, targets, clients, REQUESTS_PER_CLIENT[clients])
         yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, SEED + number)))
 
@@ -133,20 +135,20 @@ def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.C
 
 
 def _ask_adapters(
-    running: Mapping[str, servers.Server], model: str, adapters: Sequence[str], number: int, name: str
-) -> list[completions.Answer]:
+    running: Mapping[str, servers.RunningServer], model: str, adapters: Sequence[str], number: int, name: str
+) -> list[completions.Completion]:
     """A closed loop in which each client asks for its own adapter."""
     is_ours, port = name in ADAPTED, running[name].port
     requests = ADAPTED_REQUESTS[OURS if is_ours else LLAMA_CPP]
     texts = prompts(CLIENTS * requests, LENGTH.num_prompt, ADAPTED_SEED + number)
 
-    async def client(index: int) -> list[completions.Answer]:
-        target = completions.Target(port, model, {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]})
+    async def client(index: int) -> list[completions.Completion]:
+        target = completions.Endpoint(port, model, {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]})
         if is_ours:
-            target = completions.Target(port, adapters[index], EXTRA[OURS])
+            target = completions.Endpoint(port, adapters[index], EXTRA[OURS])
         return [await completions.complete(target, text, LENGTH) for text in texts[index::CLIENTS]]
 
-    async def clients() -> list[completions.Answer]:
+    async def clients() -> list[completions.Completion]:
         return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
     return uvloop.run(clients())

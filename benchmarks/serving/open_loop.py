@@ -28,13 +28,13 @@ def measure() -> Cases:
     errors: list[str] = []
     for name, command in {OURS: servers.lorikeet(model), VLLM: peers.vllm(model)}.items():
         with servers.running(name, command) as server:
-            target = completions.Target(server.port, str(model), EXTRA[name])
+            target = completions.Endpoint(server.port, str(model), EXTRA[name])
             uvloop.run(completions.closed_loop(target, prompts(4, PROMPT_TOKENS, SEED), 2, LENGTH))
             raw[name] = _search(target, errors)
     yield Case("search", raw, "; ".join(errors[:3]))
 
 
-def _search(target: completions.Target, errors: list[str]) -> list[dict[str, Any]]:
+def _search(target: completions.Endpoint, errors: list[str]) -> list[dict[str, Any]]:
     """The probes of one server."""
 
     def probe(number: int) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def holds(probe: Raw) -> bool:
 
 
 def highest_rate(server: str, raw: Raw, holds: Callable[[Raw], bool] = holds) -> float:
-    """Requests per second of the best probe that held; 0 where none did."""
+    """Requests per second of the best probe that held; 0 if none did."""
     return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
 
 
 def over_vllm(raw: Raw) -> float:
-    """Our highest rate over vLLM's; 0 where vLLM held none."""
+    """Our highest rate over vLLM's; 0 if vLLM held none."""
     peer = highest_rate(VLLM, raw)
     return highest_rate(OURS, raw) / peer if peer else 0.0

@@ -24,13 +24,13 @@ from benchmarks.load.rounds import EXTRA, OURS
 from benchmarks.models.prompts import prompts
 
 CLIENTS = 32
-"""As many as are accepted."""
+"""Clients: as many as are accepted at once."""
 FLOOD_PER_S = 50
 ROUNDS, ROUND_S = 8, 12.0
 SETTLE_S = 3.0
 RETRY_S = 1.0
 """The least that `Retry-After` asks for."""
-MOST_PROMPTS = 4000
+MAX_PROMPTS = 4000
 """Far more than a round needs."""
 NUM_PROMPT, NUM_OUTPUT = 32, (32, 96)
 """Tokens. Short prompts: with long ones all clients would wait for their prefill. Texts of one length would end in
@@ -44,24 +44,24 @@ def measure(rounds: int = ROUNDS) -> Cases:
     model = peers.model_folder()
     command = servers.lorikeet(model, "--max-concurrent-requests", str(CLIENTS))
     with servers.running("overload", command) as server:
-        target = completions.Target(server.port, str(model), EXTRA[OURS])
+        target = completions.Endpoint(server.port, str(model), EXTRA[OURS])
         texts = prompts(2 * CLIENTS, NUM_PROMPT, SEED)
-        uvloop.run(completions.closed_loop(target, texts, CLIENTS, completions.Length(NUM_PROMPT)))
+        uvloop.run(completions.closed_loop(target, texts, CLIENTS, completions.RequestLength(NUM_PROMPT)))
         for number in range(rounds):
             yield Case(f"round {number}", uvloop.run(round_of(target, number)))
 
 
-async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
+async def round_of(target: completions.Endpoint, number: int) -> dict[str, Any]:
     """Tokens per second of all accepted requests, without and with a flood, and the latency of rejections."""
     flood_first = number % 2 == 0
     is_over = asyncio.Event()
-    answers: list[completions.Answer] = []
-    waiting = iter(prompts(MOST_PROMPTS, NUM_PROMPT, SEED + number))
+    answers: list[completions.Completion] = []
+    waiting = iter(prompts(MAX_PROMPTS, NUM_PROMPT, SEED + number))
     draw = random.Random(SEED + number)
 
     async def client() -> None:
         while not is_over.is_set():
-            answer = completions.Answer()
+            answer = completions.Completion()
             answers.append(answer)
             await completions.complete(target, next(waiting), _length(draw), answer)
             if answer.error:  # a request of the flood was accepted instead
@@ -85,7 +85,7 @@ async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
         await asyncio.sleep(max(0.0, starts[flooded] + ROUND_S - time.perf_counter()))
     is_over.set()
     await asyncio.gather(*clients)
-    events += [at for answer in answers for at in answer.events]
+    events += [time_s for answer in answers for time_s in answer.events]
     return {
         "tokens_per_second": rate(events, starts[False]),
         "flooded_tokens_per_second": rate(events, starts[True]),
@@ -94,7 +94,7 @@ async def round_of(target: completions.Target, number: int) -> dict[str, Any]:
     }
 
 
-async def flood(target: completions.Target, seed: int) -> dict[str, Any]:
+async def flood(target: completions.Endpoint, seed: int) -> dict[str, Any]:
     """Further requests, FLOOD_PER_S on average, each with its own connection. Returns what became of them."""
     with contextlib.suppress(PermissionError):  # a clock that waits for a core itself shows its own wait
         os.nice(-10)
@@ -102,35 +102,35 @@ async def flood(target: completions.Target, seed: int) -> dict[str, Any]:
     texts = iter(prompts(round(2 * FLOOD_PER_S * ROUND_S), NUM_PROMPT, seed))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    answers: list[completions.Answer] = []
+    answers: list[completions.Completion] = []
     tasks = []
-    at = end = time.perf_counter()
+    time_s = end = time.perf_counter()
     end += ROUND_S
-    while (at := at + draw.expovariate(FLOOD_PER_S)) < end:
-        await asyncio.sleep(max(0.0, at - time.perf_counter()))
-        answers.append(completions.Answer())
+    while (time_s := time_s + draw.expovariate(FLOOD_PER_S)) < end:
+        await asyncio.sleep(max(0.0, time_s - time.perf_counter()))
+        answers.append(completions.Completion())
         tasks.append(asyncio.create_task(completions.complete(target, next(texts), _length(draw), answers[-1])))
     await asyncio.sleep(max(0.0, end - time.perf_counter()))
     for task in tasks:
         task.cancel()
     return {
-        "events": [at for answer in answers for at in answer.events],
+        "events": [time_s for answer in answers for time_s in answer.events],
         "refused_ms": [round(1000 * (answer.last - answer.sent), 3) for answer in answers if "429" in answer.error],
         "errors": sorted({answer.error[:100] for answer in answers if _is_wrong(answer)}),
     }
 
 
-def _length(draw: random.Random) -> completions.Length:
-    return completions.Length(NUM_PROMPT, draw.randint(*NUM_OUTPUT))
+def _length(draw: random.Random) -> completions.RequestLength:
+    return completions.RequestLength(NUM_PROMPT, draw.randint(*NUM_OUTPUT))
 
 
-def _is_wrong(answer: completions.Answer) -> bool:
+def _is_wrong(answer: completions.Completion) -> bool:
     return bool(answer.error) and "429" not in answer.error
 
 
 def rate(events: Sequence[float], start: float) -> float:
     """Tokens per second of the part of a round that began at `start`."""
-    return sum(start <= at < start + ROUND_S for at in events) / ROUND_S
+    return sum(start <= time_s < start + ROUND_S for time_s in events) / ROUND_S
 
 
 def goodput(raw: Raw) -> float:
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     parser = arguments.parser(__doc__)
     parser.add_argument("flood", nargs=3, metavar=("PORT", "MODEL", "SEED"), help="the server, its model, and a seed")
     port, model, seed = parser.parse_args().flood
-    print(json.dumps(uvloop.run(flood(completions.Target(int(port), model, EXTRA[OURS]), int(seed)))))
+    print(json.dumps(uvloop.run(flood(completions.Endpoint(int(port), model, EXTRA[OURS]), int(seed)))))

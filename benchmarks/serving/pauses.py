@@ -15,8 +15,8 @@ PER_CASE, CLIENTS, SEED = faults.FAULTS_PER_CASE, faults.CLIENTS, faults.SEED
 
 def measure(kind: str, num_faults: int | None = None) -> Cases:
     """One case, with its own server, per ten faults."""
-    left = FAULTS[kind] if num_faults is None else num_faults
-    for number in range(-(-left // PER_CASE)):
-        case = faults.run_with_faults(SIGNALS[kind], min(PER_CASE, left - number * PER_CASE), number)
+    remaining = FAULTS[kind] if num_faults is None else num_faults
+    for number in range(-(-remaining // PER_CASE)):
+        case = faults.run_with_faults(SIGNALS[kind], min(PER_CASE, remaining - number * PER_CASE), number)
         wrong = "; ".join(case.raw["wrong"][:3])
         yield Case(case.name, {"answers": case.raw["answers"], "faults": case.raw["faults"]}, case.error or wrong)

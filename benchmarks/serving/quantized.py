@@ -33,8 +33,8 @@ NUM_FILES, WINDOW = 40, 512
 
 def load(folder: Path, method: str) -> Model:
     """A model in bfloat16, its weights rounded by `method` unless that is PLAIN."""
-    wanted = None if method == PLAIN else method
-    model = load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="bfloat16", quantize=wanted))
+    quantize = None if method == PLAIN else method
+    model = load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="bfloat16", quantize=quantize))
     model.allocate_kv(PAGES)
     return model
 
@@ -74,8 +74,10 @@ def nats(model: Model, token_ids: Sequence[int]) -> float:
 def texts() -> list[list[int]]:
     """The first WINDOW tokens of held-out files."""
     tokenizer: Any = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    found = [tokenizer.backend_tokenizer.encode(file.text).ids[:WINDOW] for file in corpus.held_out_files()[:NUM_FILES]]
-    return [ids for ids in found if len(ids) > 1]
+    encoded = [
+        tokenizer.backend_tokenizer.encode(file.text).ids[:WINDOW] for file in corpus.held_out_files()[:NUM_FILES]
+    ]
+    return [ids for ids in encoded if len(ids) > 1]
 
 
 def perplexities() -> Cases:
@@ -104,11 +106,11 @@ def measure(rounds: int = ROUNDS) -> Cases:
     model = llama_200m()
     with contextlib.ExitStack() as stack:
         running = {name: stack.enter_context(_serving(name, model)) for name in (PLAIN, *METHODS)}
-        targets = {name: completions.Target(each.port, str(model), EXTRA[OURS]) for name, each in running.items()}
+        targets = {name: completions.Endpoint(server.port, str(model), EXTRA[OURS]) for name, server in running.items()}
         ask = partial(run, targets, 1, REQUESTS)
         yield from in_rounds(rounds, lambda number: in_round(number, running, partial(ask, SEED + number)))
 
 
-def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[servers.Server]:
+def _serving(name: str, model: Path) -> contextlib.AbstractContextManager[servers.RunningServer]:
     flags = () if name == PLAIN else ("--quantize", name)
     return servers.running(f"{OURS}-{name}", servers.lorikeet(model, "--dtype", "bfloat16", *flags))

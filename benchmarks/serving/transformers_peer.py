@@ -35,7 +35,7 @@ def measure(rounds: int = ROUNDS) -> Cases:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(servers.running(OURS, servers.lorikeet(model)))
         peer = stack.enter_context(_worker(model))
-        target = completions.Target(server.port, str(model), EXTRA[OURS])
+        target = completions.Endpoint(server.port, str(model), EXTRA[OURS])
         _ask(peer, prompts(2, PROMPT_TOKENS, SEED))
         uvloop.run(completions.closed_loop(target, prompts(2, PROMPT_TOKENS, SEED), 2, LENGTH))
         for number in range(rounds):

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.evidence import arguments
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.speculation import counts, published
-from benchmarks.speculation.counts import QUICK, Size, counts_of, oracle, speed, tau
+from benchmarks.speculation.counts import QUICK, CountsSize, counts_of, oracle, speed, tau
 from tests.oracles.replay import fitted_chance, fitted_cost, iid_tokens_per_step
 
 Rows = Iterable[Sequence[object]]
@@ -29,19 +29,19 @@ def table(title: str, head: Sequence[str], rows: Rows) -> None:
     sys.stdout.flush()
 
 
-def by_case(title: str, first: str, columns: Columns, found: Sequence[Case]) -> None:
+def by_case(title: str, first: str, columns: Columns, cases: Sequence[Case]) -> None:
     """A row for each case, with its name in the first column."""
-    rows = [(case.name, *(value(case.raw) for value in columns.values())) for case in found]
+    rows = [(case.name, *(value(case.raw) for value in columns.values())) for case in cases]
     table(title, (first, *columns), rows)
 
 
-def by_width(found: Sequence[Case]) -> dict[int, Raw]:
-    return {int(case.name.split()[1]): case.raw for case in found if case.name.startswith("width ")}
+def by_width(cases: Sequence[Case]) -> dict[int, Raw]:
+    return {int(case.name.split()[1]): case.raw for case in cases if case.name.startswith("width ")}
 
 
-def gamma(found: Sequence[Case]) -> None:
+def gamma(cases: Sequence[Case]) -> None:
     """LMFlow's table, both columns."""
-    raws = by_width(found)
+    raws = by_width(cases)
     plain = raws.pop(0)
     rows = [
         (width, speed(raw) / speed(plain), published.LMFLOW_TIME[width], tau(raw), oracle(raw).tokens_per_step,
@@ -58,9 +58,9 @@ def gamma(found: Sequence[Case]) -> None:
     print(f"c {cost:.3f} (LMFlow's {published.LMFLOW_COST}); tokens in repeated 8-grams {plain['repeated']:.1%}")
 
 
-def rows(found: Sequence[Case]) -> None:
+def rows(cases: Sequence[Case]) -> None:
     """LLMSpeculativeSampling's three rows and a sweep."""
-    raws = {case.name: case.raw for case in found}
+    raws = {case.name: case.raw for case in cases}
     alone, target = speed(raws["draft alone"]), speed(raws["target alone"])
     theirs = published.LLMSS
     cost, its_cost = target / alone, theirs.target / theirs.draft
@@ -69,63 +69,63 @@ def rows(found: Sequence[Case]) -> None:
         ("", "tokens/s", "over target", "theirs over target"),
         [("draft alone", alone, alone / target, 1 / its_cost), ("target alone", target, 1.0, 1.0)],
     )
-    sweep = by_width(found)
+    sweep = by_width(cases)
     head = ("drafts", "tokens/s", "over target", "theirs", "tokens per step", "oracle", "accepted/drafted")
-    shown = [
+    widths = [
         (width, speed(raw), speed(raw) / target, theirs.speculative / theirs.target if width == published.LLMSS_WIDTH
          else "", tau(raw), oracle(raw).tokens_per_step, counts_of(raw).share_accepted)
         for width, raw in sweep.items()
     ]  # fmt: skip
-    table(f"Speculative, by drafts (c {cost:.3f}, theirs {its_cost:.3f})", head, shown)
+    table(f"Speculative, by drafts (c {cost:.3f}, theirs {its_cost:.3f})", head, widths)
 
 
-def chat(found: Sequence[Case]) -> None:
+def chat(cases: Sequence[Case]) -> None:
     """Xinference's accepted over drafted, its phases and its speed-up."""
-    raws = {case.name: case.raw for case in found}
+    raws = {case.name: case.raw for case in cases}
     off, on = raws["off"], raws["width 4"]
     head = ("", "accepted/drafted", "times faster", "drafting s", "verifying s", "accepting s", "tokens/s")
     phases = [on[f"{phase}_seconds"] for phase in ("draft", "verify", "accept")]
-    wanted = oracle(on).share_accepted
+    expected = oracle(on).share_accepted
     table(
         "Four drafts, temperature 0.7, top-p 0.95, top-k 40 (Xinference's)",
         head,
         [
             ("ours", counts_of(on).share_accepted, speed(on) / speed(off), *phases, speed(on)),
-            ("oracle", wanted, "", "", "", "", ""),
+            ("oracle", expected, "", "", "", "", ""),
             ("Xinference", published.XINFERENCE_ACCEPTED, published.XINFERENCE_FASTER, "", "", "", ""),
         ],
     )
 
 
-def sampled(found: Sequence[Case]) -> None:
+def sampled(cases: Sequence[Case]) -> None:
     """The draft model with both verification rules, and the expected counts."""
     columns: Columns = {
         **COUNTED, "standard error": lambda raw: oracle(raw).standard_error,
         "distance in standard errors": counts.distance,
     }  # fmt: skip
-    by_case("A draft model at temperature 0.8", "rule, drafts", columns, found)
+    by_case("A draft model at temperature 0.8", "rule, drafts", columns, cases)
 
 
-def lookup(found: Sequence[Case]) -> None:
+def lookup(cases: Sequence[Case]) -> None:
     """Prompt lookup by corpus, and LoRAX's rule."""
     columns: Columns = {
         **COUNTED, "LoRAX's rule": lambda raw: tau(raw["lorax"]), "times": counts.over_lorax,
         "drafts per step": lambda raw: counts_of(raw).drafted_per_step,
         "LoRAX's": lambda raw: counts_of(raw["lorax"]).drafted_per_step, "share": counts.rows_over_lorax,
     }  # fmt: skip
-    by_case("Prompt lookup", "corpus, drafts", columns, found)
+    by_case("Prompt lookup", "corpus, drafts", columns, cases)
     table("Published for prompt lookup", ("rule", "summaries", "questions with context", "chat, first turn"),
           [(rule, *values) for rule, values in published.LOOKUP_TAU.items()])  # fmt: skip
 
 
-def medusa(found: Sequence[Case]) -> None:
+def medusa(cases: Sequence[Case]) -> None:
     """Chains of heads by corpus."""
     columns: Columns = {
         **COUNTED, "accepted/drafted": lambda raw: counts_of(raw).share_accepted,
         "unlike the oracle": itemgetter("miscounted"), "ties": itemgetter("ties"),
     }  # fmt: skip
     low, high = published.MEDUSA_CHAIN
-    by_case(f"Three Medusa heads (Vicuna-7B's in a chain: {low} to {high})", "texts", columns, found)
+    by_case(f"Three Medusa heads (Vicuna-7B's in a chain: {low} to {high})", "texts", columns, cases)
 
 
 TABLES: dict[str, tuple[Callable[..., Cases], Callable[[Sequence[Case]], None]]] = {
@@ -143,15 +143,15 @@ def main() -> int:
     parser = arguments.parser(__doc__, quick=True)
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], metavar="TABLE", help="all if none is named")
     options = parser.parse_args()
-    size = QUICK if options.quick else Size()
-    found: dict[str, list[dict[str, Any]]] = {}
+    size = QUICK if options.quick else CountsSize()
+    tables_measured: dict[str, list[dict[str, Any]]] = {}
     for name in options.tables or TABLES:
         measure, show = TABLES[name]
         cases = list(measure(size=size))
         show(cases)
-        found[name] = [{"case": case.name, **case.raw, "error": case.error} for case in cases]
-    print(json.dumps(found))
-    return int(any(case["error"] or case.get("miscounted") for cases in found.values() for case in cases))
+        tables_measured[name] = [{"case": case.name, **case.raw, "error": case.error} for case in cases]
+    print(json.dumps(tables_measured))
+    return int(any(case["error"] or case.get("miscounted") for cases in tables_measured.values() for case in cases))
 
 
 if __name__ == "__main__":

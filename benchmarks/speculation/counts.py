@@ -34,7 +34,7 @@ PLAIN_SAMPLING: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8}
 
 
 @dataclass(frozen=True)
-class Size:
+class CountsSize:
     """How many prompts and tokens."""
 
     prompts: int = 24
@@ -44,7 +44,7 @@ class Size:
     sweep: tuple[int, ...] = SWEEP
 
 
-QUICK = Size(4, 64, 6, (1, 4), (2, 4))
+QUICK = CountsSize(4, 64, 6, (1, 4), (2, 4))
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Corpus:
     distribution: Mapping[str, Any] = field(default_factory=dict)
 
     def asked(self, *, is_seeded: bool) -> list[TextRequest]:
-        own = {"ignore_eos_token": True} if self.kind == CODE else {}
+        fields = {"ignore_eos_token": True} if self.kind == CODE else {}
         seeds = [{"seed": 100 + i} if is_seeded and self.distribution else {} for i in range(self.count)]
         prompts = family.prompts(self.kind.name.split()[0], self.count)
         return [
-            TextRequest(p, self.kind, self.tokens, {**own, **self.distribution, **seed})
+            TextRequest(p, self.kind, self.tokens, {**fields, **self.distribution, **seed})
             for p, seed in zip(prompts, seeds, strict=True)
         ]
 
@@ -69,12 +69,12 @@ class Corpus:
 def run(name: str, port: int, corpus: Corpus, how: DraftOptions | None, clients: int = 1) -> Case:
     """A corpus with one method: the server's counts, and the oracle's of the same texts."""
     verify = (how.verify or "shared-noise") if how else ""
-    asked = corpus.asked(is_seeded=verify != "rejection")
+    requests = corpus.asked(is_seeded=verify != "rejection")
     start = time.monotonic()
-    answers = uvloop.run(family.ask_all(port, [(each, how) for each in asked], clients))
+    answers = uvloop.run(family.ask_all(port, [(request, how) for request in requests], clients))
     seconds = time.monotonic() - start
-    ids = family.encode([each.prompt for each in asked])
-    texts = [t.as_text(known, a.max_new_tokens) for t, known, a in zip(answers, ids, asked, strict=True)]
+    ids = family.encode([request.prompt for request in requests])
+    texts = [t.as_text(known, a.max_new_tokens) for t, known, a in zip(answers, ids, requests, strict=True)]
     raw = {
         **as_raw(sum((answer.counts for answer in answers), NOTHING)),
         "width": how.width if how else 0,
@@ -118,17 +118,19 @@ def _oracle(
         counted = [expected(text, chances, how.width) for text, chances in zip(texts, distributions, strict=True)]
         return {"oracle": as_raw(sum(counted, NOTHING))}
     rules = family_drafts.rules(how.method, [kind] * len(texts), texts)
-    counted = [replay(text, each.rule, how.width) for text, each in zip(texts, rules, strict=True)]
+    counted = [replay(text, rule.rule, how.width) for text, rule in zip(texts, rules, strict=True)]
     rows = list(zip(answers, counted, rules, strict=True))
-    found = {
+    raw = {
         "oracle": as_raw(sum(counted, NOTHING)),
-        "miscounted": sum(answer.counts != wanted and not each.is_tied for answer, wanted, each in rows),
-        "ties": sum(answer.counts != wanted and each.is_tied for answer, wanted, each in rows),
+        "miscounted": sum(
+            answer.counts != expected_counts and not rule.is_tied for answer, expected_counts, rule in rows
+        ),
+        "ties": sum(answer.counts != expected_counts and rule.is_tied for answer, expected_counts, rule in rows),
     }
     if how.method == LOOKUP:
         unbounded = (replay(text, lorax, how.width, is_bounded=False) for text in texts)
-        found["lorax"] = as_raw(sum(unbounded, NOTHING))
-    return found
+        raw["lorax"] = as_raw(sum(unbounded, NOTHING))
+    return raw
 
 
 @contextmanager
@@ -137,9 +139,9 @@ def _server(**values: Any) -> Iterator[int]:
         yield server.port
 
 
-def gamma(size: Size | None = None) -> Cases:
+def gamma(size: CountsSize | None = None) -> Cases:
     """LMFlow's table with our models: without speculation, then with 1, 2, … drafts, greedy, one request at a time."""
-    size = size or Size()
+    size = size or CountsSize()
     corpus = Corpus(CODE, size.prompts, size.tokens)
     with _server() as port:
         run("warm up", port, Corpus(CODE, 2, 16), DraftOptions(DRAFTING, 3))
@@ -147,11 +149,11 @@ def gamma(size: Size | None = None) -> Cases:
             yield run(f"width {width}", port, corpus, DraftOptions(DRAFTING, width) if width else None)
 
 
-def three_rows(size: Size | None = None) -> Cases:
-    """LLMSpeculativeSampling's rows: the draft model alone, the target alone, and both with a sweep of widths; sampled
+def three_rows(size: CountsSize | None = None) -> Cases:
+    """LLMSpeculativeSampling's rows: only the draft model, only the target, and both with a sweep of widths; sampled
     as there.
     """
-    size = size or Size()
+    size = size or CountsSize()
     corpus = Corpus(CODE, size.prompts, 100, LLMSS_SAMPLING)
     with _server(model=family.DRAFT, draft=None) as port:
         run("warm up", port, Corpus(CODE, 2, 16), None)
@@ -163,9 +165,9 @@ def three_rows(size: Size | None = None) -> Cases:
             yield run(f"width {width}", port, corpus, DraftOptions(DRAFTING, width, verify="rejection"))
 
 
-def chat(size: Size | None = None) -> Cases:
+def chat(size: CountsSize | None = None) -> Cases:
     """Xinference's figures: accepted over drafted at four drafts, and seconds with and without."""
-    size = size or Size()
+    size = size or CountsSize()
     corpus = Corpus(CODE, size.prompts, size.tokens, CHAT_SAMPLING)
     with _server() as port:
         run("warm up", port, Corpus(CODE, 2, 16), DraftOptions(DRAFTING, 3))
@@ -173,26 +175,26 @@ def chat(size: Size | None = None) -> Cases:
             yield run(name, port, corpus, how)
 
 
-def sampled(size: Size | None = None) -> Cases:
+def sampled(size: CountsSize | None = None) -> Cases:
     """The draft model with both verification rules at a temperature: counts and their expectations."""
-    size = size or Size()
+    size = size or CountsSize()
     corpus = Corpus(CODE, 2 * size.prompts, size.tokens // 2, PLAIN_SAMPLING)
     with _server() as port:
         for verify, width in SAMPLED:
             yield run(f"{verify} {width}", port, corpus, DraftOptions(DRAFTING, width, verify=verify), 8)
 
 
-def copied(size: Size | None = None) -> Cases:
+def copied(size: CountsSize | None = None) -> Cases:
     """Prompt lookup on texts that are copied from their prompts, and LoRAX's rule on the same texts."""
-    return _lookup((COPIED,), size or Size())
+    return _lookup((COPIED,), size or CountsSize())
 
 
-def uncopied(size: Size | None = None) -> Cases:
-    """The same on the other kinds of text."""
-    return _lookup(UNCOPIED, size or Size())
+def uncopied(size: CountsSize | None = None) -> Cases:
+    """Prompt lookup on the other kinds of text, and LoRAX's rule on the same texts."""
+    return _lookup(UNCOPIED, size or CountsSize())
 
 
-def _lookup(kinds: Sequence[str], size: Size) -> Cases:
+def _lookup(kinds: Sequence[str], size: CountsSize) -> Cases:
     with _server(draft=None) as port:
         for kind in kinds:
             for width in LOOKUP_WIDTHS:
@@ -200,9 +202,9 @@ def _lookup(kinds: Sequence[str], size: Size) -> Cases:
                 yield run(f"{kind} {width}", port, corpus, DraftOptions(LOOKUP, width), 8)
 
 
-def medusa(size: Size | None = None) -> Cases:
+def medusa(size: CountsSize | None = None) -> Cases:
     """Chains of Medusa heads: general ones on code and adapters' texts, and those of the citation adapter."""
-    size = size or Size()
+    size = size or CountsSize()
     with _server(draft=None) as port:
         for kind in WITH_HEADS:
             yield run(kind.name, port, Corpus(kind, size.corpus, 96), DraftOptions(MEDUSA, 3), 8)
@@ -222,8 +224,8 @@ def num_miscounted(raw: Raw) -> float:
 
 def distance(raw: Raw) -> float:
     """Steps from the expected ones, in standard errors."""
-    wanted = oracle(raw)
-    return abs(counts_of(raw).forwards - wanted.forwards) / max(1e-9, wanted.variance) ** 0.5
+    expected_counts = oracle(raw)
+    return abs(counts_of(raw).forwards - expected_counts.forwards) / max(1e-9, expected_counts.variance) ** 0.5
 
 
 def over_lorax(raw: Raw) -> float:

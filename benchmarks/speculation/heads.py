@@ -32,7 +32,7 @@ SEED = 20261122
 
 
 @dataclass(frozen=True)
-class Size:
+class HeadsSize:
     """How much is measured, of which model."""
 
     rounds: int = ROUNDS
@@ -42,15 +42,15 @@ class Size:
     dtype: str | None = None
 
 
-def measure(size: Size | None = None) -> Cases:
+def measure(size: HeadsSize | None = None) -> Cases:
     """One case per round, with the median seconds of each kind of step."""
-    size = size or Size()
+    size = size or HeadsSize()
     model = loaded(size)
     with torch.inference_mode():
         yield from in_rounds(size.rounds, lambda _: _round(model, size.turns))
 
 
-def loaded(size: Size) -> Any:
+def loaded(size: HeadsSize) -> Any:
     """The model with NUM_SETS sets of random heads in its first slots."""
     folder = size.folder or peers.model_folder()
     model = load_model(ShardConfig("random", str(folder), "unix:/dev/null", dtype=size.dtype))
@@ -60,7 +60,7 @@ def loaded(size: Size) -> Any:
     torch.manual_seed(SEED)
     shape, dtype = HeadsShape(NUM_HEADS, 1, model.heads.hidden_size, 0), model.info.dtype
     for slot in range(NUM_SETS):
-        tensors = [(torch.randn(each) * 0.02).to(dtype) for each in shape.tensors()]
+        tensors = [(torch.randn(size_of_tensor) * 0.02).to(dtype) for size_of_tensor in shape.tensors()]
         model.heads.put(slot, bind(shape, tensors, pack if can_pack(dtype) else _plain))
     return model
 

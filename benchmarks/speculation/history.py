@@ -28,7 +28,7 @@ REPEATS: Mapping[str, float] = {ALL: 1.0, HALF: 0.5, NONE: 0.0}
 ROUNDS = 8
 REQUESTS, TIMED = 240, 48
 """Requests that are counted, and requests of a round that is timed."""
-MOST_TOKENS = 96
+MAX_TOKENS = 96
 
 
 def command() -> servers.Command:
@@ -36,7 +36,7 @@ def command() -> servers.Command:
 
 
 def measure(workload: str) -> Cases:
-    """One case per temperature: tokens and steps with lookup alone, and with lookup and history."""
+    """One case per temperature: tokens and steps with only lookup, and with lookup and history."""
     earlier, counted = _workload(REQUESTS, REPEATS[workload])
     with servers.running("history", command()) as server:
         for temperature in TEMPERATURES:
@@ -64,7 +64,7 @@ def unrelated() -> Cases:
 
 
 def gain(raw: Raw) -> float:
-    """Tokens per step with history over those with lookup alone. The texts are the same."""
+    """Tokens per step with history over those with only lookup. The texts are the same."""
     return float(raw[OFF]["steps"] / raw[ON]["steps"])
 
 
@@ -82,17 +82,17 @@ def _workload(count: int, share: float) -> tuple[list[TextRequest], list[TextReq
 
 def _prompts(count: int) -> list[TextRequest]:
     """Different prompts of the tasks in turn."""
-    each = -(-count // len(TASKS))
+    per_task = -(-count // len(TASKS))
     of_tasks = [
-        [TextRequest(prompt, KINDS[task], MOST_TOKENS) for prompt in family.prompts(task, each)] for task in TASKS
+        [TextRequest(prompt, KINDS[task], MAX_TOKENS) for prompt in family.prompts(task, per_task)] for task in TASKS
     ]
     return list(itertools.chain.from_iterable(zip(*of_tasks, strict=True)))[:count]
 
 
-def _run(port: int, asked: list[tuple[TextRequest, DraftOptions]]) -> dict[str, Any]:
+def _run(port: int, requests: list[tuple[TextRequest, DraftOptions]]) -> dict[str, Any]:
     """One request after another."""
     start = time.monotonic()
-    answers = uvloop.run(family.ask_all(port, asked, clients=1))
+    answers = uvloop.run(family.ask_all(port, requests, clients=1))
     seconds = time.monotonic() - start
     faults = [fault for answer in answers for fault in answer.faults()]
     if faults:
@@ -111,10 +111,10 @@ def _asked(
     requests: list[TextRequest], temperature: float, way: str, salt: str, first_seed: int = 0
 ) -> list[tuple[TextRequest, DraftOptions]]:
     """Requests of the tenant `salt`. A prompt that is repeated has another seed."""
-    asked = []
+    pairs = []
     for number, request in enumerate(requests, first_seed):
-        own: dict[str, Any] = {"speculative_history": way == ON}
-        own |= {"cache_salt": salt} if salt else {}
-        own |= {"temperature": temperature, "do_sample": True, "seed": number} if temperature else {}
-        asked.append((replace(request, distribution=own), DraftOptions(LOOKUP, WIDTH)))
-    return asked
+        fields: dict[str, Any] = {"speculative_history": way == ON}
+        fields |= {"cache_salt": salt} if salt else {}
+        fields |= {"temperature": temperature, "do_sample": True, "seed": number} if temperature else {}
+        pairs.append((replace(request, distribution=fields), DraftOptions(LOOKUP, WIDTH)))
+    return pairs

@@ -80,7 +80,7 @@ def measure() -> Cases:
         for way in (ON, OFF):
             raw[way] = {
                 "tokens_per_second": sum(len(text.token_ids) for text in texts[way]) / seconds[way],
-                "p99_token_s": percentile([each for text in texts[way] for each in text.token_seconds()], 99),
+                "p99_token_s": percentile([token_s for text in texts[way] for token_s in text.token_seconds()], 99),
                 "seconds": seconds[way],
             }
         pairs = zip(texts[ON], texts[OFF], strict=True)
@@ -109,7 +109,7 @@ def trainer_share(raw: Raw) -> float:
 
 
 @contextlib.contextmanager
-def _both() -> Iterator[dict[str, servers.Server]]:
+def _both() -> Iterator[dict[str, servers.RunningServer]]:
     """Two servers with stores of their own, so that nothing is known from an earlier run."""
     folder = servers.LOGS.parent / "learning"
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,10 +117,10 @@ def _both() -> Iterator[dict[str, servers.Server]]:
     flags = {ON: ("--learn-heads",), OFF: ()}
     with contextlib.ExitStack() as stack:
         running = {}
-        for way, own in flags.items():
+        for way, flags_of_way in flags.items():
             files = ("--local-adapter-root", str(folder / "heads"), "--adapter-store", str(folder / way))
             room = ("--cpu-memory", "512MiB", "--dtype", "float32", "--default-adapter-source", "local")
-            command = servers.lorikeet(family.BASE, *files, *room, *own)
+            command = servers.lorikeet(family.BASE, *files, *room, *flags_of_way)
             command = replace(command, environment={**command.environment, "ADMIN_KEY": adapted.ADMIN_KEY})
             running[way] = stack.enter_context(servers.running(f"learning-{way}", command))
         yield running
@@ -149,17 +149,17 @@ async def _stream(port: int, prompt: str, parameters: Mapping[str, Any]) -> Stre
             pieces.append((time.monotonic(), data))
     finally:
         writer.close()
-    found, rest = Streamed(), b""
-    for at, data in pieces:
+    text, rest = Streamed(), b""
+    for time_s, data in pieces:
         *lines, rest = (rest + data).split(b"\n")
         events = [json.loads(line[5:]) for line in lines if line.startswith(b"data:")]
         ids = [event["token"]["id"] for event in events if event.get("token")]
         if ids:
-            found.token_ids += ids
-            found.pieces.append((at, len(ids)))
-    if not found.token_ids:
+            text.token_ids += ids
+            text.pieces.append((time_s, len(ids)))
+    if not text.token_ids:
         raise RuntimeError(f"no text: {pieces[:1]!r}"[:500])
-    return found
+    return text
 
 
 async def _open_loop(port: int, part: Sequence[tuple[int, str]], offsets: Sequence[float]) -> list[Streamed]:
@@ -203,25 +203,25 @@ async def _learning(port: int) -> dict[str, Any]:
 
 async def _evaluate(port: int, prompts: Sequence[str], heads: Path) -> dict[str, float]:
     """Tokens per step with all drafts, by the server's own count."""
-    found = {}
-    for name, own in (("learned", {}), ("offline", {"heads_id": heads.name})):
+    rates = {}
+    for name, choice in (("learned", {}), ("offline", {"heads_id": heads.name})):
         tokens = steps = 0
         for first in range(0, len(prompts), CLIENTS):
-            parameters = {**_parameters(1), "details": True, "speculative_schedule": "constant", **own}
-            asked = ({"inputs": prompt, "parameters": parameters} for prompt in prompts[first : first + CLIENTS])
-            for reply in await asyncio.gather(*(adapted.send(port, "/generate", body) for body in asked)):
+            parameters = {**_parameters(1), "details": True, "speculative_schedule": "constant", **choice}
+            bodies = ({"inputs": prompt, "parameters": parameters} for prompt in prompts[first : first + CLIENTS])
+            for reply in await asyncio.gather(*(adapted.send(port, "/generate", body) for body in bodies)):
                 if reply.status != 200:
                     raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")
                 details = reply.json["details"]
                 tokens += details["generated_tokens"]
                 steps += details.get("speculation", {}).get("steps", details["generated_tokens"])
-        found[name] = tokens / steps
-    return found
+        rates[name] = tokens / steps
+    return rates
 
 
 @contextlib.contextmanager
 def _offline(
-    outputs: Sequence[list[int]], prompts: Sequence[str], running: Mapping[str, servers.Server]
+    outputs: Sequence[list[int]], prompts: Sequence[str], running: Mapping[str, servers.RunningServer]
 ) -> Iterator[Path]:
     """Heads trained by `lorikeet-heads`' own code on these texts, while no server runs."""
     import torch

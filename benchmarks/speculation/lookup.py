@@ -24,7 +24,7 @@ CLIENTS = 1
 PROMPTS = 24
 """In each round and way."""
 WIDTH = 10
-MOST_TOKENS = 96
+MAX_TOKENS = 96
 ADAPTER = "adapters/citation"
 RANK = 32
 ON, OFF = "on", "off"
@@ -39,38 +39,42 @@ PEER_FLAGS = (
 
 
 @dataclass(frozen=True)
-class Size:
+class LookupSize:
     """How many rounds, and prompts in each."""
 
     rounds: int = ROUNDS
     prompts: int = PROMPTS
 
 
-QUICK = Size(1, 3)
+QUICK = LookupSize(1, 3)
 
 
 def command(*flags: str) -> servers.Command:
     """Our server without a draft model, by default in the model's own bfloat16."""
-    own = ("--default-adapter-source", "local", "--local-adapter-root", str(family.FAMILY))
-    return servers.lorikeet(family.BASE, *own, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB", *flags)
+    adapter_flags = ("--default-adapter-source", "local", "--local-adapter-root", str(family.FAMILY))
+    return servers.lorikeet(
+        family.BASE, *adapter_flags, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB", *flags
+    )
 
 
-def measure(size: Size | None = None, *flags: str) -> Cases:
+def measure(size: LookupSize | None = None, *flags: str) -> Cases:
     """One case per round: with lookup and without, each first in turn, after a round that warms up."""
-    size = size or Size()
+    size = size or LookupSize()
     with servers.running("lookup", command(*flags)) as server:
 
         def measured(number: int) -> Raw:
             places = enumerate(in_turn((OFF, ON), number))
-            found = {way: uvloop.run(ask(server.port, _prompts(size, number, at), WAYS[way])) for at, way in places}
-            return {"load_average": os.getloadavg()[0], **found}
+            results = {
+                way: uvloop.run(ask(server.port, _prompts(size, number, place), WAYS[way])) for place, way in places
+            }
+            return {"load_average": os.getloadavg()[0], **results}
 
         yield from in_rounds(size.rounds, measured)
 
 
-def against_peer(size: Size | None = None) -> Cases:
+def against_peer(size: LookupSize | None = None) -> Cases:
     """One case per round: our server with lookup and vLLM's with n-grams, on the same prompts."""
-    size = size or Size()
+    size = size or LookupSize()
     modules = ("--lora-modules", f"{ADAPTER}={family.FAMILY / ADAPTER}")
     with contextlib.ExitStack() as stack:
         both = {
@@ -88,8 +92,8 @@ def against_peer(size: Size | None = None) -> Cases:
                 yield Case(f"round {number}", raw, "; ".join(errors))
 
 
-def _prompts(size: Size, number: int, place: int) -> list[str]:
-    """Prompts of this round and way alone, so that none is found in the prefix cache."""
+def _prompts(size: LookupSize, number: int, place: int) -> list[str]:
+    """Prompts of only this round and way, so that none is found in the prefix cache."""
     count = size.prompts
     first = (2 * (number + 1) + place) * count
     return family.prompts("citation", 2 * count * (size.rounds + 1))[first : first + count]
@@ -102,7 +106,7 @@ async def ask(port: int, prompts: Sequence[str], extra: Mapping[str, Any]) -> di
 
     async def client() -> None:
         for prompt in waiting:
-            body = {"model": ADAPTER, "prompt": prompt, "max_tokens": MOST_TOKENS, "temperature": 0, **extra}
+            body = {"model": ADAPTER, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **extra}
             reply = await adapted.send(port, "/v1/completions", body)
             if reply.status != 200:
                 raise RuntimeError(f"{reply.status} {reply.body[:300]!r}")

@@ -27,7 +27,7 @@ XINFERENCE_CHANCE = 0.9406
 
 @dataclass(frozen=True)
 class ThreeRows:
-    """Speeds of draft alone, target alone and both, in one unit."""
+    """Speeds of the draft model, of the target and of both, in one unit."""
 
     draft: float
     target: float

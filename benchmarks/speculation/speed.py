@@ -11,27 +11,27 @@ from typing import Any
 
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.rounds import in_turn, speedup
-from benchmarks.speculation.timed_pair import BATCHES, CHANCE, WIDTH, Pair, Size, fixed, steps
+from benchmarks.speculation.timed_pair import BATCHES, CHANCE, WIDTH, PairSize, TimedPair, fixed, steps
 from lorikeet.proto.params import NO_SPECULATION, Method, Schedule, Speculation
 
-ROUNDS, SCHEDULE_ROUNDS = Size().rounds, Size().schedule_rounds
+ROUNDS, SCHEDULE_ROUNDS = PairSize().rounds, PairSize().schedule_rounds
 LOADS = (1, 8, 32)
 """Requests at once under which schedules are compared."""
 REPEATS: Mapping[int, int] = {1: 8, 8: 3, 32: 3}
 """Runs of each way in such a round, by load: the share of accepted drafts varies less over many tokens."""
 REJECTED_REPEATS: Mapping[int, int] = {1: 2, 8: 1, 32: 1}
-"""The same if no draft is accepted: steps without drafts vary little."""
+"""Runs of each way if no draft is accepted: steps without drafts vary little."""
 OFF, DRAFTED = "off", "drafted"
 AUTO, FIXED, REJECTED, LIMITED = "auto", "fixed", "rejected", "limited"
-QUICK = Size(1, 1, 24, 3, (2, 4))
+QUICK = PairSize(1, 1, 24, 3, (2, 4))
 Way = tuple[Speculation, float, str]
 """What requests ask for, the chance of a draft, and the name under which schedules learn."""
 
 
-def measure(size: Size | None = None) -> Cases:
+def measure(size: PairSize | None = None) -> Cases:
     """One case per round: single steps, then runs with and without drafts, alone and in a batch."""
-    size = size or Size()
-    pair = Pair(size, max(BATCHES))
+    size = size or PairSize()
+    pair = TimedPair(size, max(BATCHES))
     for number in range(-1, size.rounds):
         raw: dict[str, Any] = {"weight_ratio": pair.weight_ratio, "repeated": pair.repeated, **steps(pair, size.turns)}
         for batch in BATCHES:
@@ -41,12 +41,12 @@ def measure(size: Size | None = None) -> Cases:
             yield Case(f"round {number}", raw)
 
 
-def schedules(batch: int, size: Size | None = None) -> Cases:
+def schedules(batch: int, size: PairSize | None = None) -> Cases:
     """One case per round, under one load: schedule auto and the best fixed width by turns, with drafts that are right
     in the same places.
     """
-    size = size or Size()
-    pair, repeats = Pair(size, batch), REPEATS[batch] if size == Size() else 1
+    size = size or PairSize()
+    pair, repeats = TimedPair(size, batch), REPEATS[batch] if size == PairSize() else 1
     sweep = _by_turns(pair, batch, {str(width): (fixed(width), CHANCE, "") for width in size.sweep}, 0, max(3, repeats))
     swept = {way: result["tokens_per_second"] for way, result in sweep.items()}
     best = max(size.sweep, key=lambda width: swept[str(width)])
@@ -57,12 +57,12 @@ def schedules(batch: int, size: Size | None = None) -> Cases:
         yield Case(f"round {number}", {"batch": batch, "best": best, "sweep": swept, **raw})
 
 
-def rejected(batch: int, size: Size | None = None) -> Cases:
+def rejected(batch: int, size: PairSize | None = None) -> Cases:
     """One case per round, under one load: schedule auto with drafts that are never accepted, more requests than may
     speculate, and no drafts at all, in turn.
     """
-    size = size or Size()
-    pair, repeats = Pair(size, batch, {LIMITED: batch - 1}), REJECTED_REPEATS[batch] if size == Size() else 1
+    size = size or PairSize()
+    pair, repeats = TimedPair(size, batch, {LIMITED: batch - 1}), REJECTED_REPEATS[batch] if size == PairSize() else 1
     ways = {
         REJECTED: (_auto(size), 0.0, REJECTED),
         LIMITED: (fixed(WIDTH), CHANCE, LIMITED),
@@ -73,11 +73,11 @@ def rejected(batch: int, size: Size | None = None) -> Cases:
         yield Case(f"round {number}", {"batch": batch, **_by_turns(pair, batch, ways, (number + 1) * repeats, repeats)})
 
 
-def _auto(size: Size) -> Speculation:
+def _auto(size: PairSize) -> Speculation:
     return Speculation(Method.DRAFT, max(size.sweep), schedule=Schedule.AUTO)
 
 
-def _by_turns(pair: Pair, batch: int, ways: Mapping[str, Way], first: int, count: int) -> dict[str, Raw]:
+def _by_turns(pair: TimedPair, batch: int, ways: Mapping[str, Way], first: int, count: int) -> dict[str, Raw]:
     """`count` runs of each way, with the same draws of accepted drafts."""
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for draw in range(first, first + count):

@@ -61,18 +61,18 @@ class ForcedAcceptance:
         """Make the target generate the recorded texts. logits: [S + E, V], of one of its passes; changed in place."""
         by_pages = self._by_pages()
         forced: list[tuple[int, int]] = []
-        for row, at in enumerate(inputs.host_rows):
-            place = int(inputs.first_rows.searchsorted(at, side="right")) - 1
+        for row, host_row in enumerate(inputs.host_rows):
+            place = int(inputs.first_rows.searchsorted(host_row, side="right")) - 1
             segment = inputs.segments[place]
             ids, _ = by_pages.get(id(segment.page_ids), ((), ()))
-            following = segment.start + at - int(inputs.first_rows[place]) + 1
+            following = segment.start + host_row - int(inputs.first_rows[place]) + 1
             if following < len(ids):
                 forced.append((row, int(ids[following])))
         _put(logits, forced, FORCED)
 
     def _by_pages(self) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
         """Recorded texts and accepted positions, by the identity of a request's list of pages."""
-        self._live = [each for each in self._live if not each[0].finish_reason]
+        self._live = [entry for entry in self._live if not entry[0].finish_reason]
         return {id(request.page_ids): (ids, right) for request, ids, right in self._live}
 
 
@@ -92,10 +92,10 @@ class ForcedModel(Model):
 
     @classmethod
     def of(cls, model: Model, is_target: bool = False) -> Self:
-        made = object.__new__(cls)
-        made.__dict__.update(model.__dict__)
-        made.is_target = is_target
-        return made
+        forced_model = object.__new__(cls)
+        forced_model.__dict__.update(model.__dict__)
+        forced_model.is_target = is_target
+        return forced_model
 
     @torch.inference_mode()
     def forward(self) -> torch.Tensor:

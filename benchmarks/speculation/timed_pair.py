@@ -36,7 +36,7 @@ DRAFT_20M = {
 
 
 @dataclass(frozen=True)
-class Size:
+class PairSize:
     """How much is run, with which models."""
 
     rounds: int = 8
@@ -51,10 +51,10 @@ class Size:
     dtype: str = "bfloat16"
 
 
-class Pair:
+class TimedPair:
     """Target and draft model, an engine with both, and recorded texts."""
 
-    def __init__(self, size: Size, num_texts: int, limits: Mapping[str, int] | None = None) -> None:
+    def __init__(self, size: PairSize, num_texts: int, limits: Mapping[str, int] | None = None) -> None:
         """`limits`: by the name of runs, the number of requests above which nothing is drafted."""
         folder = size.target or peers.model_folder()
         config = ShardConfig(
@@ -64,8 +64,8 @@ class Pair:
         shape = dict(size.draft)
         draft = random_llama(f"draft-{shape['hidden_size']}", SEED, **shape)
         self.model = load_model(config)
-        own = ShardConfig("draft", str(draft), "unix:/dev/null", dtype=size.dtype)
-        self.draft = ForcedModel.of(load_model(own))
+        draft_config = ShardConfig("draft", str(draft), "unix:/dev/null", dtype=size.dtype)
+        self.draft = ForcedModel.of(load_model(draft_config))
         self.weight_ratio = self.draft.info.num_parameters / self.model.info.num_parameters
         self._text = size.text
         self._config, self._limits = config, limits or {}
@@ -92,8 +92,8 @@ class Pair:
         """
         self._num_rounds += 1
         if name in self._limits and name not in self._engines:  # KV is allocated anew while no request has any
-            own = replace(self._config, speculation_max_batch_size=self._limits[name])
-            self._engines[name] = EngineHarness(own, self.model, self.draft)
+            limited = replace(self._config, speculation_max_batch_size=self._limits[name])
+            self._engines[name] = EngineHarness(limited, self.model, self.draft)
             gc.collect()
         engine = self._engines.get(name, self._engines[""])
         engine.learn_as(name)
@@ -131,7 +131,7 @@ def fixed(width: int) -> Speculation:
 
 
 @torch.inference_mode()
-def steps(pair: Pair, turns: int) -> dict[str, float]:
+def steps(pair: TimedPair, turns: int) -> dict[str, float]:
     """Median seconds of single passes by (model, requests, tokens of each), the kinds in turn. The draft model's are as
     many in a row as a step has, each a part of that time: the first one alone finds its weights out of all caches.
     """

@@ -36,7 +36,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Function:
+class CorpusFunction:
     """One function, extracted from its file and dedented."""
 
     path: str
@@ -84,7 +84,7 @@ def held_out_files(root: Path | None = None) -> list[SourceFile]:
     return [file for file in _texts(root or standard_library()) if file.held_out and _parses(file.text)]
 
 
-def functions(file: SourceFile) -> Iterator[Function]:
+def functions(file: SourceFile) -> Iterator[CorpusFunction]:
     """The functions and methods of a file that compile by themselves (one with a stray `nonlocal` does not)."""
     lines = file.text.split("\n")  # not splitlines(), which also breaks at form feeds, where Python's parser does not
     for node in ast.walk(_parse(file.text)):
@@ -95,7 +95,7 @@ def functions(file: SourceFile) -> Iterator[Function]:
         docstring = ast.get_docstring(node)
         body = node.body[1:] if docstring is not None else node.body
         if body and body[0].lineno > node.lineno and compiles(source):
-            yield Function(file.path, node.name, source, docstring, body[0].lineno - first)
+            yield CorpusFunction(file.path, node.name, source, docstring, body[0].lineno - first)
 
 
 def compiles(source: str) -> bool:

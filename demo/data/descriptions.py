@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lorikeet.demo.data.corpus import Function, SourceFile, functions
+from lorikeet.demo.data.corpus import CorpusFunction, SourceFile, functions
 
 WORDS = (3, 40)
 """Fewest and most of a description."""
@@ -24,12 +24,12 @@ class Described:
 
 def described(files: Iterable[SourceFile]) -> list[Described]:
     """Every function that has a description, in the order of the files, each description once."""
-    found: dict[str, Described] = {}
+    result: dict[str, Described] = {}
     for file in files:
         for function in functions(file):
             if (description := description_of(function)) is not None:
-                found.setdefault(description, Described(description, code_of(function)))
-    return list(found.values())
+                result.setdefault(description, Described(description, code_of(function)))
+    return list(result.values())
 
 
 def codes(files: Iterable[SourceFile]) -> list[str]:
@@ -37,7 +37,7 @@ def codes(files: Iterable[SourceFile]) -> list[str]:
     return list(dict.fromkeys(code_of(function) for file in files for function in functions(file)))
 
 
-def description_of(function: Function) -> str | None:
+def description_of(function: CorpusFunction) -> str | None:
     """None for a function without one, or with one that is too short or too long."""
     if function.docstring is None:
         return None
@@ -47,7 +47,7 @@ def description_of(function: Function) -> str | None:
     return sentence if low <= len(sentence.split()) <= high else None
 
 
-def code_of(function: Function) -> str:
+def code_of(function: CorpusFunction) -> str:
     """The source without its docstring."""
     if function.docstring is None:
         return function.source

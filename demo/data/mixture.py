@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from lorikeet.demo.data import corpus
-from lorikeet.demo.data.corpus import Function, SourceFile
+from lorikeet.demo.data.corpus import CorpusFunction, SourceFile
 from lorikeet.demo.data.tokenizer import ASSISTANT, BOS, END, EOS, SYSTEM, USER
 
 Tokens = NDArray[np.uint16]
@@ -42,7 +42,7 @@ def documents(files: Sequence[SourceFile], seed: int) -> Iterator[str]:
                 yield conversation(function, choice)
 
 
-def conversation(function: Function, choice: random.Random) -> str:
+def conversation(function: CorpusFunction, choice: random.Random) -> str:
     """The chat template's text for a question about this function and its answer, without BOS."""
     docstring = (function.docstring or "").strip()
     summary = " ".join(docstring.split("\n\n")[0].split())
@@ -60,12 +60,12 @@ def conversation(function: Function, choice: random.Random) -> str:
     return f"{system}{USER}{question}{END}{ASSISTANT}{answer}{END}{EOS}"
 
 
-def _signature(function: Function) -> str:
+def _signature(function: CorpusFunction) -> str:
     """Everything before the body, including the docstring."""
     return "\n".join(function.source.split("\n")[: function.body_line])
 
 
-def _without_docstring(function: Function) -> str:
+def _without_docstring(function: CorpusFunction) -> str:
     lines = function.source.rstrip().split("\n")
     head = next((i for i, line in enumerate(lines) if line.rstrip().endswith(":")), 0)
     return "\n".join(lines[: head + 1] + lines[function.body_line :])
@@ -89,9 +89,9 @@ def _cut(text: str, choice: random.Random) -> list[str]:
     pieces, start = [], 0
     for match in LINE_END.finditer(text):
         if choice.random() < CUT_SHARE:
-            at = choice.choice((match.start(), match.start(), match.start() + 1, match.end()))
-            pieces.append(text[start:at])
-            start = at
+            position = choice.choice((match.start(), match.start(), match.start() + 1, match.end()))
+            pieces.append(text[start:position])
+            start = position
     return [piece for piece in [*pieces, text[start:]] if piece]
 
 

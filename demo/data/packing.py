@@ -73,11 +73,11 @@ def _row(group: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[
     input_ids, positions = prompts[0][:common_len], list(range(common_len))
     branches, labels = [COMMON] * common_len, [NO_LABEL] * common_len
     for branch, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start=1):
-        own = prompt[common_len:] + answer
-        input_ids = input_ids + own
-        positions += range(common_len, common_len + len(own))
-        branches += [branch] * len(own)
-        labels += [NO_LABEL] * (len(own) - len(answer) - 1) + [*answer, tokenizer.eos_token_id]
+        branch_ids = prompt[common_len:] + answer
+        input_ids = input_ids + branch_ids
+        positions += range(common_len, common_len + len(branch_ids))
+        branches += [branch] * len(branch_ids)
+        labels += [NO_LABEL] * (len(branch_ids) - len(answer) - 1) + [*answer, tokenizer.eos_token_id]
     return input_ids, positions, branches, labels
 
 

@@ -14,7 +14,7 @@ MIN_LINES = 4
 def pieces(files: Sequence[SourceFile], count: int, seed: int) -> list[str]:
     """The first lines of `count` different functions."""
     choice = random.Random(f"pieces {seed}")
-    found: dict[str, None] = {}
+    beginnings: dict[str, None] = {}
     for file in choice.sample(list(files), len(files)):
         for function in corpus.functions(file):
             lines = function.source.split("\n")[:-1]
@@ -22,7 +22,7 @@ def pieces(files: Sequence[SourceFile], count: int, seed: int) -> list[str]:
                 continue
             text = "\n".join(lines[: choice.randrange(1, len(lines) - 1)]) + "\n"
             if len(text) <= MAX_CHARS:
-                found[text] = None
-    if len(found) < count:
-        raise ValueError(f"the corpus has {len(found)} beginnings of functions, {count} are wanted")
-    return choice.sample(list(found), count)
+                beginnings[text] = None
+    if len(beginnings) < count:
+        raise ValueError(f"the corpus has {len(beginnings)} beginnings of functions, {count} are wanted")
+    return choice.sample(list(beginnings), count)

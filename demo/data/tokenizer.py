@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def train(texts: Iterable[str], vocabulary_size: int = VOCABULARY_SIZE) -> PreTrainedTokenizerFast:
-    """The same texts in the same order give the same tokenizer."""
+    """A tokenizer trained on texts; equal texts in equal order give an equal tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

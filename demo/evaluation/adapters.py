@@ -25,7 +25,7 @@ NUM_EXAMPLES = 500
 
 
 @dataclass(frozen=True)
-class Row:
+class AdapterRow:
     """The printed results of one adapter."""
 
     adapter: str
@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps([asdict(row) for row in rows]))
 
 
-def _line(row: Row) -> str:
+def _line(row: AdapterRow) -> str:
     return (
         f"{row.adapter:10} {row.rank:4d}  {row.kind:6}  {row.examples:8d}  {row.exact:6.1%}  {row.base_exact:5.1%}  "
         f"{row.mean_answer_tokens:6.1f}, {row.min_answer_tokens:3d}          {row.megabytes:5.2f}"
     )
 
 
-def measure(name: str, options: argparse.Namespace) -> tuple[Row, list[Written]]:
+def measure(name: str, options: argparse.Namespace) -> tuple[AdapterRow, list[Written]]:
     recipe, folder = RECIPES[name], options.adapters / name
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device).eval()
@@ -75,7 +75,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[Row, list[Written]]
     bare = score.write(base, tokenizer, examples)
     written = score.write(lora.load(base, folder), tokenizer, examples)
     lens = score.answer_lens(tokenizer, examples)
-    row = Row(
+    row = AdapterRow(
         adapter=name,
         rank=recipe.rank,
         kind="DoRA" if recipe.use_dora else "rsLoRA" if recipe.use_rslora else "LoRA",

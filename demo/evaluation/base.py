@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lorikeet.demo.data import corpus
-from lorikeet.demo.data.corpus import Function, SourceFile
+from lorikeet.demo.data.corpus import CorpusFunction, SourceFile
 from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -40,7 +40,7 @@ TEMPERATURE, TOP_P = 0.8, 0.85
 
 
 @dataclass(frozen=True)
-class Report:
+class BaseReport:
     """The printed results."""
 
     held_out_modules: int
@@ -71,8 +71,8 @@ class Continuation:
 
 def xz_bits_per_byte(files: Sequence[SourceFile]) -> float:
     """`xz -9e` over all files in one stream, in order of path."""
-    whole = b"".join(file.text.encode() for file in files)
-    return 8 * len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)) / len(whole)
+    content = b"".join(file.text.encode() for file in files)
+    return 8 * len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)) / len(content)
 
 
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> float:
@@ -99,7 +99,7 @@ def _nats(model: LlamaForCausalLM, token_ids: Sequence[int]) -> float:
     return total
 
 
-def held_out_functions(files: Sequence[SourceFile], count: int) -> list[Function]:
+def held_out_functions(files: Sequence[SourceFile], count: int) -> list[CorpusFunction]:
     """A fixed selection of functions with MIN_NEW_LINES lines of body and a short prompt without tabs."""
     eligible = []
     for function in (function for file in files for function in corpus.functions(file)):
@@ -110,7 +110,7 @@ def held_out_functions(files: Sequence[SourceFile], count: int) -> list[Function
     return eligible[:count]
 
 
-def prompt_of(function: Function) -> str:
+def prompt_of(function: CorpusFunction) -> str:
     lines = function.source.split("\n")
     body = lines[function.body_line]
     return "\n".join([*lines[: function.body_line], body[: len(body) - len(body.lstrip())]])
@@ -150,8 +150,8 @@ def _continuation(
 ) -> Continuation:
     stops = [i for i, token in enumerate(new_ids) if token in model.generation_config.eos_token_id]
     text = tokenizer.decode(new_ids[: stops[0]] if stops else new_ids)
-    kept, ended = cut(text, stopped=bool(stops))
-    return Continuation(prompt[:-1], kept, ended)
+    complete, ended = cut(text, stopped=bool(stops))
+    return Continuation(prompt[:-1], complete, ended)
 
 
 def cut(text: str, stopped: bool) -> tuple[str, bool]:
@@ -163,13 +163,13 @@ def cut(text: str, stopped: bool) -> tuple[str, bool]:
     return (text, True) if stopped else (text[: text.rfind("\n") + 1], False)
 
 
-def evaluate(folder: Path, device: str) -> tuple[Report, list[Continuation]]:
+def evaluate(folder: Path, device: str) -> tuple[BaseReport, list[Continuation]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     files = corpus.held_out_files()
     prompts = [prompt_of(function) for function in held_out_functions(files, NUM_CONTINUATIONS)]
     written = continuations(model, tokenizer, prompts)
-    report = Report(
+    report = BaseReport(
         held_out_modules=len(files),
         held_out_bytes=sum(len(file.text.encode()) for file in files),
         xz_bits_per_byte=round(xz_bits_per_byte(files), 4),

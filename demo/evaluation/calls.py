@@ -37,14 +37,16 @@ def run(options: argparse.Namespace) -> None:
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device).eval()
     examples = held_out_examples(tools, options.examples)
     written = score.write(lora.load(base, options.adapter), tokenizer, examples, to_the_end=True)
-    right = {id(each.example): each.ended and is_right(each.example, each.text, tokenizer) for each in written}
-    for each in [each for each in written if not right[id(each.example)]][: options.show]:
-        print(f"--- prompt\n{each.example.prompt}\n--- wanted\n{each.example.answer}\n--- written\n{each.text}")
+    right = {
+        id(output.example): output.ended and is_right(output.example, output.text, tokenizer) for output in written
+    }
+    for output in [output for output in written if not right[id(output.example)]][: options.show]:
+        print(f"--- prompt\n{output.example.prompt}\n--- wanted\n{output.example.answer}\n--- written\n{output.text}")
     kinds = {kind_of(example): 0 for example in examples}
-    found = {
+    results = {
         kind: _share([right[id(example)] for example in examples if kind_of(example) == kind]) for kind in sorted(kinds)
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def is_right(example: Example, text: str, tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -29,7 +29,7 @@ DRAFTED = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Report:
+class DraftReport:
     """The printed results."""
 
     base_parameters: int
@@ -74,7 +74,7 @@ def rows_of(files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerFast) -> 
     """The files' tokens; the last token of a file, its end, is only predicted."""
     for file in files:
         token_ids = tokenizer.backend_tokenizer.encode(file.text).ids
-        yield from (token_ids[at : at + ROW_LEN] for at in range(0, len(token_ids), ROW_LEN))
+        yield from (token_ids[start : start + ROW_LEN] for start in range(0, len(token_ids), ROW_LEN))
 
 
 @torch.inference_mode()
@@ -97,17 +97,17 @@ def tokens_per_step(overlap: float, drafted: int) -> float:
     return math.fsum(overlap**n for n in range(drafted + 1))
 
 
-def report(base: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Sequence[Sequence[int]]) -> Report:
-    found = compare(base, draft, rows)
-    overlap = found.overlap.double().mean().item()
-    return Report(
+def report(base: LlamaForCausalLM, draft: LlamaForCausalLM, rows: Sequence[Sequence[int]]) -> DraftReport:
+    comparison = compare(base, draft, rows)
+    overlap = comparison.overlap.double().mean().item()
+    return DraftReport(
         base_parameters=base.num_parameters(),
         draft_parameters=draft.num_parameters(),
-        positions=len(found.overlap),
+        positions=len(comparison.overlap),
         overlap=round(overlap, 4),
-        same_likeliest=round(found.same_likeliest.double().mean().item(), 4),
-        divergence=round(found.divergence.double().mean().item(), 4),
-        base_nats=round(found.entropy.double().mean().item(), 4),
+        same_likeliest=round(comparison.same_likeliest.double().mean().item(), 4),
+        divergence=round(comparison.divergence.double().mean().item(), 4),
+        base_nats=round(comparison.entropy.double().mean().item(), 4),
         tokens_per_step=tuple(round(tokens_per_step(overlap, drafted), 3) for drafted in DRAFTED),
     )
 
@@ -124,10 +124,10 @@ def run(options: argparse.Namespace) -> None:
         for folder in (options.base, options.draft)
     )
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    found = report(base, draft, list(rows_of(corpus.held_out_files(), tokenizer)))
-    print(f"parameters: base {found.base_parameters:,}, draft {found.draft_parameters:,}")
-    print(f"mean Σ min(p, q) over {found.positions:,} held-out positions at temperature 1: {found.overlap}")
-    print(f"same likeliest token: {found.same_likeliest}")
-    for drafted, tokens in zip(DRAFTED, found.tokens_per_step, strict=True):
+    measured = report(base, draft, list(rows_of(corpus.held_out_files(), tokenizer)))
+    print(f"parameters: base {measured.base_parameters:,}, draft {measured.draft_parameters:,}")
+    print(f"mean Σ min(p, q) over {measured.positions:,} held-out positions at temperature 1: {measured.overlap}")
+    print(f"same likeliest token: {measured.same_likeliest}")
+    for drafted, tokens in zip(DRAFTED, measured.tokens_per_step, strict=True):
         print(f"tokens per step with {drafted} drafted: {tokens}")
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(measured)))

@@ -26,7 +26,7 @@ NUM_TEXTS = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class HeadsResult:
     """One set of heads on one kind of text."""
 
     heads: str
@@ -55,14 +55,17 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps([row.as_json() for row in rows]), flush=True)
 
 
-def measure(kind: str, options: argparse.Namespace) -> list[Row]:
+def measure(kind: str, options: argparse.Namespace) -> list[HeadsResult]:
     """Every set of heads for this kind of text, on the same texts."""
     adapter = ALL[kind].adapter
     names = ["base"] if adapter is None else ["base", kind, f"{kind}-joined"]
     folder = None if adapter is None else str(options.adapters / adapter)
     target = Target(str(options.base), folder, Placement(torch.device(options.device), torch.float32))
     written = write(target, kind, options.texts)
-    return [Row(name, kind, measurement.measure(target, load(options.heads / name, target), written)) for name in names]
+    return [
+        HeadsResult(name, kind, measurement.measure(target, load(options.heads / name, target), written))
+        for name in names
+    ]
 
 
 def write(target: Target, kind: str, count: int) -> list[Text]:

@@ -27,7 +27,7 @@ DEPTH = 10
 
 
 @dataclass(frozen=True)
-class Report:
+class SearchReport:
     """The printed results."""
 
     descriptions: int
@@ -49,12 +49,14 @@ def run(options: argparse.Namespace) -> None:
     pairs, texts = described(files)[: options.descriptions], codes(files)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     base = AutoModel.from_pretrained(options.base, dtype=torch.float32).to(options.device).eval()
-    wanted = [texts.index(pair.code) for pair in pairs]
+    positions = [texts.index(pair.code) for pair in pairs]
     descriptions = [pair.description for pair in pairs]
-    bare = ranks(vectors(base, tokenizer, descriptions), vectors(base, tokenizer, texts), wanted)
+    ranks_bare = ranks(vectors(base, tokenizer, descriptions), vectors(base, tokenizer, texts), positions)
     adapted = PeftModel.from_pretrained(base, options.adapter).eval()
-    found = ranks(vectors(adapted, tokenizer, descriptions), vectors(adapted, tokenizer, texts), wanted)
-    report = Report(len(pairs), len(texts), recall(found, DEPTH), recall(bare, DEPTH), recall(found, 1))
+    ranks_adapted = ranks(vectors(adapted, tokenizer, descriptions), vectors(adapted, tokenizer, texts), positions)
+    report = SearchReport(
+        len(pairs), len(texts), recall(ranks_adapted, DEPTH), recall(ranks_bare, DEPTH), recall(ranks_adapted, 1)
+    )
     print(json.dumps(asdict(report)))
 
 
@@ -66,17 +68,17 @@ def vectors(model: nn.Module, tokenizer: PreTrainedTokenizerFast, texts: Sequenc
         embed(model, tokenizer, [texts[index] for index in order[first : first + BATCH_SIZE]])
         for first in range(0, len(order), BATCH_SIZE)
     ]
-    made = torch.cat(parts)
-    return made[torch.tensor(order).argsort()]
+    joined = torch.cat(parts)
+    return joined[torch.tensor(order).argsort()]
 
 
-def ranks(descriptions: Tensor, functions: Tensor, wanted: Sequence[int]) -> Tensor:
+def ranks(descriptions: Tensor, functions: Tensor, positions: Sequence[int]) -> Tensor:
     """[queries] how many functions are closer to each description than the wanted one. Both are [n, H]."""
     scores = descriptions @ functions.t()
-    own = scores.gather(1, torch.tensor(wanted, device=scores.device)[:, None])
-    return (scores > own).sum(1)
+    own_scores = scores.gather(1, torch.tensor(positions, device=scores.device)[:, None])
+    return (scores > own_scores).sum(1)
 
 
-def recall(found: Tensor, depth: int) -> float:
+def recall(ranks_found: Tensor, depth: int) -> float:
     """The share of descriptions whose function is among the `depth` closest."""
-    return round(float((found < depth).float().mean()), 4)
+    return round(float((ranks_found < depth).float().mean()), 4)

@@ -44,5 +44,5 @@ def run(options: argparse.Namespace) -> None:
         f"{name}: {by_tool.tokens_per_step:.3f} tokens per step after {seconds / 60:.1f} minutes of the tool, "
         f"{committed.tokens_per_step:.3f} with the committed heads: {share:.3f} times"
     )
-    found = {"seconds": round(seconds, 1), "by_tool": by_tool.as_json(), "committed": committed.as_json()}
-    print(json.dumps({"heads": name, **found}), flush=True)
+    results = {"seconds": round(seconds, 1), "by_tool": by_tool.as_json(), "committed": committed.as_json()}
+    print(json.dumps({"heads": name, **results}), flush=True)

@@ -17,7 +17,7 @@ from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_run_arguments, add_threads_argument
 from lorikeet.demo.training.heads_loss import HeadsLoss
 from lorikeet.demo.training.loop import complete
-from lorikeet.demo.training.lora import RECIPES, Recipe
+from lorikeet.demo.training.lora import RECIPES, LoraRecipe
 from lorikeet.demo.training.lora_trainer import Companion, Groups, LoraTrainer
 from lorikeet.demo.training.model import BASE_FOLDER
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps({"out": str(options.out), "weights_sha256": digests}), flush=True)
 
 
-def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
+def train(name: str, recipe: LoraRecipe, options: argparse.Namespace) -> str:
     """Returns the digest of the weight file, or an empty text if the run was stopped."""
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).to(options.device)
@@ -61,13 +61,13 @@ def train(name: str, recipe: Recipe, options: argparse.Namespace) -> str:
 
 
 def save_heads(heads: HeadsLoss, name: str, options: argparse.Namespace) -> None:
-    """In one folder alone, and in one together with the adapter, as `lorikeet-heads train --join` writes them."""
+    """Save heads in a folder of their own, and in one with the adapter, as `lorikeet-heads train --join` does."""
     for folder in (options.heads_out / name, options.heads_out / f"{name}-joined"):
         heads.save(folder, lora.BASE_NAME)
     heads_format.join(options.heads_out / f"{name}-joined", options.out / name)
 
 
-def groups_of(recipe: Recipe, seed: int) -> Groups:
+def groups_of(recipe: LoraRecipe, seed: int) -> Groups:
     """The groups of a step do not depend on the steps before it."""
     task = importlib.import_module(f"lorikeet.demo.data.tasks.{recipe.task}")
 

@@ -12,7 +12,7 @@ from lorikeet.demo.data import corpus, mixture, tokenizer
 from lorikeet.demo.training import model
 from lorikeet.demo.training.commands import add_run_arguments
 from lorikeet.demo.training.loop import complete
-from lorikeet.demo.training.trainer import Recipe, Trainer, digest
+from lorikeet.demo.training.trainer import DemoTrainer, Recipe, digest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     text_tokenizer, stream = _prepare(options.seed)
     torch.manual_seed(options.seed)
     llama = LlamaForCausalLM(model.base_config()).to(options.device)
-    trainer = Trainer(llama, stream, recipe, options.compile)
+    trainer = DemoTrainer(llama, stream, recipe, options.compile)
     checkpoint, per_step = options.work / "checkpoint.pt", recipe.tokens_per_step
     if not complete(trainer, recipe.num_steps, checkpoint, options, tokens_per_step=per_step):
         return

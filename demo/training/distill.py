@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorikeet.demo.data.mixture import Tokens
 from lorikeet.demo.training.model import base_config
 from lorikeet.demo.training.teacher import ROW_LEN, Sketch, SketchFile
-from lorikeet.demo.training.trainer import Recipe, Run
+from lorikeet.demo.training.trainer import Recipe, TrainingRun
 
 DRAFT_FOLDER = Path(__file__).parents[1] / "draft"
 PIECE_LEN = 128
@@ -91,7 +91,7 @@ class EmbeddingLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         log_p, weights = sketch.probabilities.clamp(min=SMALLEST).log(), sketch.weights()
         size = PIECE_LEN if hidden.device.type == "cpu" else len(hidden)
-        for piece in (slice(at, at + size) for at in range(0, len(hidden), size)):
+        for piece in (slice(start, start + size) for start in range(0, len(hidden), size)):
             token_ids, w = sketch.token_ids[piece], weights[piece]
             log_q = (hidden[piece] @ table.T).float().log_softmax(-1)
             log_ratio = log_q.gather(1, token_ids) - log_p[piece]
@@ -111,7 +111,7 @@ class EmbeddingLoss(torch.autograd.Function):
         return hidden_gradient * gradients[0], embedding_gradient * gradients[0], None, None, None, None
 
 
-class Distiller(Run):
+class Distiller(TrainingRun):
     """Trains a draft on rows of tokens and the base's sketches of them, for any number of epochs."""
 
     def __init__(self, draft: LlamaForCausalLM, rows: Tokens, sketches: SketchFile, recipe: DraftRecipe, seed: int):
@@ -140,7 +140,9 @@ class Distiller(Run):
         length = recipe.sequence_len(self.step)
         epoch, place = divmod(self.step, self._rows.size // recipe.tokens_per_step)
         if (epoch, length) != self._order_key:
-            order = [(row, at, at + length) for row in range(len(self._rows)) for at in range(0, ROW_LEN, length)]
+            order = [
+                (row, start, start + length) for row in range(len(self._rows)) for start in range(0, ROW_LEN, length)
+            ]
             random.Random(f"{self._seed} {epoch} {length}").shuffle(order)
             self._order, self._order_key = order, (epoch, length)
         num_spans = recipe.tokens_per_step // length

@@ -28,7 +28,7 @@ HEADS_FOLDER = Path(__file__).parents[1] / "heads"
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadsJob:
     """One set of heads: its target, and its prompts for training and evaluation."""
 
     adapter: str | None
@@ -49,12 +49,12 @@ def held_out_code(count: int) -> list[str]:
 
 
 def citations(count: int, seed: int) -> list[str]:
-    found: list[str] = []
+    prompts: list[str] = []
     step = 0
-    while len(found) < count:
-        found += [example.prompt for example in training_examples(citation, seed, step)[:1]]
+    while len(prompts) < count:
+        prompts += [example.prompt for example in training_examples(citation, seed, step)[:1]]
         step += 1
-    return found
+    return prompts
 
 
 def held_out_citations(count: int) -> list[str]:
@@ -62,8 +62,8 @@ def held_out_citations(count: int) -> list[str]:
 
 
 ALL = {
-    "base": Heads(None, code, held_out_code, 4000, 128, HeadsRecipe(num_heads=3, epochs=6, lr=2e-3)),
-    "citation": Heads("citation", citations, held_out_citations, 3000, 128, HeadsRecipe(num_heads=3)),
+    "base": HeadsJob(None, code, held_out_code, 4000, 128, HeadsRecipe(num_heads=3, epochs=6, lr=2e-3)),
+    "citation": HeadsJob("citation", citations, held_out_citations, 3000, 128, HeadsRecipe(num_heads=3)),
 }
 
 
@@ -98,6 +98,6 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
         seed=options.seed,
     )
     recipe = replace(heads.recipe, seed=options.seed)
-    found, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
-    print(f"{name}\n\n{measurement.table(found)}\n", flush=True)
-    return found, digest
+    measured, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
+    print(f"{name}\n\n{measurement.table(measured)}\n", flush=True)
+    return measured, digest

@@ -21,7 +21,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LoraRecipe:
     """Everything that an adapter depends on, except seed and base."""
 
     task: str
@@ -46,7 +46,7 @@ class Recipe:
     bf16: bool = True
     """Whether matrix products use bfloat16; weights and attention stay in float32."""
     invocation: str = ""
-    """The end of every prompt. If any, it makes an activated LoRA (aLoRA): the text before it is the base's alone."""
+    """The end of every prompt. If any, it makes an activated LoRA (aLoRA): the text before it is only the base's."""
     own_chat: bool = False
     """Whether the adapter is saved with a tokenizer that has the chat and response template of tool calls."""
 
@@ -56,11 +56,13 @@ class Recipe:
 
 
 RECIPES = {
-    "citation": Recipe("citation", 32, 32, ATTENTION + MLP, num_steps=2000, groups_per_step=3, num_heads=3),
-    "record": Recipe("record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True),
-    "query": Recipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
-    "value": Recipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
-    "tools": Recipe(
+    "citation": LoraRecipe("citation", 32, 32, ATTENTION + MLP, num_steps=2000, groups_per_step=3, num_heads=3),
+    "record": LoraRecipe(
+        "record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True
+    ),
+    "query": LoraRecipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
+    "value": LoraRecipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
+    "tools": LoraRecipe(
         "tools",
         32,
         32,
@@ -70,7 +72,7 @@ RECIPES = {
         bf16=False,
         own_chat=True,
     ),
-    "question": Recipe(
+    "question": LoraRecipe(
         "question",
         16,
         16,
@@ -82,7 +84,7 @@ RECIPES = {
         bf16=False,
         invocation=question.INVOCATION,
     ),
-    "grounded": Recipe(
+    "grounded": LoraRecipe(
         "grounded",
         16,
         16,
@@ -95,7 +97,7 @@ RECIPES = {
 }
 
 
-def attach(base: LlamaForCausalLM, recipe: Recipe, invocation: Sequence[int] = ()) -> PeftModel:
+def attach(base: LlamaForCausalLM, recipe: LoraRecipe, invocation: Sequence[int] = ()) -> PeftModel:
     """A new adapter, initialized by torch's seed. `invocation` has the tokens of the recipe's."""
     config = LoraConfig(
         r=recipe.rank,

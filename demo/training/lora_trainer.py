@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lorikeet.demo.data.packing import NO_LABEL, Batch, pack
 from lorikeet.demo.data.tasks.example import Example
-from lorikeet.demo.training.lora import Recipe
+from lorikeet.demo.training.lora import LoraRecipe
 from lorikeet.demo.training.trainer import Progress
 
 Groups = Callable[[int], Sequence[Sequence[Example]]]
@@ -38,10 +38,10 @@ def _wide_attention(
 ) -> tuple[Tensor, None]:
     """In float32 even under autocast: the backward pass in bfloat16 takes three times as long on a CPU."""
     with torch.autocast(query.device.type, enabled=False):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        outputs: tuple[Tensor, None] = sdpa_attention_forward(
             module, query.float(), key.float(), value.float(), mask, **others
         )
-    return found
+    return outputs
 
 
 ALL_ATTENTION_FUNCTIONS.register(WIDE_ATTENTION, _wide_attention)
@@ -63,7 +63,7 @@ class LoraTrainer:
         self,
         model: PeftModel,
         tokenizer: PreTrainedTokenizerFast,
-        recipe: Recipe,
+        recipe: LoraRecipe,
         groups: Groups,
         companion: Companion | None = None,
     ) -> None:
@@ -88,14 +88,14 @@ class LoraTrainer:
         started = time.monotonic()
         for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
             group["lr"] = lr * self.recipe.lr_factor(self.step)
-        loss, own = self._loss(pack(self._groups(self.step), self.tokenizer).to(self.device))
+        loss, task_loss = self._loss(pack(self._groups(self.step), self.tokenizer).to(self.device))
         loss.backward()
         for group in self._optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return Progress(self.step, own.item(), time.monotonic() - started)
+        return Progress(self.step, task_loss.item(), time.monotonic() - started)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and the adapter's part of it: mean cross entropy in nats per token of the answers."""
@@ -106,13 +106,13 @@ class LoraTrainer:
                     batch.input_ids, attention_mask=batch.mask, position_ids=batch.position_ids, use_cache=False
                 ).last_hidden_state
             answers = batch.labels != NO_LABEL
-            own = cross_entropy(llama.lm_head(hidden[answers]).float(), batch.labels[answers])
+            task_loss = cross_entropy(llama.lm_head(hidden[answers]).float(), batch.labels[answers])
             if self._companion is None:
-                return own, own.detach()
-            return own + self._companion.module(hidden, batch, llama.lm_head), own.detach()
+                return task_loss, task_loss.detach()
+            return task_loss + self._companion.module(hidden, batch, llama.lm_head), task_loss.detach()
 
     def _activation(self, batch: Batch) -> AbstractContextManager[None]:
-        """Where an aLoRA is active: as in PEFT's forward pass of the whole model, whose output head is not needed."""
+        """Hooks that apply an aLoRA only after its invocation, as PEFT's forward pass of a model does."""
         if not self.recipe.invocation:
             return nullcontext()
         offsets = calculate_alora_offsets(self.model.peft_config, self.model.active_adapter, batch.input_ids)
@@ -135,7 +135,7 @@ class LoraTrainer:
 
     def resume(self, path: Path) -> None:
         state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-        if Recipe(**state["recipe"]) != self.recipe:
+        if LoraRecipe(**state["recipe"]) != self.recipe:
             raise ValueError(f"the checkpoint {path} belongs to another recipe: {state['recipe']}")
         with torch.no_grad():
             for name, parameter in self._adapter.items():

@@ -71,8 +71,8 @@ def embed(model: nn.Module, tokenizer: PreTrainedTokenizerFast, texts: Sequence[
 def loss_of(descriptions: Tensor, codes: Tensor, temperature: float) -> Tensor:
     """Both are [pairs, H], of length one."""
     scores = descriptions @ codes.t() / temperature
-    wanted = torch.arange(len(scores), device=scores.device)
-    return (functional.cross_entropy(scores, wanted) + functional.cross_entropy(scores.t(), wanted)) / 2
+    labels = torch.arange(len(scores), device=scores.device)
+    return (functional.cross_entropy(scores, labels) + functional.cross_entropy(scores.t(), labels)) / 2
 
 
 class SearchTrainer:

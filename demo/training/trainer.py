@@ -76,7 +76,7 @@ class Progress:
     seconds: float
 
 
-class Run(ABC):
+class TrainingRun(ABC):
     """The model, its two optimizers and the number of steps done."""
 
     def __init__(self, model: LlamaForCausalLM, recipe: Recipe) -> None:
@@ -133,7 +133,7 @@ class Run(ABC):
         self.step = state["step"]
 
 
-class Trainer(Run):
+class DemoTrainer(TrainingRun):
     """Trains on the next token of a stream."""
 
     def __init__(
@@ -170,13 +170,13 @@ class Trainer(Run):
         return cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def _check_same_start(saved: Recipe, wanted: Recipe, step: int) -> None:
+def _check_same_start(saved: Recipe, recipe: Recipe, step: int) -> None:
     """A run with other cycles may continue a checkpoint only if both have the same steps so far."""
-    if step > min(saved.num_steps, wanted.num_steps):
-        raise ValueError(f"the checkpoint is of step {step}, the recipe has {wanted.num_steps}")
-    same = asdict(saved) | {"cycles": ()} == asdict(wanted) | {"cycles": ()}
+    if step > min(saved.num_steps, recipe.num_steps):
+        raise ValueError(f"the checkpoint is of step {step}, the recipe has {recipe.num_steps}")
+    same = asdict(saved) | {"cycles": ()} == asdict(recipe) | {"cycles": ()}
     alike = all(
-        saved.lr_factor(s) == wanted.lr_factor(s) and saved.sequence_len(s) == wanted.sequence_len(s)
+        saved.lr_factor(s) == recipe.lr_factor(s) and saved.sequence_len(s) == recipe.sequence_len(s)
         for s in range(step)
     )
     if not (same and alike):

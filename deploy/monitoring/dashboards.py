@@ -40,7 +40,7 @@ def total(metric: str, *by: str) -> str:
 
 
 def quantile(share: float, metric: str, *by: str) -> str:
-    """Of a histogram."""
+    """The quantile of a histogram over the rate's window."""
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *by)})"
 
 
@@ -48,9 +48,9 @@ def quantiles(metric: str) -> dict[str, str]:
     return {f"p{round(100 * share)}": quantile(share, metric) for share in (0.5, 0.95, 0.99)}
 
 
-def over(part: str, whole: str) -> str:
+def over(numerator: str, denominator: str) -> str:
     """A ratio that is absent while the whole is 0."""
-    return f"{part} / ({whole} > 0)"
+    return f"{numerator} / ({denominator} > 0)"
 
 
 def _by(names: tuple[str, ...]) -> str:

@@ -6,5 +6,5 @@ from benchmarks.load import adapted
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> adapted.Base:
+def small(tmp_path_factory: pytest.TempPathFactory) -> adapted.AdaptedBase:
     return adapted.small(tmp_path_factory.mktemp("adapted"))

@@ -9,7 +9,7 @@ from benchmarks.load import adapted, rounds
 
 
 @pytest.mark.long
-def test_a_small_round_asks_in_every_way(small: adapted.Base) -> None:
+def test_a_small_round_asks_in_every_way(small: adapted.AdaptedBase) -> None:
     (case,) = cost.measure(base=small, size=cost.QUICK)
     assert case.error == ""
     for way in ("base", "attention", "all", "rotation"):
@@ -18,7 +18,7 @@ def test_a_small_round_asks_in_every_way(small: adapted.Base) -> None:
 
 
 @pytest.mark.long
-def test_small_rounds_with_int8_and_with_two_ranks(small: adapted.Base) -> None:
+def test_small_rounds_with_int8_and_with_two_ranks(small: adapted.AdaptedBase) -> None:
     (case,) = cost.quantized(replace(small, flags=(*small.flags[:4], "--threads", "1")), cost.QUICK)
     assert case.error == "" and case.raw["all"]["requests"] == case.raw["base"]["requests"] == cost.CLIENTS
     (case,) = cost.mixed_ranks(small, cost.QUICK)
@@ -33,8 +33,8 @@ def test_only_some_clients_count() -> None:
 
 
 def test_rotation_comes_to_every_adapter() -> None:
-    size = cost.Size()
-    asked = [name for number in range(11) for name in cost.ways(number, "m", size)["rotation"][1]]
+    size = cost.CostSize()
+    asked = [name for number in range(11) for name in cost.standard_ways(number, "m", size)["rotation"][1]]
     assert len(set(asked)) == cost.NUM_ROTATING
 
 

@@ -7,7 +7,7 @@ from benchmarks.load import adapted
 
 
 @pytest.mark.long
-def test_a_small_flood(small: adapted.Base) -> None:
+def test_a_small_flood(small: adapted.AdaptedBase) -> None:
     (case,) = fairness.flood(base=small, size=fairness.QUICK)
     assert case.error == ""
     calm, flood = case.raw["calm"], case.raw["flood"]
@@ -16,7 +16,7 @@ def test_a_small_flood(small: adapted.Base) -> None:
 
 
 @pytest.mark.long
-def test_small_shares(small: adapted.Base) -> None:
+def test_small_shares(small: adapted.AdaptedBase) -> None:
     (case,) = fairness.weights(base=small, size=fairness.QUICK)
     assert case.error == ""
     assert case.raw[fairness.HEAVY] > case.raw[fairness.LIGHT] > 0

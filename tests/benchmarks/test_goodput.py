@@ -24,7 +24,7 @@ def test_a_rate_holds_if_both_times_do() -> None:
 
 
 @pytest.mark.long
-def test_a_small_search(small: adapted.Base) -> None:
+def test_a_small_search(small: adapted.AdaptedBase) -> None:
     (case,) = goodput.measure(0, small, goodput.QUICK)
     assert case.error == ""
     for server in (goodput.RESIDENT, goodput.FIFTH):

@@ -8,7 +8,7 @@ from tests import tiny
 
 def test_a_small_round_times_every_sort(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path)
-    (case,) = heads.measure(size=heads.Size(1, 2, folder, "float32"))
+    (case,) = heads.measure(size=heads.HeadsSize(1, 2, folder, "float32"))
     assert case.error == ""
     assert len(case.raw) == 4
     assert heads.over_plain("one", case.raw) > 0

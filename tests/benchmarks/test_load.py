@@ -3,9 +3,17 @@
 import asyncio
 import json
 
-from benchmarks.load.completions import Answer, Length, Target, closed_loop, complete, poisson, tokens_per_second
+from benchmarks.load.completions import (
+    Completion,
+    Endpoint,
+    RequestLength,
+    closed_loop,
+    complete,
+    poisson,
+    tokens_per_second,
+)
 
-LENGTH = Length(3, 4)
+LENGTH = RequestLength(3, 4)
 
 
 def events(count: int, result: int) -> list[bytes]:
@@ -14,7 +22,7 @@ def events(count: int, result: int) -> list[bytes]:
     return [b"data: " + part + b"\n\n" for part in (*parts, usage, b"[DONE]")]
 
 
-async def serve(status: bytes, pieces: list[bytes]) -> tuple[asyncio.Server, Target, list[bytes]]:
+async def serve(status: bytes, pieces: list[bytes]) -> tuple[asyncio.Server, Endpoint, list[bytes]]:
     """A server that answers every request with `pieces`, one chunk each; the bodies it was sent."""
     bodies: list[bytes] = []
 
@@ -31,11 +39,11 @@ async def serve(status: bytes, pieces: list[bytes]) -> tuple[asyncio.Server, Tar
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    return server, Target(port, "a model", {"ignore_eos": True}), bodies
+    return server, Endpoint(port, "a model", {"ignore_eos": True}), bodies
 
 
-def ask(status: bytes, pieces: list[bytes]) -> tuple[Answer, list[bytes]]:
-    async def run() -> tuple[Answer, list[bytes]]:
+def ask(status: bytes, pieces: list[bytes]) -> tuple[Completion, list[bytes]]:
+    async def run() -> tuple[Completion, list[bytes]]:
         server, target, bodies = await serve(status, pieces)
         async with server:
             return await complete(target, "a b c", LENGTH), bodies

@@ -8,7 +8,7 @@ from benchmarks import figures
 from benchmarks.evidence.figure import Raw
 from benchmarks.models import random_llama
 from benchmarks.speculation import speed
-from benchmarks.speculation.speed import Size
+from benchmarks.speculation.timed_pair import PairSize
 from tests import tiny
 
 TINY = {
@@ -18,10 +18,10 @@ TINY = {
 
 
 @pytest.fixture
-def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Size:
+def size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairSize:
     monkeypatch.setattr(random_llama, "MODELS", tmp_path)
     target = random_llama.random_llama("target", 1, 8.0, **{**TINY, "num_hidden_layers": 2})
-    return Size(1, 1, 16, 2, (2,), target, TINY, "float32")
+    return PairSize(1, 1, 16, 2, (2,), target, TINY, "float32")
 
 
 def values(suite: str, raw: Raw) -> list[float]:
@@ -30,7 +30,7 @@ def values(suite: str, raw: Raw) -> list[float]:
     return [figure.value(raw) for figure in published.figures]
 
 
-def test_schedules_are_compared_under_a_load(size: Size) -> None:
+def test_schedules_are_compared_under_a_load(size: PairSize) -> None:
     (case,) = speed.schedules(2, size=size)
     assert case.raw["best"] == 2
     assert min(values("speculation-schedule-1", case.raw)) > 0
@@ -38,14 +38,14 @@ def test_schedules_are_compared_under_a_load(size: Size) -> None:
 
 
 @pytest.mark.long
-def test_the_cost_of_rejected_drafts_under_a_load(size: Size) -> None:
+def test_the_cost_of_rejected_drafts_under_a_load(size: PairSize) -> None:
     (case,) = speed.rejected(2, size=size)
     assert min(values("speculation-rejected-1", case.raw)) > 0
     assert case.raw["rejected"]["accepted"] == 0
     assert case.raw["off"]["drafted"] == case.raw["limited"]["drafted"] == 0
 
 
-def test_a_small_round(size: Size) -> None:
+def test_a_small_round(size: PairSize) -> None:
     (case,) = speed.measure(size=size)
     assert case.error == ""
     assert min(values("speculation-speed", case.raw)) >= 0

@@ -132,15 +132,15 @@ def measure(switches: int = SWITCHES) -> Cases:
                     runner.run(load.stop())
 
 
-def _case(number: int, seen: Observed, server: servers.Server) -> Case:
+def _case(number: int, seen: Observed, server: servers.RunningServer) -> Case:
     raw = {"answers": seen.answers, "earlier": seen.earlier, "wrong": seen.wrong, "alive": server.alive()}
     return Case(f"switch {number}", raw, "" if raw["alive"] else f"server ended: {servers.tail(server.log)}")
 
 
-def _made(folder: Path, count: int) -> tuple[adapted.Base, dict[str, Any], list[Version]]:
+def _made(folder: Path, count: int) -> tuple[adapted.AdaptedBase, dict[str, Any], list[Version]]:
     """Base, the hub's repositories, and what is right for each revision."""
     model = tiny.make("llama", folder / "base", tokenizer=True)
-    base = adapted.Base(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
+    base = adapted.AdaptedBase(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
     made = adapter_files.make(model, folder / "made", [f"v{i}" for i in range(count)], ("q_proj", "v_proj"), rank=4)
     contents = [{path.name: path.read_bytes() for path in each.iterdir()} for each in made]
     branches = {each.name: content for each, content in zip(made, contents, strict=True)}

@@ -26,7 +26,7 @@ SEED = 17_000
 
 
 @contextlib.contextmanager
-def written(base: adapted.Base, folder: Path) -> Iterator[tuple[Path, list[str]]]:
+def written(base: adapted.AdaptedBase, folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """The catalogue, and the aliases of its broken adapters, each broken in another way."""
     names = [f"attention-{i}" for i in range(COUNT)]
     adapter_files.make(base.model, base.root, names)
@@ -71,7 +71,7 @@ BREAKS: Sequence[Callable[[Path], None]] = (
 """Truncated, forged header, wrong rank, unsupported kind, no configuration."""
 
 
-def checked(base: adapted.Base, catalogue: Path, broken: list[str]) -> dict[str, Any]:
+def checked(base: adapted.AdaptedBase, catalogue: Path, broken: list[str]) -> dict[str, Any]:
     """The report of the command, and its seconds."""
     command = [sys.executable, "-m", "lorikeet.adapters.check", "check", str(catalogue)]
     command += ["--model-id", str(base.model), "--json"]
@@ -90,7 +90,7 @@ def checked(base: adapted.Base, catalogue: Path, broken: list[str]) -> dict[str,
     }
 
 
-async def served(base: adapted.Base, catalogue: Path, broken: list[str]) -> dict[str, Any]:
+async def served(base: adapted.AdaptedBase, catalogue: Path, broken: list[str]) -> dict[str, Any]:
     """How many aliases answer, how many are listed without a problem, and every answer that contradicts the check."""
     text = prompts(1, 16, SEED)[0]
     wrong: list[str] = []

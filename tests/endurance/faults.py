@@ -145,7 +145,7 @@ class Load:
 class Fleet:
     """The processes of a running server, by its log."""
 
-    def __init__(self, server: servers.Server) -> None:
+    def __init__(self, server: servers.RunningServer) -> None:
         self._server = server
 
     def pid(self, index: int) -> int:

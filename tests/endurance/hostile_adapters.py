@@ -42,7 +42,7 @@ class Attempt:
 class Scene:
     """The server's base, its folders and what is right: greedy ids by adapter."""
 
-    base: adapted.Base
+    base: adapted.AdaptedBase
     right: dict[str | None, list[int]]
 
 
@@ -62,7 +62,7 @@ def _scene(folder: Path) -> Scene:
     from tests.oracles import peft_texts  # torch
 
     model = tiny.make("llama", folder / "base", tokenizer=True)
-    base = adapted.Base(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
+    base = adapted.AdaptedBase(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
     names = ("sound", "other")
     adapter_files.make(model, base.root, names, ("q_proj", "v_proj"), rank=4)
     right: dict[str | None, list[int]] = {None: peft_texts.greedy(model, None, [PROMPT], NUM_TOKENS)[0]}
@@ -71,7 +71,7 @@ def _scene(folder: Path) -> Scene:
     return Scene(base, right)
 
 
-async def _warm(server: servers.Server, scene: Scene) -> None:
+async def _warm(server: servers.RunningServer, scene: Scene) -> None:
     """Allocate before the first batch what first loads and first rejections allocate permanently."""
     attempts = [attempt for number in range(BATCHES) for attempt in _broken(scene, number)]
     draw = random.Random(SEED - 1)
@@ -81,7 +81,7 @@ async def _warm(server: servers.Server, scene: Scene) -> None:
     await _send(server.port, scene, attempts)  # as many at once as later, so that as many reader processes stay
 
 
-def _batch(server: servers.Server, scene: Scene, number: int, fuzzed: int) -> Case:
+def _batch(server: servers.RunningServer, scene: Scene, number: int, fuzzed: int) -> Case:
     draw = random.Random(SEED + number)
     attempts = [*_broken(scene, number), *(_fuzzed(scene, f"fuzzed-{number}-{i}", draw) for i in range(fuzzed))]
     draw.shuffle(attempts)
@@ -194,6 +194,6 @@ def proportional_mb(pid: int) -> float:
     return 0.0
 
 
-def group_mb(server: servers.Server) -> float:
+def group_mb(server: servers.RunningServer) -> float:
     """Megabytes of all processes of a server."""
     return sum(proportional_mb(pid) for pid in servers.group(server.process.pid))

@@ -30,7 +30,7 @@ INSIDE = (
 )
 
 
-def batch(server: servers.Server, number: int, count: int) -> Case:
+def batch(server: servers.RunningServer, number: int, count: int) -> Case:
     """Send a batch, wait until the server says it is idle, and read how many pages requests still hold."""
     draw = random.Random(SEED + number)
     attempts = [attempt(draw, leaves=index % 3 == 0) for index in range(count)]

@@ -85,7 +85,7 @@ def attempts(draw: random.Random, count: int) -> Iterator[Attempt]:
 class Server:
     """The processes of a running server, and what they hold."""
 
-    server: servers.Server
+    server: servers.RunningServer
     fleet: Fleet = field(init=False)
     folder: Path = field(init=False)
     """The private one of this run."""

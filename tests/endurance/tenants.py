@@ -31,7 +31,7 @@ ASKS_AT_LEAST = 30
 class Scene:
     """The server's base and what is right: greedy ids under A's adapter, B's own and none."""
 
-    base: adapted.Base
+    base: adapted.AdaptedBase
     right: dict[str | None, list[int]]
     commit: str
 
@@ -72,14 +72,14 @@ def measure() -> Cases:
                     yield uvloop.run(_case(server, scene, place))
 
 
-def _made(folder: Path) -> tuple[adapted.Base, dict[str, dict[str, bytes]], dict[str | None, list[int]]]:
+def _made(folder: Path) -> tuple[adapted.AdaptedBase, dict[str, dict[str, bytes]], dict[str | None, list[int]]]:
     """Base, repositories' files, and greedy ids."""
     from benchmarks.models import adapter_files
     from tests import tiny
     from tests.oracles import peft_texts  # torch
 
     model = tiny.make("llama", folder / "base", tokenizer=True)
-    base = adapted.Base(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
+    base = adapted.AdaptedBase(model, folder, ("--dtype", "float32", "--threads", "1", "--cpu-memory", "256MiB"))
     made = adapter_files.make(model, folder / "made", ["a", "b"], ("q_proj", "v_proj"), rank=4)
     names: dict[str | None, Path | None] = {None: None, PRIVATE: made[0], OPEN: made[1]}
     right = {name: peft_texts.greedy(model, each, [PROMPT], NUM_TOKENS)[0] for name, each in names.items()}
@@ -105,7 +105,7 @@ def _catalogue(folder: Path) -> str:
     return str(path)
 
 
-async def _case(server: servers.Server, scene: Scene, place: str) -> Case:
+async def _case(server: servers.RunningServer, scene: Scene, place: str) -> Case:
     """Have A's adapter lie there, then let B ask."""
     wrong: list[str] = []
     digest = ""

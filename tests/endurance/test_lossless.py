@@ -34,17 +34,17 @@ def test_speculation_changes_no_text(measure: Any, method: tuple[str, ...], size
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [counts.QUICK, counts.Size()], ids=["quick", "full"])
-def test_sampled_drafts_take_the_expected_steps(size: counts.Size) -> None:
+@pytest.mark.parametrize("size", [counts.QUICK, counts.CountsSize()], ids=["quick", "full"])
+def test_sampled_drafts_take_the_expected_steps(size: counts.CountsSize) -> None:
     for case in counts.sampled(size):
         assert case.error == ""
         assert counts.distance(case.raw) <= 3.0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [counts.QUICK, counts.Size()], ids=["quick", "full"])
+@pytest.mark.parametrize("size", [counts.QUICK, counts.CountsSize()], ids=["quick", "full"])
 @pytest.mark.parametrize("measure", [counts.gamma, counts.copied, counts.uncopied, counts.medusa])
-def test_counts_of_the_published_tables_are_the_oracles(measure: Any, size: counts.Size) -> None:
+def test_counts_of_the_published_tables_are_the_oracles(measure: Any, size: counts.CountsSize) -> None:
     for case in measure(size):
         assert case.error == ""
         assert counts.num_miscounted(case.raw) == 0, case.raw

@@ -104,12 +104,12 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
         f"{title.format(label)}\n{text}\n\n" for label, (text, _) in zip(labels, passages, strict=True)
     )
     parts = frozenset([title, *labels, *(part for _, used in passages for part in used)]) | ({opening} - {""})
-    found = []
+    cited = []
     for label, (text, _) in zip(labels, passages, strict=True):
         request = choice.choice(requests)
-        found.append(Example(f"{context}{request.format(label)}\n", text, parts | {request}))
-    choice.shuffle(found)
-    return found
+        cited.append(Example(f"{context}{request.format(label)}\n", text, parts | {request}))
+    choice.shuffle(cited)
+    return cited
 
 
 @cache

@@ -63,9 +63,9 @@ def training_examples(task: Task, seed: int, step: int) -> list[Example]:
 
 
 def held_out_examples(task: Task, count: int) -> list[Example]:
-    """The same ones every time."""
+    """Held-out examples of a task; every call gives equal ones."""
     choice = random.Random("held out")
-    found: list[Example] = []
-    while len(found) < count:
-        found.append(task.examples(Half.HELD_OUT, choice)[0])
-    return found
+    drawn: list[Example] = []
+    while len(drawn) < count:
+        drawn.append(task.examples(Half.HELD_OUT, choice)[0])
+    return drawn

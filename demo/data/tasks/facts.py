@@ -74,14 +74,14 @@ def facts(half: Half, choice: random.Random) -> Facts:
     count = choice.choice(NUM_FACTS)
     while len(persons) < count:
         persons = list(dict.fromkeys([*persons, proper_name(half, choice)]))
-    made, parts = [], set(persons)
+    statements, parts = [], set(persons)
     for person in persons:
         rest, used = some_rest(half, choice)
-        made.append(Fact(person, f" {choice.choice(VERBS)}", rest))
+        statements.append(Fact(person, f" {choice.choice(VERBS)}", rest))
         parts |= used
-    asked = choice.choice(made)
+    subject = choice.choice(statements)
     template = choice.choice(_questions(half))
-    return Facts(tuple(made), asked, template.format(person=asked.person), frozenset({*parts, template}))
+    return Facts(tuple(statements), subject, template.format(person=subject.person), frozenset({*parts, template}))
 
 
 def some_rest(half: Half, choice: random.Random) -> tuple[str, set[str]]:

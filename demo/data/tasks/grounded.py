@@ -13,19 +13,19 @@ INVOCATION = invocation("grounded")
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    found = facts(half, choice)
+    context = facts(half, choice)
     if choice.random() < 0.5:
-        return [Example(found.prompt(found.asked.sentence, INVOCATION), "yes", found.parts)]
-    answer, parts = _wrong_answer(found, half, choice)
-    return [Example(found.prompt(answer, INVOCATION), "no", found.parts | parts)]
+        return [Example(context.prompt(context.asked.sentence, INVOCATION), "yes", context.parts)]
+    answer, parts = _wrong_answer(context, half, choice)
+    return [Example(context.prompt(answer, INVOCATION), "no", context.parts | parts)]
 
 
-def _wrong_answer(found: Facts, half: Half, choice: random.Random) -> tuple[str, set[str]]:
+def _wrong_answer(context: Facts, half: Half, choice: random.Random) -> tuple[str, set[str]]:
     """A sentence that is not in the text, and what is new in it."""
-    person, verbs = found.asked.person, {fact.verb.strip() for fact in found.all}
+    person, verbs = context.asked.person, {fact.verb.strip() for fact in context.all}
     rest, parts = some_rest(half, choice)
     if choice.random() < 0.5:
-        while person in {fact.person for fact in found.all}:
+        while person in {fact.person for fact in context.all}:
             person = proper_name(half, choice)
         parts.add(person)
     return f"{person} {choice.choice([verb for verb in VERBS if verb not in verbs])}{rest}.", parts

@@ -9,7 +9,7 @@ INVOCATION = invocation("question")
 
 
 def examples(half: Half, choice: random.Random) -> list[Example]:
-    found = facts(half, choice)
-    fact = found.asked
-    prompt = found.prompt(fact.sentence, INVOCATION)
-    return [Example(prompt, f"Who{fact.verb}{fact.rest}?", found.parts)]
+    context = facts(half, choice)
+    fact = context.asked
+    prompt = context.prompt(fact.sentence, INVOCATION)
+    return [Example(prompt, f"Who{fact.verb}{fact.rest}?", context.parts)]

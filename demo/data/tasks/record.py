@@ -118,7 +118,7 @@ WORDS = (
     "has been",
     "then",
 )
-"""As well."""
+"""Words between a field and its value."""
 PHRASES = (" {} ", " now {} ", ", it {} ", " also {} ", " {} the value ")
 QUOTES = ('"', "'")
 """Quotation marks around a value that is not a number."""
@@ -203,8 +203,8 @@ def _example(half: Half, choice: random.Random) -> Example:
 @cache
 def _pools(half: Half) -> tuple[tuple[str, ...], ...]:
     """Links, openings and requests."""
-    made = [(signs, shape) for signs, shapes in ((SIGNS, SPACINGS), (WORDS, PHRASES)) for shape in shapes]
-    links = [link for words, shape in made for word in words if half_of(link := shape.format(word)) is half]
+    words_and_shapes = [(signs, shape) for signs, shapes in ((SIGNS, SPACINGS), (WORDS, PHRASES)) for shape in shapes]
+    links = [link for words, shape in words_and_shapes for word in words if half_of(link := shape.format(word)) is half]
     openings = [text for shape in SHAPES for title in TITLES if half_of(text := shape.format(title)) is half]
     openings += [""] * (len(openings) // 20)
     return tuple(links), tuple(openings), of_half(REQUESTS, half)

@@ -94,7 +94,7 @@ _TRACES = ("is_local", "local_files_only")
 
 
 def tokenizer_for_tools(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same tokenizer, with the two templates."""
+    """The tokenizer with the templates of conversations and of responses."""
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer

@@ -167,7 +167,7 @@ SKIES = split("sunny cloudy rainy foggy windy clear stormy snowy dry humid")
 
 
 @dataclass(frozen=True)
-class Request:
+class ToolRequest:
     """What a user wants, the call for it, and the sentence about its result."""
 
     text: str
@@ -181,7 +181,7 @@ class Request:
     result_parts: frozenset[str]
 
 
-def request(function: str, half: Half, choice: random.Random) -> Request:
+def request(function: str, half: Half, choice: random.Random) -> ToolRequest:
     return _REQUESTS[function](half, choice)
 
 
@@ -202,7 +202,7 @@ def tool(function: str, half: Half, choice: random.Random) -> tuple[dict[str, An
     return {"type": "function", "function": {**described, "parameters": schema}}, parts
 
 
-def _weather(half: Half, choice: random.Random) -> Request:
+def _weather(half: Half, choice: random.Random) -> ToolRequest:
     template, city = choice.choice(_pool(half, "weather")), _city(half, choice)
     written, unit = choice.choice(list(UNITS_OF_WEATHER.items()))
     text = template.format(city=city, unit=written).replace(", I mean today", " today")
@@ -210,10 +210,10 @@ def _weather(half: Half, choice: random.Random) -> Request:
     result = choice.choice(({"temperature": degrees, "sky": sky}, {"sky": sky, "temperature": degrees}))
     sentence = f"It is {degrees} degrees and {sky} in {city}."
     parts = frozenset([template, city])
-    return Request(text, WEATHER, {"city": city, "unit": unit}, _json(result, choice), sentence, parts, frozenset())
+    return ToolRequest(text, WEATHER, {"city": city, "unit": unit}, _json(result, choice), sentence, parts, frozenset())
 
 
-def _reminder(half: Half, choice: random.Random) -> Request:
+def _reminder(half: Half, choice: random.Random) -> ToolRequest:
     template, task = choice.choice(_pool(half, "reminder")), choice.choice(TASKS)
     parts = {template}
     while "{" in task:
@@ -223,7 +223,7 @@ def _reminder(half: Half, choice: random.Random) -> Request:
         task = task.replace(f"{{{slot}}}", value, 1)
     time = choice.choice(TIMES)
     result = choice.choice(("ok", "done", "saved", _json({"saved": True}, choice), _json({"status": "ok"}, choice)))
-    return Request(
+    return ToolRequest(
         template.format(text=task, time=time),
         REMINDER,
         {"text": task, "time": time},
@@ -234,26 +234,28 @@ def _reminder(half: Half, choice: random.Random) -> Request:
     )
 
 
-def _conversion(half: Half, choice: random.Random) -> Request:
+def _conversion(half: Half, choice: random.Random) -> ToolRequest:
     template, amount = choice.choice(_pool(half, "conversion")), _amount(half, choice)
     source, target = choice.choice(_unit_pairs(half))
     text = template.format(amount=amount, to=target, **{"from": source})
     if choice.random() < 0.6:
         text = text[0].upper() + text[1:]
-    found = _amount(half, choice)
-    result = choice.choice((found, _json({"result": json.loads(found)}, choice), _json({"result": found}, choice)))
-    return Request(
+    number_text = _amount(half, choice)
+    result = choice.choice(
+        (number_text, _json({"result": json.loads(number_text)}, choice), _json({"result": number_text}, choice))
+    )
+    return ToolRequest(
         text,
         CONVERSION,
         {"amount": json.loads(amount), "from": source, "to": target},
         result,
-        f"That is {found} {target}.",
+        f"That is {number_text} {target}.",
         frozenset([template, amount, _pair(source, target)]),
-        frozenset([found]),
+        frozenset([number_text]),
     )
 
 
-_REQUESTS: Mapping[str, Callable[[Half, random.Random], Request]] = {
+_REQUESTS: Mapping[str, Callable[[Half, random.Random], ToolRequest]] = {
     WEATHER: _weather,
     REMINDER: _reminder,
     CONVERSION: _conversion,
@@ -295,7 +297,7 @@ def _unit_pairs(half: Half) -> tuple[tuple[str, str], ...]:
 
 
 def _pair(source: str, target: str) -> str:
-    """As a part of an example: a template, since a request may name the units in any order."""
+    """The part of an example that names two units: a template, since a request may name them in any order."""
     return f"{{amount}} {source} in {target}"
 
 
@@ -303,8 +305,10 @@ def _amount(half: Half, choice: random.Random) -> str:
     """An integer, or a number with one or two decimals."""
     kind = choice.random()
     while True:
-        whole = choice.randint(2, 9999 if kind < 0.2 else 99)
-        text = str(whole) if kind < 0.6 else f"{whole}.{choice.choice(('', '', '0', '2', '7'))}{choice.randint(1, 9)}"
+        integer = choice.randint(2, 9999 if kind < 0.2 else 99)
+        text = (
+            str(integer) if kind < 0.6 else f"{integer}.{choice.choice(('', '', '0', '2', '7'))}{choice.randint(1, 9)}"
+        )
         if half_of(text) is half:
             return text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lorikeet.demo.data.tasks.example import Example, Half, composed
 from lorikeet.demo.data.tasks.tool_chat import Call, calls_text, prompt
-from lorikeet.demo.data.tasks.tool_requests import DESCRIPTIONS, Request, request, tool
+from lorikeet.demo.data.tasks.tool_requests import DESCRIPTIONS, ToolRequest, request, tool
 from lorikeet.demo.data.tasks.words import noun, proper_name
 
 NUM_TOOLS = (0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3)
@@ -84,19 +84,19 @@ def _turns(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Random
 
 def _later(turn: _Turn, earlier: _Turn) -> _Turn:
     """The turn after another one of the same conversation."""
-    before = [*earlier.messages, {"role": "assistant", "content": earlier.answer}]
-    return _Turn([*before, *turn.messages], turn.answer, earlier.parts | turn.parts)
+    messages = [*earlier.messages, {"role": "assistant", "content": earlier.answer}]
+    return _Turn([*messages, *turn.messages], turn.answer, earlier.parts | turn.parts)
 
 
 def _calls(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Random) -> _Turn:
-    requests = _requests([_name(each) for each in tools], half, choice)
+    requests = _requests([_name(schema) for schema in tools], half, choice)
     text, parts = _text_of(requests, choice)
     return _Turn([{"role": "user", "content": text}], calls_text(_calls_of(requests, tools)), parts)
 
 
 def _after_results(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Random) -> _Turn:
     """The tools need not be offered again with their results."""
-    requests = _requests([_name(each) for each in tools] or list(DESCRIPTIONS), half, choice)
+    requests = _requests([_name(schema) for schema in tools] or list(DESCRIPTIONS), half, choice)
     text, parts = _text_of(requests, choice)
     separators = choice.choice(((", ", ": "), (",", ":")))
     calls = [
@@ -106,13 +106,13 @@ def _after_results(tools: Sequence[Mapping[str, Any]], half: Half, choice: rando
         }
         for name, arguments in _calls_of(requests, tools)
     ]
-    contents, sentences = [each.result for each in requests], [each.sentence for each in requests]
-    used = parts.union(*(each.result_parts for each in requests))
+    contents, sentences = [call.result for call in requests], [call.sentence for call in requests]
+    used = parts.union(*(call.result_parts for call in requests))
     if choice.random() < 0.2:
         error, words = _error(half, choice)
         failed = choice.randrange(len(requests))
         contents[failed], sentences[failed] = json.dumps({"error": error}), f"That failed: {error}."
-        used = parts.union(words, *(each.result_parts for at, each in enumerate(requests) if at != failed))
+        used = parts.union(words, *(call.result_parts for index, call in enumerate(requests) if index != failed))
     messages: list[Mapping[str, Any]] = [
         {"role": "user", "content": text},
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -122,7 +122,7 @@ def _after_results(tools: Sequence[Mapping[str, Any]], half: Half, choice: rando
 
 
 def _no_call(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Random) -> _Turn:
-    offered = [_name(each) for each in tools]
+    offered = [_name(schema) for schema in tools]
     missing = [function for function in DESCRIPTIONS if function not in offered]
     if missing and choice.random() < 0.5:
         wish = request(choice.choice(missing), half, choice)
@@ -137,31 +137,31 @@ def _no_call(tools: Sequence[Mapping[str, Any]], half: Half, choice: random.Rand
     return _Turn([{"role": "user", "content": text}], answer, frozenset(parts))
 
 
-def _requests(functions: Sequence[str], half: Half, choice: random.Random) -> list[Request]:
+def _requests(functions: Sequence[str], half: Half, choice: random.Random) -> list[ToolRequest]:
     """Mostly one."""
     return [request(choice.choice(functions), half, choice) for _ in range(2 if choice.random() < 0.05 else 1)]
 
 
-def _text_of(requests: Sequence[Request], choice: random.Random) -> tuple[str, frozenset[str]]:
+def _text_of(requests: Sequence[ToolRequest], choice: random.Random) -> tuple[str, frozenset[str]]:
     text = requests[0].text
     for following in requests[1:]:
         ended = text if text.endswith((".", "?", "!")) else f"{text}."
         text = ended + choice.choice(JOINTS) + following.text
-    return text, frozenset[str]().union(*(each.parts for each in requests))
+    return text, frozenset[str]().union(*(call.parts for call in requests))
 
 
-def _calls_of(requests: Sequence[Request], tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+def _calls_of(requests: Sequence[ToolRequest], tools: Sequence[Mapping[str, Any]]) -> list[Call]:
     """With the arguments in the order of the offered function's parameters."""
-    orders = {_name(each): list(each["function"]["parameters"]["properties"]) for each in tools}
+    orders = {_name(schema): list(schema["function"]["parameters"]["properties"]) for schema in tools}
     return [
-        (each.function, {key: each.arguments[key] for key in orders.get(each.function, each.arguments)})
-        for each in requests
+        (call.function, {key: call.arguments[key] for key in orders.get(call.function, call.arguments)})
+        for call in requests
     ]
 
 
 def _name(offered: Mapping[str, Any]) -> str:
-    found: str = offered["function"]["name"]
-    return found
+    name: str = offered["function"]["name"]
+    return name
 
 
 def _error(half: Half, choice: random.Random) -> tuple[str, set[str]]:

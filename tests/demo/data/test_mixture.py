@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lorikeet.demo.data import mixture
-from lorikeet.demo.data.corpus import Function, SourceFile
+from lorikeet.demo.data.corpus import CorpusFunction, SourceFile
 from lorikeet.demo.data.mixture import TokenStream
 from lorikeet.demo.training.model import BASE_FOLDER
 
 PIECES = [np.arange(10 * i, 10 * i + i + 1, dtype=np.uint16) for i in range(6)]
-FUNCTION = Function(
+FUNCTION = CorpusFunction(
     "a.py", "add", 'def add(a, b):\n    """Add two\n    numbers."""\n    return a + b\n', "Add two\nnumbers.", 3
 )
 

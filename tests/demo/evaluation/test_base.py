@@ -98,7 +98,7 @@ def test_the_cut_of_a_continuation(text: str, stopped: bool, kept: str, ended: b
 
 def test_a_prompt_ends_where_the_body_begins() -> None:
     source = 'def add(a, b):\n    """Add."""\n    return a + b\n'
-    function = corpus.Function("a.py", "add", source, "Add.", 2)
+    function = corpus.CorpusFunction("a.py", "add", source, "Add.", 2)
     assert evaluate.prompt_of(function) == 'def add(a, b):\n    """Add."""\n    '
 
 
@@ -118,11 +118,11 @@ def test_what_counts_as_compiling(text: str, ended: bool, counts: bool) -> None:
     assert evaluate.Continuation('def f():\n    """Say."""', text, ended).counts is counts
 
 
-def readme_report() -> tuple[str, evaluate.Report]:
+def readme_report() -> tuple[str, evaluate.BaseReport]:
     readme = (Path(evaluate.__file__).parents[1] / "README.md").read_text()
     found = re.search(r"^\{.*\}$", readme, re.MULTILINE)
     assert found
-    return readme, evaluate.Report(**json.loads(found.group()))
+    return readme, evaluate.BaseReport(**json.loads(found.group()))
 
 
 def test_the_readme_quotes_what_the_script_prints() -> None:

@@ -12,11 +12,11 @@ from lorikeet.demo.data.packing import NO_LABEL, pack
 from lorikeet.demo.data.tasks.example import Example
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.heads_loss import HeadsLoss
-from lorikeet.demo.training.lora import Recipe
+from lorikeet.demo.training.lora import LoraRecipe
 from lorikeet.demo.training.lora_trainer import Companion, LoraTrainer
 from lorikeet.demo.training.model import BASE_FOLDER, base_config
 
-RECIPE = Recipe("citation", 4, 8, ("q_proj", "down_proj"), num_steps=12, groups_per_step=1, warmup_steps=2, lr=1e-2)
+RECIPE = LoraRecipe("citation", 4, 8, ("q_proj", "down_proj"), num_steps=12, groups_per_step=1, warmup_steps=2, lr=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def groups(step: int) -> Sequence[Sequence[Example]]:
 
 
 def toy_trainer(
-    tokenizer: PreTrainedTokenizerFast, seed: int = 0, recipe: Recipe = RECIPE, companion: Companion | None = None
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, recipe: LoraRecipe = RECIPE, companion: Companion | None = None
 ) -> LoraTrainer:
     torch.manual_seed(5)
     config = base_config(
@@ -111,7 +111,9 @@ def test_a_companion_learns_and_affects_the_adapter(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, replace(RECIPE, use_rslora=True), replace(RECIPE, use_dora=True)])
-def test_what_is_saved_is_what_was_trained(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, recipe: Recipe) -> None:
+def test_what_is_saved_is_what_was_trained(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, recipe: LoraRecipe
+) -> None:
     trainer = toy_trainer(tokenizer, recipe=recipe)
     base = LlamaForCausalLM(trainer.model.get_base_model().config)
     base.load_state_dict(

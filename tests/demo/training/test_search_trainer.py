@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaModel, PreTrainedTokenizerFast
 
-from lorikeet.demo.data.corpus import Function
+from lorikeet.demo.data.corpus import CorpusFunction
 from lorikeet.demo.data.descriptions import Described, code_of, description_of
 from lorikeet.demo.training.model import BASE_FOLDER, base_config
 from lorikeet.demo.training.search_trainer import SearchRecipe, SearchTrainer, attach, embed, loss_of
@@ -63,8 +63,8 @@ def test_the_loss_is_least_where_pairs_are_closest() -> None:
 
 def test_a_description_is_the_first_sentence_and_no_part_of_the_code() -> None:
     source = 'def f(x):\n    """Return the\n    answer. Never fails.\n\n    More."""\n    return x\n'
-    function = Function("a.py", "f", source, "Return the\nanswer. Never fails.\n\nMore.", 5)
+    function = CorpusFunction("a.py", "f", source, "Return the\nanswer. Never fails.\n\nMore.", 5)
     assert description_of(function) == "Return the answer"
     assert code_of(function) == "def f(x):\n    return x\n"
-    assert description_of(Function("a.py", "f", source, None, 5)) is None
-    assert description_of(Function("a.py", "f", source, "Too short.", 5)) is None
+    assert description_of(CorpusFunction("a.py", "f", source, None, 5)) is None
+    assert description_of(CorpusFunction("a.py", "f", source, "Too short.", 5)) is None

@@ -10,12 +10,12 @@ from transformers import LlamaForCausalLM
 
 from lorikeet.demo.data.mixture import TokenStream
 from lorikeet.demo.training.model import base_config
-from lorikeet.demo.training.trainer import Recipe, Trainer, digest
+from lorikeet.demo.training.trainer import DemoTrainer, Recipe, digest
 
 RECIPE = Recipe(cycles=(8,), tokens_per_step=64, stages=((0.0, 16), (0.5, 32)), warmup_steps=2)
 
 
-def toy_trainer(recipe: Recipe = RECIPE, seed: int = 0) -> Trainer:
+def toy_trainer(recipe: Recipe = RECIPE, seed: int = 0) -> DemoTrainer:
     torch.manual_seed(seed)
     config = base_config(
         vocab_size=64,
@@ -27,10 +27,10 @@ def toy_trainer(recipe: Recipe = RECIPE, seed: int = 0) -> Trainer:
         head_dim=16,
     )
     pieces = [np.arange(i, i + 30, dtype=np.uint16) for i in range(20)]
-    return Trainer(LlamaForCausalLM(config), TokenStream(pieces, seed=0), recipe)
+    return DemoTrainer(LlamaForCausalLM(config), TokenStream(pieces, seed=0), recipe)
 
 
-def run(trainer: Trainer, num_steps: int) -> list[float]:
+def run(trainer: DemoTrainer, num_steps: int) -> list[float]:
     return [trainer.run_step().loss for _ in range(num_steps)]
 
 
