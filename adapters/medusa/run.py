@@ -18,7 +18,7 @@ from lorikeet.adapters.medusa.format import HeadsFile
 from lorikeet.adapters.medusa.hidden import HiddenFiles
 from lorikeet.adapters.medusa.measurement import HeadsReport
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.target import Placement, Target, heads_folder
+from lorikeet.adapters.medusa.target import DevicePlacement, Target, heads_folder
 from lorikeet.adapters.medusa.texts import EncodedPrompt, Text, TextStore, Writing
 from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
@@ -145,7 +145,7 @@ def _target(options: TargetOptions) -> Target:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise HeadsError(f"the device {options.device} is not available: {first_line(error)}") from None
-    return Target(options.model_id, options.adapter_id, Placement(device, getattr(torch, options.dtype)))
+    return Target(options.model_id, options.adapter_id, DevicePlacement(device, getattr(torch, options.dtype)))
 
 
 def _texts(target: Target, options: TargetOptions, work: Path | None) -> tuple[list[Text], dict[str, Any]]:

@@ -27,7 +27,7 @@ _PROBE_LEN = 12
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """Device and precision."""
 
     device: torch.device
@@ -45,7 +45,7 @@ class _Reached(Exception):
 class Target:
     """The model whose text the heads predict."""
 
-    def __init__(self, base: str, adapter: str | None, place: Placement) -> None:
+    def __init__(self, base: str, adapter: str | None, place: DevicePlacement) -> None:
         self.place = place
         self.base_folder = model_folder(base)
         self.adapter_folder = None if adapter is None else adapter_folder(adapter)
@@ -181,7 +181,7 @@ def _chat_template(folder: Path) -> str | None:
     return None
 
 
-def _load(name: str, folder: Path, place: Placement) -> Any:
+def _load(name: str, folder: Path, place: DevicePlacement) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=place.dtype, use_safetensors=True)
         return model.to(place.device)

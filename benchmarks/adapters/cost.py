@@ -196,11 +196,11 @@ async def load(port: int, names: Sequence[str]) -> None:
 
 async def ask(
     port: int, models: Sequence[str], seed: int, size: CostSize, extra: Mapping[str, Any], end: str = ""
-) -> list[completions.Completion]:
+) -> list[completions.TimedCompletion]:
     """A closed loop in which each client asks for the models in turn, beginning with its own. `end`: of all prompts."""
     texts = prompts(CLIENTS * size.requests_per_client, size.length.num_prompt - len(end.split()), seed)
 
-    async def client(index: int) -> list[completions.Completion]:
+    async def client(index: int) -> list[completions.TimedCompletion]:
         answers = []
         for turn in range(size.requests_per_client):
             number = turn * CLIENTS + index

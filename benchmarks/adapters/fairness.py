@@ -118,10 +118,10 @@ async def _until_idle(server: servers.RunningServer) -> None:
 
 async def _arrivals(
     server: servers.RunningServer, names: Sequence[str], size: FairnessSize, seed: int, is_flood: bool
-) -> tuple[list[completions.Completion], list[completions.Completion]]:
+) -> tuple[list[completions.TimedCompletion], list[completions.TimedCompletion]]:
     """Answers to the other adapters, and to the first one, which may flood."""
 
-    async def adapter(number: int) -> list[completions.Completion]:
+    async def adapter(number: int) -> list[completions.TimedCompletion]:
         rate = size.rate * (FLOOD if is_flood and number == 0 else 1)
         draw = random.Random(1000 * seed + number)
         texts = prompts(int(2 * rate * size.seconds) + 20, size.length.num_prompt, 1000 * seed + number)
@@ -145,12 +145,12 @@ async def _arrivals(
 
 async def _shares(server: servers.RunningServer, size: FairnessSize, seed: int) -> tuple[dict[str, Any], str]:
     """Tokens of both adapters in a time during which both have more requests than run."""
-    seen: dict[str, list[completions.Completion]] = {HEAVY: [], LIGHT: []}
+    seen: dict[str, list[completions.TimedCompletion]] = {HEAVY: [], LIGHT: []}
 
     async def client(name: str, number: int) -> None:
         target = completions.Endpoint(server.port, name, EXTRA)
         for text in prompts(200, size.length.num_prompt, seed + number):
-            seen[name].append(completions.Completion())
+            seen[name].append(completions.TimedCompletion())
             await completions.complete(target, text, size.length, seen[name][-1])
 
     tasks = [

@@ -110,14 +110,14 @@ def _search(port: int, names: Sequence[str], size: GoodputSize, store: Path, err
 
 async def _probe(
     port: int, names: Sequence[str], size: GoodputSize, rate: float, seconds: float, seed: int
-) -> list[completions.Completion]:
+) -> list[completions.TimedCompletion]:
     """Requests of the given rate on average, whatever the server does; both servers get the same."""
     draw = random.Random(seed)
     weights = [1 / (place + 1) ** ZIPF_EXPONENT for place in range(len(names))]
     shape = 1 / VARIATION**2
     texts = prompts(round(rate * seconds), size.prompt_tokens[1], seed)
     start, offset = time.monotonic(), 0.0
-    running: list[asyncio.Task[completions.Completion]] = []
+    running: list[asyncio.Task[completions.TimedCompletion]] = []
     for text in texts:
         offset += draw.gammavariate(shape, 1 / (rate * shape))
         [name] = draw.choices(names, weights)
@@ -129,7 +129,7 @@ async def _probe(
     return list(await asyncio.gather(*running))
 
 
-def _summary(answers: Sequence[completions.Completion]) -> dict[str, Any]:
+def _summary(answers: Sequence[completions.TimedCompletion]) -> dict[str, Any]:
     good = [answer for answer in answers if not answer.error]
     if not good:
         raise RuntimeError(f"no request succeeded: {answers[0].error}")

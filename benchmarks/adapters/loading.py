@@ -108,11 +108,11 @@ def _plain(scene: Scene) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _texts(scene: Scene, seed: int) -> AsyncIterator[list[completions.Completion]]:
+async def _texts(scene: Scene, seed: int) -> AsyncIterator[list[completions.TimedCompletion]]:
     """Eight generations that run until the block ends. Raises RuntimeError if one ended before."""
     target = completions.Endpoint(scene.server.port, str(scene.base.model), EXTRA)
     length = completions.RequestLength(32, scene.size.longest)
-    answers = [completions.Completion() for _ in range(CLIENTS)]
+    answers = [completions.TimedCompletion() for _ in range(CLIENTS)]
     requests = zip(prompts(CLIENTS, length.num_prompt, seed), answers, strict=True)
     tasks = [asyncio.create_task(completions.complete(target, text, length, answer)) for text, answer in requests]
     try:
@@ -148,7 +148,7 @@ async def _while_running(scene: Scene, seed: int, cold_first: bool) -> dict[str,
     return raw
 
 
-async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions.Completion]:
+async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions.TimedCompletion]:
     """A request for each adapter, with such a pause after each. Raises RuntimeError if one fails."""
     texts = prompts(len(scene.names), SHORT.num_prompt, seed)
     running = []
@@ -162,7 +162,7 @@ async def _ask_each(scene: Scene, seed: int, pause_s: float) -> list[completions
     return answers
 
 
-def _gaps(answers: list[completions.Completion], start: float, end: float) -> list[float]:
+def _gaps(answers: list[completions.TimedCompletion], start: float, end: float) -> list[float]:
     """Seconds between the tokens that arrived between two moments."""
     return [
         second - first

@@ -111,10 +111,10 @@ def neighbours() -> Cases:
                 yield Case(f"round {number}", raw, "; ".join(errors[:3]))
 
 
-async def _closed(port: int, base: adapted.AdaptedBase, seed: int, way: str) -> list[completions.Completion]:
+async def _closed(port: int, base: adapted.AdaptedBase, seed: int, way: str) -> list[completions.TimedCompletion]:
     texts = prompts(CLIENTS * REQUESTS, LENGTH.num_prompt, seed)
 
-    async def client(index: int) -> list[completions.Completion]:
+    async def client(index: int) -> list[completions.TimedCompletion]:
         extra = {} if way == PLAIN else following(index)
         target = completions.Endpoint(port, str(base.model), {"ignore_eos_token": True, **extra})
         mine = texts[index * REQUESTS : (index + 1) * REQUESTS]
@@ -125,7 +125,7 @@ async def _closed(port: int, base: adapted.AdaptedBase, seed: int, way: str) -> 
 
 async def _next_to(
     port: int, base: adapted.AdaptedBase, seed: int, hostile: Iterator[int]
-) -> tuple[list[completions.Completion], list[int]]:
+) -> tuple[list[completions.TimedCompletion], list[int]]:
     """What the streams saw, and how the endless schemas were answered."""
     statuses: list[int] = []
 
@@ -151,7 +151,7 @@ def _raw() -> dict[str, Any]:
     return {"load_average": os.getloadavg()[0]}
 
 
-def _pauses(answer: completions.Completion) -> list[float]:
+def _pauses(answer: completions.TimedCompletion) -> list[float]:
     return [second - first for first, second in itertools.pairwise(answer.events)]
 
 

@@ -37,7 +37,7 @@ class Endpoint:
 
 
 @dataclass
-class Completion:
+class TimedCompletion:
     """What one request saw; times are of time.perf_counter(), or seconds from the start of a loop."""
 
     sent: float = field(default_factory=time.perf_counter)
@@ -72,19 +72,19 @@ class RequestLength:
     num_prompt: int = 256
     num_output: int = 64
 
-    def check(self, answer: Completion) -> None:
+    def check(self, answer: TimedCompletion) -> None:
         """An answer with another number of tokens has an error."""
         if not answer.error and (answer.num_prompt, answer.num_output) != (self.num_prompt, self.num_output):
             answer.error = f"{answer.num_prompt} tokens in, {answer.num_output} out"
 
 
 async def complete(
-    target: Endpoint, prompt: str, length: RequestLength, answer: Completion | None = None
-) -> Completion:
+    target: Endpoint, prompt: str, length: RequestLength, answer: TimedCompletion | None = None
+) -> TimedCompletion:
     """One streamed completion over a connection of its own; a failure is in the answer, not raised. `answer` fills
     while it runs.
     """
-    answer = Completion() if answer is None else answer
+    answer = TimedCompletion() if answer is None else answer
     api, connections = target.api(), target.connections()
     try:
         content = orjson.dumps(api.body(Planned(prompt, length.num_output)))
@@ -105,14 +105,14 @@ async def complete(
 
 async def closed_loop(
     target: Endpoint, prompts: Sequence[str], clients: int, length: RequestLength
-) -> list[Completion]:
+) -> list[TimedCompletion]:
     """`clients` clients, each sending the next prompt as soon as its last answer is complete."""
     return await _load(target, [Planned(prompt, length.num_output) for prompt in prompts], clients, length)
 
 
 async def poisson(
     target: Endpoint, prompts: Sequence[str], rate: float, length: RequestLength, seed: int
-) -> list[Completion]:
+) -> list[TimedCompletion]:
     """Requests that arrive `rate` times a second on average, whatever the server does."""
     draw = random.Random(seed)
     arrivals = accumulate(draw.expovariate(rate) for _ in prompts)
@@ -122,7 +122,7 @@ async def poisson(
 
 async def _load(
     target: Endpoint, plan: Sequence[Planned], clients: int | None, length: RequestLength
-) -> list[Completion]:
+) -> list[TimedCompletion]:
     connections = target.connections()
     try:
         loaded = await LoadGenerator(connections, target.api(), clients).run(plan)
@@ -131,9 +131,9 @@ async def _load(
     return [_answer(sample, length) for sample in loaded.samples]
 
 
-def _answer(sample: Sample, length: RequestLength) -> Completion:
+def _answer(sample: Sample, length: RequestLength) -> TimedCompletion:
     times = list(accumulate(sample.itls, initial=sample.start + sample.ttft))
-    answer = Completion(sample.start, times=times, last=sample.start + sample.latency, error=sample.error)
+    answer = TimedCompletion(sample.start, times=times, last=sample.start + sample.latency, error=sample.error)
     answer.num_prompt, answer.num_output = sample.num_prompt, sample.num_output
     length.check(answer)
     return answer
@@ -145,7 +145,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-def tokens_per_second(answers: Sequence[Completion]) -> float:
+def tokens_per_second(answers: Sequence[TimedCompletion]) -> float:
     """Output tokens over the time from the first request sent to the last answer complete."""
     return sum(a.num_output for a in answers) / (max(a.last for a in answers) - min(a.sent for a in answers))
 

@@ -35,7 +35,7 @@ def alone(active: str, running: Mapping[str, servers.RunningServer], errors: lis
             errors.append(f"the servers that were stopped while {active} ran used {spent:.2f} s of a core")
 
 
-def summary(answers: Sequence[completions.Completion]) -> dict[str, Any]:
+def summary(answers: Sequence[completions.TimedCompletion]) -> dict[str, Any]:
     """What a round keeps of its requests."""
     good = [answer for answer in answers if not answer.error]
     if not good:

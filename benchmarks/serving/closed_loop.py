@@ -26,7 +26,7 @@ REQUESTS_PER_CLIENT = {1: 6, 8: 3, 32: 2}
 VOID_BELOW = {1: 0.57, 8: 0.60, 32: 0.60}
 """vLLM's share of the limit below which the machine was too disturbed for a conclusion."""
 SEED = 7_000
-Asked = Callable[[str], Sequence[completions.Completion]]
+Asked = Callable[[str], Sequence[completions.TimedCompletion]]
 """Asks a server by its name."""
 VLLM_VERSION, VLLM_FLAGS, VLLM_ENVIRONMENT = peers.VLLM_VERSION, peers.VLLM_FLAGS, peers.VLLM_ENVIRONMENT
 
@@ -67,7 +67,7 @@ def in_round(number: int, running: Mapping[str, servers.RunningServer], ask: Ask
 
 def run(
     targets: Mapping[str, completions.Endpoint], clients: int, requests: int, seed: int, name: str
-) -> list[completions.Completion]:
+) -> list[completions.TimedCompletion]:
     """A closed loop of so many requests per client."""
     texts = prompts(clients * requests, PROMPT_TOKENS, seed)
     return uvloop.run(completions.closed_loop(targets[name], texts, clients, LENGTH))

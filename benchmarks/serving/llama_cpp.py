@@ -136,19 +136,19 @@ def _with_adapters(model: Path, kind: str, folders: Sequence[Path]) -> servers.C
 
 def _ask_adapters(
     running: Mapping[str, servers.RunningServer], model: str, adapters: Sequence[str], number: int, name: str
-) -> list[completions.Completion]:
+) -> list[completions.TimedCompletion]:
     """A closed loop in which each client asks for its own adapter."""
     is_ours, port = name in ADAPTED, running[name].port
     requests = ADAPTED_REQUESTS[OURS if is_ours else LLAMA_CPP]
     texts = prompts(CLIENTS * requests, LENGTH.num_prompt, ADAPTED_SEED + number)
 
-    async def client(index: int) -> list[completions.Completion]:
+    async def client(index: int) -> list[completions.TimedCompletion]:
         target = completions.Endpoint(port, model, {**IGNORE_EOS, "lora": [{"id": index, "scale": 1.0}]})
         if is_ours:
             target = completions.Endpoint(port, adapters[index], EXTRA[OURS])
         return [await completions.complete(target, text, LENGTH) for text in texts[index::CLIENTS]]
 
-    async def clients() -> list[completions.Completion]:
+    async def clients() -> list[completions.TimedCompletion]:
         return [answer for answers in await asyncio.gather(*map(client, range(CLIENTS))) for answer in answers]
 
     return uvloop.run(clients())

@@ -55,13 +55,13 @@ async def round_of(target: completions.Endpoint, number: int) -> dict[str, Any]:
     """Tokens per second of all accepted requests, without and with a flood, and the latency of rejections."""
     flood_first = number % 2 == 0
     is_over = asyncio.Event()
-    answers: list[completions.Completion] = []
+    answers: list[completions.TimedCompletion] = []
     waiting = iter(prompts(MAX_PROMPTS, NUM_PROMPT, SEED + number))
     draw = random.Random(SEED + number)
 
     async def client() -> None:
         while not is_over.is_set():
-            answer = completions.Completion()
+            answer = completions.TimedCompletion()
             answers.append(answer)
             await completions.complete(target, next(waiting), _length(draw), answer)
             if answer.error:  # a request of the flood was accepted instead
@@ -102,13 +102,13 @@ async def flood(target: completions.Endpoint, seed: int) -> dict[str, Any]:
     texts = iter(prompts(round(2 * FLOOD_PER_S * ROUND_S), NUM_PROMPT, seed))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    answers: list[completions.Completion] = []
+    answers: list[completions.TimedCompletion] = []
     tasks = []
     time_s = end = time.perf_counter()
     end += ROUND_S
     while (time_s := time_s + draw.expovariate(FLOOD_PER_S)) < end:
         await asyncio.sleep(max(0.0, time_s - time.perf_counter()))
-        answers.append(completions.Completion())
+        answers.append(completions.TimedCompletion())
         tasks.append(asyncio.create_task(completions.complete(target, next(texts), _length(draw), answers[-1])))
     await asyncio.sleep(max(0.0, end - time.perf_counter()))
     for task in tasks:
@@ -124,7 +124,7 @@ def _length(draw: random.Random) -> completions.RequestLength:
     return completions.RequestLength(NUM_PROMPT, draw.randint(*NUM_OUTPUT))
 
 
-def _is_wrong(answer: completions.Completion) -> bool:
+def _is_wrong(answer: completions.TimedCompletion) -> bool:
     return bool(answer.error) and "429" not in answer.error
 
 

@@ -228,7 +228,7 @@ def _offline(
 
     from lorikeet.adapters.medusa import format as files
     from lorikeet.adapters.medusa.hidden import HiddenFiles
-    from lorikeet.adapters.medusa.target import Placement, Target
+    from lorikeet.adapters.medusa.target import DevicePlacement, Target
     from lorikeet.adapters.medusa.texts import Text
     from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
@@ -237,7 +237,7 @@ def _offline(
         for server in running.values():
             stack.enter_context(server.frozen())
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        target = Target(str(family.BASE), None, Placement(torch.device("cpu"), torch.float32))
+        target = Target(str(family.BASE), None, DevicePlacement(torch.device("cpu"), torch.float32))
         pairs = zip(family.encode(prompts), outputs, strict=True)
         rows = HiddenFiles(
             folder / "rows", [Text(tuple(ids), tuple(output)) for ids, output in pairs], target.hidden_size, 0

@@ -15,7 +15,7 @@ from lorikeet.adapters.medusa import format as heads_format
 from lorikeet.adapters.medusa import measurement, texts
 from lorikeet.adapters.medusa.measurement import HeadsReport
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.target import Placement, Target
+from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_device_argument
@@ -60,7 +60,7 @@ def measure(kind: str, options: argparse.Namespace) -> list[HeadsResult]:
     adapter = ALL[kind].adapter
     names = ["base"] if adapter is None else ["base", kind, f"{kind}-joined"]
     folder = None if adapter is None else str(options.adapters / adapter)
-    target = Target(str(options.base), folder, Placement(torch.device(options.device), torch.float32))
+    target = Target(str(options.base), folder, DevicePlacement(torch.device(options.device), torch.float32))
     written = write(target, kind, options.texts)
     return [
         HeadsResult(name, kind, measurement.measure(target, load(options.heads / name, target), written))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa.target import Placement, Target
+from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.demo.evaluation.heads import NUM_TEXTS, load, write
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_device_argument
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
         train(name, options, Path(folder) / "heads", options.work or Path(folder) / "work")
         seconds = time.monotonic() - started
         adapter = options.adapters / str(ALL[name].adapter)
-        target = Target(str(options.base), str(adapter), Placement(torch.device(options.device), torch.float32))
+        target = Target(str(options.base), str(adapter), DevicePlacement(torch.device(options.device), torch.float32))
         written = write(target, name, options.texts)
         by_tool = measurement.measure(target, load(Path(folder) / "heads", target), written)
         committed = measurement.measure(target, load(options.heads / name, target), written)

@@ -16,7 +16,10 @@ def test_a_small_round_of_loads(small: adapted.AdaptedBase) -> None:
 
 
 def test_gaps_count_where_they_lie_within() -> None:
-    answers = [completions.Completion(0.0, times=[1.0, 2.0, 4.0, 7.0]), completions.Completion(0.0, times=[1.5, 3.0])]
+    answers = [
+        completions.TimedCompletion(0.0, times=[1.0, 2.0, 4.0, 7.0]),
+        completions.TimedCompletion(0.0, times=[1.5, 3.0]),
+    ]
     assert loading._gaps(answers, 1.5, 5.0) == [2.0, 1.5]
 
 

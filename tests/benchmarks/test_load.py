@@ -4,9 +4,9 @@ import asyncio
 import json
 
 from benchmarks.load.completions import (
-    Completion,
     Endpoint,
     RequestLength,
+    TimedCompletion,
     closed_loop,
     complete,
     poisson,
@@ -42,8 +42,8 @@ async def serve(status: bytes, pieces: list[bytes]) -> tuple[asyncio.Server, End
     return server, Endpoint(port, "a model", {"ignore_eos": True}), bodies
 
 
-def ask(status: bytes, pieces: list[bytes]) -> tuple[Completion, list[bytes]]:
-    async def run() -> tuple[Completion, list[bytes]]:
+def ask(status: bytes, pieces: list[bytes]) -> tuple[TimedCompletion, list[bytes]]:
+    async def run() -> tuple[TimedCompletion, list[bytes]]:
         server, target, bodies = await serve(status, pieces)
         async with server:
             return await complete(target, "a b c", LENGTH), bodies

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from lorikeet.adapters.medusa import format as heads_format
 from lorikeet.adapters.medusa.hidden import batches, written_rows
 from lorikeet.adapters.medusa.model import MedusaHeads
-from lorikeet.adapters.medusa.target import Placement, Target
+from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text as WrittenText
 from tests.oracles.family import BASE, DRAFT, DRAFTING, FAMILY, LOOKUP, Kind
 from tests.oracles.replay import Chain, LongestSuffix, Rule, Table, Text, coupled_chance, rejection_chance
 
 TIE = 1e-4
 """Distance of two logits below which either may be the higher one."""
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = DevicePlacement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PassageFacts:
     """Some facts, and the one that a question is about."""
 
     all: tuple[Fact, ...]
@@ -69,7 +69,7 @@ def invocation(name: str) -> str:
     return f"<|system|>{name}<|end|><|assistant|>"
 
 
-def facts(half: Half, choice: random.Random) -> Facts:
+def facts(half: Half, choice: random.Random) -> PassageFacts:
     persons: list[str] = []
     count = choice.choice(NUM_FACTS)
     while len(persons) < count:
@@ -81,7 +81,9 @@ def facts(half: Half, choice: random.Random) -> Facts:
         parts |= used
     subject = choice.choice(statements)
     template = choice.choice(_questions(half))
-    return Facts(tuple(statements), subject, template.format(person=subject.person), frozenset({*parts, template}))
+    return PassageFacts(
+        tuple(statements), subject, template.format(person=subject.person), frozenset({*parts, template})
+    )
 
 
 def some_rest(half: Half, choice: random.Random) -> tuple[str, set[str]]:

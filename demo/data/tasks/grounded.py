@@ -6,7 +6,7 @@ A wrong answer tells something that the text does not say of anybody, half of th
 import random
 
 from lorikeet.demo.data.tasks.example import Example, Half
-from lorikeet.demo.data.tasks.facts import VERBS, Facts, facts, invocation, some_rest
+from lorikeet.demo.data.tasks.facts import VERBS, PassageFacts, facts, invocation, some_rest
 from lorikeet.demo.data.tasks.words import proper_name
 
 INVOCATION = invocation("grounded")
@@ -20,7 +20,7 @@ def examples(half: Half, choice: random.Random) -> list[Example]:
     return [Example(context.prompt(answer, INVOCATION), "no", context.parts | parts)]
 
 
-def _wrong_answer(context: Facts, half: Half, choice: random.Random) -> tuple[str, set[str]]:
+def _wrong_answer(context: PassageFacts, half: Half, choice: random.Random) -> tuple[str, set[str]]:
     """A sentence that is not in the text, and what is new in it."""
     person, verbs = context.asked.person, {fact.verb.strip() for fact in context.all}
     rest, parts = some_rest(half, choice)

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
-from lorikeet.adapters.medusa.target import Placement, Target
+from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text
 from tests import tiny
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = DevicePlacement(torch.device("cpu"), torch.float32)
 PROMPTS = ["the quick brown", "a parrot", "def main()", "word for word what the adapters say", "lazy", "hello, hello"]
 
 
@@ -42,7 +42,7 @@ def heads(shape: HeadsShape, seed: int = 0, scale: float = 0.1) -> HeadsFile:
     return HeadsFile(shape, tensors, "tiny/base")
 
 
-def target(base_folder: Path, adapter: Path | None = None, place: Placement = CPU) -> Target:
+def target(base_folder: Path, adapter: Path | None = None, place: DevicePlacement = CPU) -> Target:
     return Target(str(base_folder), None if adapter is None else str(adapter), place)
 
 

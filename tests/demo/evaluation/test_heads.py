@@ -7,7 +7,7 @@ import torch
 
 from lorikeet.adapters.medusa import format as heads_format
 from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa.target import Placement, Target
+from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.demo.evaluation.heads import load, write
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
@@ -22,7 +22,7 @@ NUM_SAMPLED = 12
 def test_heads_draft_several_tokens_per_step(kind: str, least: float) -> None:
     adapter = ALL[kind].adapter
     folder = None if adapter is None else str(lora.ADAPTERS_FOLDER / adapter)
-    target = Target(str(BASE_FOLDER), folder, Placement(torch.device("cpu"), torch.float32))
+    target = Target(str(BASE_FOLDER), folder, DevicePlacement(torch.device("cpu"), torch.float32))
     written = write(target, kind, NUM_SAMPLED)
     found = measurement.measure(target, load(HEADS_FOLDER / kind, target), written)
     assert found.tokens_per_step >= least  # over a dozen texts; `lorikeet.demo.evaluation heads` takes a hundred
