@@ -41,7 +41,7 @@ from lorikeet.router.errors import (
     ValidationError,
 )
 from lorikeet.router.schemas import admin, answers, native, openai, pooled, tokens
-from lorikeet.router.schemas.dialects import published
+from lorikeet.router.schemas.dialects import anthropic, cohere, responses
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 
@@ -140,19 +140,19 @@ OPERATIONS = (
               media=(EVENTS, JSON)),
     Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),
     Operation(Kind.GENERATE, "post", "/v1/responses", "OpenAI's responses; nothing is stored",
-              published.ResponsesRequest, answers.ResponsesAnswer, streams=answers.ResponsesEvent),
+              responses.ResponsesRequest, answers.ResponsesAnswer, streams=answers.ResponsesEvent),
     Operation(Kind.TOKENIZE, "post", "/v1/responses/input_tokens", "Tokens of a response's input",
-              published.ResponsesRequest, answers.InputTokens),
+              responses.ResponsesRequest, answers.InputTokens),
     *(Operation(Kind.MISSING, method, f"/v1/responses/{{response_id}}{path}", "404: no response is stored")
       for method, path in (("get", ""), ("delete", ""), ("get", "/input_items"), ("post", "/cancel"))),
     Operation(Kind.GENERATE, "post", "/v1/messages", "Anthropic's messages",
-              published.MessagesRequest, answers.MessageAnswer, streams=answers.MessageEvent),
+              anthropic.MessagesRequest, answers.MessageAnswer, streams=answers.MessageEvent),
     Operation(Kind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
-              published.CountTokensRequest, answers.CountedTokens),
+              anthropic.CountTokensRequest, answers.CountedTokens),
     Operation(Kind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
               pooled.EmbeddingsRequest, answers.EmbeddingsResponse),
     Operation(Kind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
-              published.CohereEmbedRequest, answers.CohereEmbedResponse),
+              cohere.CohereEmbedRequest, answers.CohereEmbedResponse),
     Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
               pooled.EmbedRequest, answers.EmbedResponse),
     Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",

@@ -26,8 +26,7 @@ from lorikeet.router.output.outputs import Outputs
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.schemas.body import BodyReader
-from lorikeet.router.schemas.body_memory import BodyMemory
+from lorikeet.router.schemas.body import BodyMemory, BodyReader
 from lorikeet.router.schemas.grammar import names_grammar
 from lorikeet.router.schemas.speculation import (
     Offer,

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from lorikeet.router.schemas.model import Body, Ignored, Rejected, body_in
+from lorikeet.router.schemas.model import Body, Ignored, Rejected, bodies_in
 from lorikeet.router.schemas.native import GenerateParameters
 from lorikeet.router.schemas.openai import ChatCompletionRequest, CompletionRequest
 from lorikeet.router.schemas.pooled import EmbeddingsRequest, PoolingRequest, RerankRequest, ScoreRequest
@@ -72,12 +72,14 @@ def _walk(body: type[Body], path: str) -> Iterator[tuple[str, "FieldInfo | Rejec
     properties = body.model_json_schema()["properties"]
     for name, declared in body.declared():
         yield path + name, declared, properties.get(name, {})
-        if isinstance(declared, FieldInfo) and (inner := body_in(declared.annotation)) is not None:
+        if not isinstance(declared, FieldInfo):
+            continue
+        for inner in bodies_in(declared.annotation):
             yield from _walk(inner, f"{path}{name}{'[]' if _is_list(declared.annotation) else ''}.")
 
 
 def _is_list(annotation: Any) -> bool:
-    return "list[" in str(annotation) and body_in(annotation) not in (annotation, *get_args(annotation))
+    return get_origin(annotation) is list or any(map(_is_list, get_args(annotation)))
 
 
 def _line(name: str, columns: dict[str, dict[str, tuple["FieldInfo | Rejected | Ignored", dict[str, Any]]]]) -> str:

@@ -77,6 +77,13 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class UnknownKind:
+    """Of a list whose items are of several kinds: the end of the error for any other kind, which names its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class _Bounds:
     """An integer type of LoRAX. A number outside of it has the wrong type."""
 
@@ -156,7 +163,7 @@ class Body(BaseModel):
         super().__pydantic_init_subclass__(**kwargs)
         cls.applied = {info.alias or name: info for name, info in cls.model_fields.items()}
         cls.rejected = {name: value for name, value in cls.declared() if isinstance(value, Rejected)}
-        cls.nested = tuple(name for name, info in cls.model_fields.items() if body_in(info.annotation) is not None)
+        cls.nested = tuple(name for name, info in cls.model_fields.items() if bodies_in(info.annotation))
 
     @classmethod
     def declared(cls) -> Iterator[tuple[str, "FieldInfo | Rejected | Ignored"]]:
@@ -202,7 +209,11 @@ class Body(BaseModel):
         """Paths of the fields that are not applied, without those that are rejected and ask for nothing. At most
         MAX_IGNORED.
         """
-        names = [path + name for name in self._unread()]
+        return [*(path + name for name in self._unread()), *self.nested_ignored(path)][:MAX_IGNORED]
+
+    def nested_ignored(self, path: str = "") -> list[str]:
+        """Those of the objects in this one."""
+        names = list[str]()
         for name in self.nested:
             value = getattr(self, name)
             if isinstance(value, Body):
@@ -229,11 +240,11 @@ class Body(BaseModel):
                 yield name
 
 
-def body_in(annotation: Any) -> type[Body] | None:
-    """The class of the bodies that a field of this type holds: itself, in a list, or as a member of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, Body):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := body_in(part)) is not None), None)
+def bodies_in(annotation: Any) -> tuple[type[Body], ...]:
+    """The classes of the bodies that a field of this type holds: itself, in a list, or as members of a union."""
+    if isinstance(annotation, type):
+        return (annotation,) if issubclass(annotation, Body) else ()
+    return tuple(body for part in get_args(annotation) for body in bodies_in(part))
 
 
 class BrokenRule(ValidationError):
@@ -254,6 +265,9 @@ _BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", 
 _RULES = {"literal_error", "string_pattern_mismatch", "string_too_short", "string_too_long", "too_short", "too_long"}
 
 
+_UNIONS = ("union_tag_invalid", "union_tag_not_found")
+
+
 def _failure(model: type[Body], error: pydantic.ValidationError) -> WrongJsonType | ValidationError:
     """The first type error of a body, or its first broken rule."""
     rules = list[ValidationError]()
@@ -262,6 +276,9 @@ def _failure(model: type[Body], error: pydantic.ValidationError) -> WrongJsonTyp
         if item["type"] == "broken_rule":
             rules.append(BrokenRule(item["ctx"]["message"], item["ctx"]["param"], item["loc"]))
             continue
+        if info is not None and item["type"] in _UNIONS and (unknown := _marker(info, UnknownKind)) is not None:
+            kind = str(item["ctx"].get("tag"))[:32]
+            return UnsupportedField(f"{path}.{kind}", unknown.reason)
         if info is not None and (broken := _broken_rule(info, path if "[" in path else name, item)) is not None:
             rules.append(broken)
             continue
@@ -270,20 +287,20 @@ def _failure(model: type[Body], error: pydantic.ValidationError) -> WrongJsonTyp
     return rules[0]
 
 
-def _place(model: type[Body] | None, where: tuple[str | int, ...]) -> tuple[str, str, FieldInfo | None]:
+def _place(model: type[Body], where: tuple[str | int, ...]) -> tuple[str, str, FieldInfo | None]:
     """Path and name of the field at a place, and what is declared of it."""
     path, name, info = "", "", None
+    models: tuple[type[Body], ...] = (model,)
     for part in where:
         if isinstance(part, int):
             path += f"[{part}]"
-            continue
-        if model is None or part not in model.applied:
-            if info is not None and get_origin(info.annotation) is dict:
-                path = f"{path}.{part}"
-            break  # else it is a member of a union
-        info, name = model.applied[part], part
-        path = f"{path}.{part}" if path else part
-        model = body_in(info.annotation)
+        elif (owner := next((body for body in models if part in body.applied), None)) is not None:
+            info, name = owner.applied[part], part
+            path = f"{path}.{part}" if path else part
+            models = bodies_in(info.annotation)
+        elif info is not None and get_origin(info.annotation) is dict:
+            path = f"{path}.{part}"
+        # else it is a member of a union
     return path, name, info
 
 

@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "previous_response_id, conversation and prompt are ignored instead of rejected",
         "router/schemas/dialects/responses.py",
-        "        if fields.take(name) is not None:\n            raise UnsupportedField(name, _NO_STORAGE)",
-        "        fields.take(name)",
+        "    previous_response_id = conversation = prompt = Rejected(_NO_STORAGE)\n",
+        "",
         f"{RESPONSES}::test_what_needs_storage_is_rejected_with_an_error",
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "text before a tool result is moved behind it",
         "router/schemas/dialects/anthropic.py",
-        "            _flush(messages, texts)\n",
+        "                _flush(messages, texts)\n",
         "",
         f"{MESSAGES}::test_a_text_before_a_result_stays_before_it",
     ),

@@ -32,7 +32,7 @@ class CohereRoute:
         service, timing = self._service, Timing(now())
         body = await service.body(request)
         model = check_task(service, EMBED)
-        translated = cohere.translate(body, self._files.prompts)
+        translated = cohere.CohereEmbedRequest.read(body).translated(self._files.prompts)
         with in_words_of(cohere.NAMES):
             given = service.openai_defaults(service.caller(request), translated.body)
             wanted = EmbeddingsRequest.read(given).to_request(service.config)

@@ -50,7 +50,8 @@ class MessagesRoute(DialectRoute):
     names = anthropic.NAMES
 
     def _translate(self, body: dict[str, Any], *, generates: bool = True) -> Translated:
-        return anthropic.translate(body, generates=generates)
+        kind = anthropic.MessagesRequest if generates else anthropic.CountTokensRequest
+        return kind.read(body).translated()
 
     def _prompts(self, wanted: Chat, caller: Caller) -> Prompts:
         return MessagesPrompt(self._service, wanted, caller)

@@ -37,7 +37,7 @@ class ResponsesRoute(DialectRoute):
     names = responses.NAMES
 
     def _translate(self, body: dict[str, Any], *, generates: bool = True) -> Translated:
-        return responses.translate(body)
+        return responses.ResponsesRequest.read(body).translated(body)
 
     def _counted(self) -> dict[str, Any]:
         return {"object": "response.input_tokens"}

@@ -13,6 +13,7 @@ from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
+from lorikeet.router.schemas.admin import SageMakerAdapter
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 
@@ -73,11 +74,12 @@ class SageMakerAdapterRoutes:
 
     async def load(self, request: Request) -> Response:
         """`name` becomes an alias of `src`."""
-        body = await self._service.body(request)
+        self._admin.check(request)
+        body = SageMakerAdapter.read(await self._service.body(request))
         request.state.given_body = {
-            "lora_name": body.get("name"),
-            "lora_path": body.get("src"),
-            "load_inplace": body.get("load_inplace"),
+            "lora_name": body.name,
+            "lora_path": body.src,
+            "load_inplace": body.load_inplace,
         }
         return await self._admin.load_lora_adapter(request)
 

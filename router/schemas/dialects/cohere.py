@@ -1,12 +1,14 @@
-"""Reader of the body of Cohere's `/v2/embed`, which becomes that of `/v1/embeddings`."""
+"""The body of Cohere's `/v2/embed`, which becomes that of `/v1/embeddings`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.dialects.translated import items_of, object_of, refuse_others, text_of
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.schemas.dialects.translated import DialectBody
+from lorikeet.router.schemas.model import I32, U32, Body, Rejected, Rule, Texts, fail_fast, published_as
 
 NAMES = {
     "input": "texts",
@@ -39,63 +41,72 @@ class CohereEmbed:
     types: list[str]
 
 
-def translate(body: dict[str, Any], prompts: Mapping[str, str]) -> CohereEmbed:
-    """`prompts`: those of the model, by name. Raises WrongJsonType or ValidationError."""
-    fields = Fields(body)
-    refuse_others(fields, NAMES)
-    if fields.take("images"):
-        raise UnsupportedField("images", "is not supported by this server: the model accepts text only")
-    texts = _texts(fields)
-    types = fields.texts("embedding_types") or ["float"]
-    for name in types:
-        if name in _UNSERVED_TYPES:
-            raise UnsupportedField(
-                "embedding_types", f"{name} is not supported by this server, only {', '.join(TYPES)}"
-            )
-        if name not in TYPES:
-            raise ValidationError(f"`embedding_types` must be of {', '.join(TYPES)}", "embedding_types")
-    cut = fields.text("truncate") or "END"
-    if cut not in _SIDES:
-        raise ValidationError(f"`truncate` must be {', '.join(_SIDES)}", "truncate")
-    most, side = fields.integer("max_tokens", "i32"), _SIDES[cut]
-    if side is None and most is not None:
-        raise UnsupportedField("max_tokens", "needs `truncate` START or END")
-    made: dict[str, Any] = {
-        "input": texts,
-        "dimensions": fields.integer("output_dimension", "u32"),
-        "prompt_name": _prompt_name(fields.text("input_type"), prompts),
-    }
-    if side is not None:
-        made |= {"truncate_prompt_tokens": -1 if most is None else most, "truncation_side": side}
-    for name, value in fields.unread():
-        made.setdefault(name, value)
-    return CohereEmbed(made, texts, list(dict.fromkeys(types)))
+class CoherePart(Body):
+    """A part of an input."""
+
+    type: Annotated[Any, published_as(Literal["text"])] = None
+    text: str = ""
 
 
-def _texts(fields: Fields) -> list[str]:
-    """`texts`, or the texts of `inputs`."""
-    inputs = fields.take("inputs")
-    if inputs is None:
-        texts = fields.texts("texts")
-    else:
-        texts = ["".join(_parts(each, f"inputs[{index}]")) for index, each in enumerate(items_of(inputs, "inputs"))]
-        if fields.take("texts"):
-            raise ValidationError("`texts` and `inputs` cannot both be given", "texts")
-    if not texts or not all(texts):
-        raise ValidationError("`texts` must be a list of non-empty strings", "texts")
-    return texts
+class CohereInput(Body):
+    """An input in parts."""
+
+    content: Annotated[list[CoherePart], fail_fast]
+
+    def text(self, where: str) -> str:
+        """Raises UnsupportedField."""
+        for index, part in enumerate(self.content):
+            if part.type != "text":
+                raise UnsupportedField(f"{where}.content[{index}]", "must be a text: the model accepts text only")
+        return "".join(part.text for part in self.content)
 
 
-def _parts(value: Any, where: str) -> list[str]:
-    """The texts of one input."""
-    found = []
-    for index, item in enumerate(items_of(object_of(value, where).get("content"), f"{where}.content")):
-        name = f"{where}.content[{index}]"
-        part = object_of(item, name)
-        if part.get("type") != "text":
-            raise UnsupportedField(name, "must be a text: the model accepts text only")
-        found.append(text_of(part.get("text"), f"{name}.text"))
-    return found
+class CohereEmbedRequest(DialectBody):
+    """Further fields are those of `/v1/embeddings`."""
+
+    names: ClassVar = NAMES
+
+    texts: Texts = Field([])
+    inputs: Annotated[list[CohereInput], fail_fast] | None = Field(None, description="In place of `texts`")
+    input_type: str | None = Field(None, description="Chooses one of the model's prompts")
+    embedding_types: Texts = Field([], description=f"Of {', '.join(TYPES)}; default float")
+    output_dimension: U32 | None = None
+    max_tokens: I32 | None = Field(None, description="Needs `truncate` START or END")
+    truncate: Annotated[Literal["START", "END", "NONE"], Rule("must be START, END, NONE")] = "END"
+    images = Rejected("is not supported by this server: the model accepts text only", ([], "", False))
+
+    def translated(self, prompts: Mapping[str, str]) -> CohereEmbed:
+        """`prompts`: those of the model, by name. Raises ValidationError."""
+        self.check_supported()
+        texts, types = self._given(), self.embedding_types or ["float"]
+        for name in types:
+            if name in _UNSERVED_TYPES:
+                reason = f"{name} is not supported by this server, only {', '.join(TYPES)}"
+                raise UnsupportedField("embedding_types", reason)
+            if name not in TYPES:
+                raise ValidationError(f"`embedding_types` must be of {', '.join(TYPES)}", "embedding_types")
+        most, side = self.max_tokens, _SIDES[self.truncate]
+        if side is None and most is not None:
+            raise UnsupportedField("max_tokens", "needs `truncate` START or END")
+        body: dict[str, Any] = {
+            "input": texts,
+            "dimensions": self.output_dimension,
+            "prompt_name": _prompt_name(self.input_type, prompts),
+        }
+        if side is not None:
+            body |= {"truncate_prompt_tokens": -1 if most is None else most, "truncation_side": side}
+        return CohereEmbed(self.with_others(body), texts, list(dict.fromkeys(types)))
+
+    def _given(self) -> list[str]:
+        """`texts`, or the texts of `inputs`. Raises ValidationError."""
+        texts = self.texts
+        if self.inputs is not None:
+            texts = [item.text(f"inputs[{index}]") for index, item in enumerate(self.inputs)]
+            if self.texts:
+                raise ValidationError("`texts` and `inputs` cannot both be given", "texts")
+        if not texts or not all(texts):
+            raise ValidationError("`texts` must be a list of non-empty strings", "texts")
+        return texts
 
 
 def _prompt_name(input_type: str | None, prompts: Mapping[str, str]) -> str | None:

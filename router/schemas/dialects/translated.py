@@ -1,13 +1,13 @@
-"""A body of another API as the body of a chat completion, and errors about it in the words of that API."""
+"""What bodies of other APIs share: each becomes the body of another route; errors are in the words of its API."""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from lorikeet.router.errors import RouterError, UnsupportedField, ValidationError
-from lorikeet.router.schemas.fields import Fields
+from lorikeet.router.errors import RouterError, UnsupportedField
+from lorikeet.router.schemas.model import Body, Rejected
 
 _ROOT = re.compile(r"[a-z_]+")
 
@@ -24,6 +24,24 @@ class Translated:
     """Fields that are not applied, besides those of `chat`."""
 
 
+class DialectBody(Body):
+    """A body whose further fields are those of another route, which gets them as they are."""
+
+    names: ClassVar[Mapping[str, str]] = {}
+    """Fields of the other route, and what they are called here."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        renamed = {name: Rejected(f"is not a field of this route: use `{own}`") for name, own in cls.names.items()}
+        cls.rejected = {**{name: row for name, row in renamed.items() if name not in cls.applied}, **cls.rejected}
+
+    def with_others(self, translated: dict[str, Any]) -> dict[str, Any]:
+        """`translated` with the fields that this body does not declare."""
+        others = {name: value for name, value in (self.__pydantic_extra__ or {}).items() if name not in self.rejected}
+        return {**others, **translated}
+
+
 @contextmanager
 def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     """Errors about a field of the chat's body name that of the request instead: `names` has one for another."""
@@ -38,37 +56,9 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def refuse_others(fields: Fields, others: Mapping[str, str]) -> None:
-    """Raises UnsupportedField for a field of chat completions that this API calls otherwise."""
-    for name, own in others.items():
-        if fields.has(name):
-            raise UnsupportedField(name, f"is not a field of this route: use `{own}`")
+def text_only(where: str, kind: object) -> UnsupportedField:
+    """The error for a part of a message that is no text."""
+    return UnsupportedField(f"{where}.{str(kind)[:32]}", TEXT_ONLY)
 
 
-def pass_others(fields: Fields, chat: dict[str, Any]) -> list[str]:
-    """Pass on the fields that were not read, which are those of chat completions; the ignored ones in objects."""
-    for name, value in fields.unread():
-        chat.setdefault(name, value)
-        fields.take(name)
-    return fields.ignored()
-
-
-def items_of(value: Any, where: str) -> list[Any]:
-    """A list. Raises ValidationError."""
-    if not isinstance(value, list):
-        raise ValidationError(f"`{where}` must be a list", where)
-    return value
-
-
-def object_of(value: Any, where: str) -> dict[str, Any]:
-    """An object. Raises ValidationError."""
-    if not isinstance(value, dict):
-        raise ValidationError(f"`{where}` must be an object", where)
-    return value
-
-
-def text_of(value: Any, where: str) -> str:
-    """A text. Raises ValidationError."""
-    if not isinstance(value, str):
-        raise ValidationError(f"`{where}` must be a string", where)
-    return value
+TEXT_ONLY = "is not supported: this model reads text alone"

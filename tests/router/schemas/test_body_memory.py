@@ -9,8 +9,8 @@ import pytest
 
 from lorikeet.proto.process import return_freed_memory
 from lorikeet.router.errors import BodyMemoryFull, BodyTooDetailed
-from lorikeet.router.schemas import body_memory
-from lorikeet.router.schemas.body_memory import MAX_WAITING_PER_CALLER, SETTLED_BYTES, SMALL_BYTES, BodyMemory
+from lorikeet.router.schemas import body
+from lorikeet.router.schemas.body import MAX_WAITING_PER_CALLER, SETTLED_BYTES, SMALL_BYTES, BodyMemory
 
 pytestmark = pytest.mark.anyio
 
@@ -111,8 +111,8 @@ async def test_memory_of_large_bodies_is_returned_to_the_system(monkeypatch: pyt
         loop.call_soon_threadsafe(returned.set)
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(body_memory, "return_freed_memory", return_freed_memory)
-    monkeypatch.setattr(body_memory, "RETURN_AFTER_S", 0.05)
+    monkeypatch.setattr(body, "return_freed_memory", return_freed_memory)
+    monkeypatch.setattr(body, "RETURN_AFTER_S", 0.05)
     memory = BodyMemory(64 * MIB)
     for size, number in ((SMALL_BYTES, 1000), (8 * MIB, 1)):
         for _ in range(number):

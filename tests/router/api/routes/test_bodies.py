@@ -97,7 +97,7 @@ async def test_large_bodies_of_one_caller_wait_and_are_then_rejected(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unfinished bodies of one address take its share, and nobody else's; a small one is always read."""
-    monkeypatch.setattr("lorikeet.router.schemas.body_memory.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("lorikeet.router.schemas.body.MAX_WAIT_S", 0.2)
     async with serving(tmp_path, max_body_memory=64 * MIB, trusted_proxies=("127.0.0.1/32",)) as server:
         held = [await _connect(server) for _ in range(2)]
         for _, writer in held:

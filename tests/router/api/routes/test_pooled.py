@@ -107,8 +107,11 @@ def test_cohere_s_types_of_texts_choose_the_model_s_prompt() -> None:
     body = {"model": MODEL_ID, "texts": ["x"], "truncate": "START", "max_tokens": 3}
     prompts = {"query": "q: ", "passage": "p: ", "special": "s: "}
     for input_type, name in {"search_query": "query", "search_document": "passage", "special": "special"}.items():
-        assert cohere.translate({**body, "input_type": input_type}, prompts).body["prompt_name"] == name
-    made = cohere.translate({**body, "input_type": "clustering"}, prompts).body
+        assert (
+            cohere.CohereEmbedRequest.read({**body, "input_type": input_type}).translated(prompts).body["prompt_name"]
+            == name
+        )
+    made = cohere.CohereEmbedRequest.read({**body, "input_type": "clustering"}).translated(prompts).body
     assert made["prompt_name"] is None
     assert (made["truncate_prompt_tokens"], made["truncation_side"]) == (3, "left")
 
