@@ -123,7 +123,7 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
         adapters = await asyncio.gather(*(read(ref) for _, ref in refs))
         validator = await loading
         rows = [
-            await asyncio.to_thread(_row, alias, ref, adapter, lambda found: validated(found, validator))
+            await asyncio.to_thread(_row, alias, ref, adapter, lambda one: validated(one, validator))
             for (alias, ref), adapter in zip(refs, adapters, strict=True)
         ]
     finally:

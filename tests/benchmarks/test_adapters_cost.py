@@ -34,8 +34,8 @@ def test_only_some_clients_count() -> None:
 
 def test_rotation_comes_to_every_adapter() -> None:
     size = cost.CostSize()
-    asked = [name for number in range(11) for name in cost.standard_ways(number, "m", size)["rotation"][1]]
-    assert len(set(asked)) == cost.NUM_ROTATING
+    names = [name for number in range(11) for name in cost.standard_ways(number, "m", size)["rotation"][1]]
+    assert len(set(names)) == cost.NUM_ROTATING
 
 
 def test_share_without_an_adapter_is_that_of_time() -> None:

@@ -52,11 +52,11 @@ def measured(tmp_path: Path) -> Measured:
 
 def test_a_run_is_written_small_and_archived_with_its_cases(measured: Measured) -> None:
     assert measured.run() == runner.HOLDS
-    found = measured.latest()
-    assert (found["status"], found["rounds"], found["median"], found["commit"]) == ("holds", 4, 2.15, "c0ffee")
-    assert "cases" not in found
+    latest = measured.latest()
+    assert (latest["status"], latest["rounds"], latest["median"], latest["commit"]) == ("holds", 4, 2.15, "c0ffee")
+    assert "cases" not in latest
     row, cases = results.archived(measured.folder)
-    assert row == found
+    assert row == latest
     assert [case["raw"]["x"] for case in cases["cases"]] == [2.0, 2.1, 2.2, 2.3]
 
 
@@ -148,8 +148,8 @@ def test_pages_show_the_latest_results() -> None:
     pages = {report.PAGE: report.page(known), report.README: ""}
     readme = report.README.read_text()
     pages[report.README] = report.readme(readme, known)
-    for path, wanted in pages.items():
-        assert path.read_text() == wanted, f"{path.relative_to(REPOSITORY)}: python -m benchmarks.report"
+    for path, text in pages.items():
+        assert path.read_text() == text, f"{path.relative_to(REPOSITORY)}: python -m benchmarks.report"
 
 
 def test_readme_shows_ten_figures_at_most_and_the_page_misses_first() -> None:

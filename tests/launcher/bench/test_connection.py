@@ -23,14 +23,14 @@ def answers_of(serve: Server, count: int) -> list[bytes | Exception]:
         async with await asyncio.start_server(serve, "127.0.0.1") as server:
             port = server.sockets[0].getsockname()[1]
             connections = ConnectionPool(f"http://127.0.0.1:{port}", {}, timeout_s=10)
-            found: list[bytes | Exception] = []
+            answers: list[bytes | Exception] = []
             for _ in range(count):
                 try:
-                    found.append((await connections.post("/", b"{}")).body)
+                    answers.append((await connections.post("/", b"{}")).body)
                 except OSError as error:
-                    found.append(error)
+                    answers.append(error)
             await connections.close()
-            return found
+            return answers
 
     return asyncio.run(ask())
 
@@ -64,7 +64,7 @@ def test_a_connection_that_is_closed_during_the_first_answer_is_an_error(part: b
             writer.write(part)
         writer.close()
 
-    *before, last = answers_of(serve, 2 if part else 1)
-    assert before == ([b"ok"] if part else [])
+    *earlier, last = answers_of(serve, 2 if part else 1)
+    assert earlier == ([b"ok"] if part else [])
     assert isinstance(last, ConnectionError) and "closed the connection" in str(last)
-    assert num_requests == len(before) + 1
+    assert num_requests == len(earlier) + 1

@@ -42,9 +42,9 @@ def test_other_lengths_are_rejected(text: str) -> None:
 
 def test_zipf_s_frequencies() -> None:
     count = Counter(workload.adapters("zipf", NAMES, 50_000, generator(), 1.0))
-    whole = sum(1 / rank for rank in range(1, 65))
+    total = sum(1 / rank for rank in range(1, 65))
     for rank, name in enumerate(NAMES[:8], 1):
-        assert count[name] == pytest.approx(50_000 / rank / whole, rel=0.1)
+        assert count[name] == pytest.approx(50_000 / rank / total, rel=0.1)
 
 
 def test_uniform_distinct_and_no_adapters() -> None:
@@ -56,8 +56,8 @@ def test_uniform_distinct_and_no_adapters() -> None:
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    at = workload.arrivals(8.0, burstiness, 40_000, generator())
-    gaps = np.diff([0.0, *at])
+    starts = workload.arrivals(8.0, burstiness, 40_000, generator())
+    gaps = np.diff([0.0, *starts])
     assert fmean(gaps) == pytest.approx(1 / 8, rel=0.05)
     assert pstdev(gaps) / fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
     assert workload.arrivals(8.0, float("inf"), 3, generator()) == pytest.approx([0.125, 0.25, 0.375])
@@ -80,21 +80,21 @@ def test_prompts_have_exactly_the_tokens_that_were_drawn() -> None:
 
     drawn = LengthDistribution.read("uniform:5-60").draw(np.random.default_rng(3), 20)
     plan = workload.drawn(shape(seed=3), count)
-    assert [count(each.prompt) for each in plan] == drawn
-    assert [len(each.prompt.split()) for each in workload.drawn(shape(seed=3), None)] == drawn
+    assert [count(request.prompt) for request in plan] == drawn
+    assert [len(request.prompt.split()) for request in workload.drawn(shape(seed=3), None)] == drawn
     assert workload.drawn(shape(seed=3), count) == plan != workload.drawn(shape(seed=4), count)
 
 
 def test_prompts_share_their_beginnings() -> None:
     plan = workload.drawn(shape(prefix_length=12, num_prefixes=2, num_requests=40), None)
-    beginnings = Counter(" ".join(each.prompt.split()[:12]) for each in plan)
+    beginnings = Counter(" ".join(request.prompt.split()[:12]) for request in plan)
     assert len(beginnings) == 2 and min(beginnings.values()) > 8
-    assert len({each.prompt for each in plan}) == 40
+    assert len({request.prompt for request in plan}) == 40
 
 
 def read(file: Path, **fields: object) -> list[workload.Planned]:
-    whole = shape(**fields)
-    return workload.read(workload.rows(file, whole.num_requests), whole)
+    drawn_shape = shape(**fields)
+    return workload.read(workload.rows(file, drawn_shape.num_requests), drawn_shape)
 
 
 def test_a_dataset_gives_what_it_has(tmp_path: Path) -> None:

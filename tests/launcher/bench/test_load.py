@@ -23,8 +23,8 @@ class Waves:
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._wave.append(answer)
         if len(self._wave) == CLIENTS:
-            for each in self._wave:
-                each.set_result(Response(200, {}, [(0.0, b"data: 1\n\n")]))
+            for future in self._wave:
+                future.set_result(Response(200, {}, [(0.0, b"data: 1\n\n")]))
             self._wave = []
         return await answer
 
@@ -41,12 +41,12 @@ class NotingApi(Api):
     def body(self, planned: Planned) -> dict[str, Any]:
         return {}
 
-    def read(self, event: bytes, at: float, seen: Seen) -> None:
+    def read(self, event: bytes, time_s: float, seen: Seen) -> None:
         self._order.append("read")
-        seen.token_times.append(at)
+        seen.token_times.append(time_s)
         seen.is_complete = True
 
-    def _read(self, data: dict[str, Any], at: float, seen: Seen) -> None:
+    def _read(self, data: dict[str, Any], time_s: float, seen: Seen) -> None:
         raise NotImplementedError
 
 

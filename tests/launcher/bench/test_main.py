@@ -38,21 +38,22 @@ async def test_every_api_counts_the_same(tmp_path: Path, api: str, capsys: pytes
         outputs = ("--result", str(file), "--html", str(page), "--csv", str(table))
         assert await bench(server, "--api", api, "--max-concurrency", "2", "--num-warmups", "2", *outputs) == 0
         assert len(server.shard.submits) == 8
-    found = json.loads(file.read_text())
-    assert set(VLLM_KEYS.split()) <= set(found)
-    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 30)
-    assert found["max_concurrent_requests"] == 2
-    assert found["total_input_tokens"] == sum(found["input_lens"]) > 0
-    shown = capsys.readouterr()
+    saved = json.loads(file.read_text())
+    assert set(VLLM_KEYS.split()) <= set(saved)
+    assert (saved["completed"], saved["failed"], saved["total_output_tokens"]) == (6, 0, 30)
+    assert saved["max_concurrent_requests"] == 2
+    assert saved["total_input_tokens"] == sum(saved["input_lens"]) > 0
+    output = capsys.readouterr()
     assert (
-        "Successful requests:                     6" in shown.out and shown.err == "lorikeet-bench: sends 6 requests\n"
+        "Successful requests:                     6" in output.out
+        and output.err == "lorikeet-bench: sends 6 requests\n"
     )
-    assert ("Measured with --api lorax only." in shown.out) == (api != "lorax")
+    assert ("Measured with --api lorax only." in output.out) == (api != "lorax")
     assert len(table.read_text().splitlines()) == 7 and page.read_text().startswith("<!doctype html>")
     if api == "lorax":
-        assert found["lorikeet"]["sources"]["steps"] == 18
-    assert found["spec_decode_draft_tokens"] == 12
-    assert found["spec_decode_per_position_acceptance_rates"] == [1.0]
+        assert saved["lorikeet"]["sources"]["steps"] == 18
+    assert saved["spec_decode_draft_tokens"] == 12
+    assert saved["spec_decode_per_position_acceptance_rates"] == [1.0]
     assert await asyncio.to_thread(main, ["compare", str(file), str(file)]) == 0
     assert "Median TTFT" in capsys.readouterr().out
 
@@ -75,15 +76,15 @@ async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path, capsys: p
     async with serving(tmp_path / "server") as server:
         server.shard.answer = lambda submit: Script([5] * submit.max_new_tokens, step_seconds=0.05)
         rate = ("--request-rate", "20", "--burstiness", "inf", "--goodput", "e2el:60000", "--max-concurrency", "1")
-        shown = ("--percentile-metrics", "client_queue_time,e2el_including_client_queue")
-        assert await bench(server, *rate, *shown, "--result", str(file)) == 0
-    found = json.loads(file.read_text())
-    assert found["median_e2el_including_client_queue_ms"] > found["median_e2el_ms"]
-    assert found["p99_client_queue_time_ms"] > 0
+        latencies = ("--percentile-metrics", "client_queue_time,e2el_including_client_queue")
+        assert await bench(server, *rate, *latencies, "--result", str(file)) == 0
+    saved = json.loads(file.read_text())
+    assert saved["median_e2el_including_client_queue_ms"] > saved["median_e2el_ms"]
+    assert saved["p99_client_queue_time_ms"] > 0
     assert "--------Queue-inclusive End-to-end Latency--------" in capsys.readouterr().out
-    starts = found["start_times"]
+    starts = saved["start_times"]
     assert all(start >= 0.05 * (index + 1) - 0.002 for index, start in enumerate(starts))  # timers count milliseconds
-    assert found["request_goodput"] == found["request_throughput"]
+    assert saved["request_goodput"] == saved["request_throughput"]
 
 
 async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,8 +151,8 @@ def test_files_that_are_no_results_are_named(
     file = tmp_path / "a.json"
     file.write_text(text)
     assert main(["compare", str(file), str(file)]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith(f"lorikeet-bench: {file} ") and sentence in found
+    message = capsys.readouterr().err
+    assert message.startswith(f"lorikeet-bench: {file} ") and sentence in message
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

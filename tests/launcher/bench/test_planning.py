@@ -41,8 +41,8 @@ def plan(*words: str) -> list[Planned]:
 )
 def test_settings_without_effect_are_rejected(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--url", "127.0.0.1:9", *words.split()]) == 1
-    found = capsys.readouterr().err
-    assert found.startswith(f"lorikeet-bench: {words.split()[0]} ") and "cannot connect" not in found
+    message = capsys.readouterr().err
+    assert message.startswith(f"lorikeet-bench: {words.split()[0]} ") and "cannot connect" not in message
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_settings_that_a_dataset_replaces_are_rejected(
 
 def test_a_dataset_is_sent_whole_with_its_adapters(tmp_path: Path) -> None:
     named = plan("--dataset", str(dataset(tmp_path, NAMED)))
-    assert [each.adapter for each in named] == ["a", None]
+    assert [request.adapter for request in named] == ["a", None]
     assert workload.summary(named) == "2 requests with 1 adapters"
     assert plan("--dataset", str(dataset(tmp_path, NAMED)), "--adapter-distribution", "trace") == named
     bare = plan("--dataset", str(dataset(tmp_path, BARE)), "--adapters", "x", "--num-prompts", "1")
-    assert [each.adapter for each in bare] == ["x"]
-    assert [each.at for each in plan("--dataset", str(dataset(tmp_path, TIMED)))] == [0, 1.5]
+    assert [request.adapter for request in bare] == ["x"]
+    assert [request.at for request in plan("--dataset", str(dataset(tmp_path, TIMED)))] == [0, 1.5]
     assert len(plan("--dataset", str(dataset(tmp_path, BARE * 99)))) == workload.NUM_PROMPTS
     assert workload.summary(plan()) == "100 requests"
 
@@ -84,9 +84,9 @@ def test_settings_with_an_effect_are_accepted() -> None:
     words = (
         "--prefix-len 4 --num-prefixes 2 --input-len 8 --output-len 9 --request-rate 8 --burstiness 2 --num-prompts 6"
     )
-    found = plan(*words.split(), "--adapters", "a,b", "--zipf-exponent", "2")
-    assert {(len(each.prompt.split()), each.num_output) for each in found} == {(12, 9)}
-    assert {each.adapter for each in found} <= {"a", "b"} and found[-1].at > 0
+    requests = plan(*words.split(), "--adapters", "a,b", "--zipf-exponent", "2")
+    assert {(len(request.prompt.split()), request.num_output) for request in requests} == {(12, 9)}
+    assert {request.adapter for request in requests} <= {"a", "b"} and requests[-1].at > 0
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_settings_with_an_effect_are_accepted() -> None:
     ],
 )
 def test_latencies_that_are_not_measured_are_rejected(name: str, words: str, sentence: str) -> None:
-    given = parser().parse_args(["run", *words.split()])
+    options = parser().parse_args(["run", *words.split()])
     with pytest.raises(ValueError, match=sentence):
-        result.check_latencies(name.split(","), workload.plan(given), given.max_concurrency)
+        result.check_latencies(name.split(","), workload.plan(options), options.max_concurrency)

@@ -20,10 +20,10 @@ from lorikeet.launcher.cli.metrics_page import Page
 
 def sample(start: float, ttft: float, *gaps: float, adapter: str | None = None, **fields: Any) -> Sample:
     planned = Planned("p", len(gaps) + 1, adapter)
-    made = Sample(planned, start, 0.0, ttft, list(gaps), ttft + sum(gaps), 10, len(gaps) + 1)
+    answer = Sample(planned, start, 0.0, ttft, list(gaps), ttft + sum(gaps), 10, len(gaps) + 1)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+        setattr(answer, name, value)
+    return answer
 
 
 SAMPLES = [
@@ -58,8 +58,8 @@ def test_numbers() -> None:
         "median_tpot_ms": 25.0,
         "mean_e2el_ms": pytest.approx((160 + 320 + 200) / 3),
     }
-    found = made()
-    assert {key: found[key] if key == "mean_e2el_ms" else pytest.approx(found[key]) for key in expected} == expected
+    numbers = made()
+    assert {key: numbers[key] if key == "mean_e2el_ms" else pytest.approx(numbers[key]) for key in expected} == expected
 
 
 def test_adapters_and_sources() -> None:
@@ -98,7 +98,7 @@ def test_the_report_is_one_file_without_links() -> None:
 def test_a_comparison_says_what_is_shown() -> None:
     slow = [sample(0.0, 0.1 + 0.001 * index, 0.02, 0.021) for index in range(50)]
     fast = [sample(0.0, 0.05 + 0.001 * index, 0.01, 0.011) for index in range(50)]
-    first, second = (result.measured(LoadResult(each, 2.0, 0.1), [99], {}) for each in (slow, fast))
+    first, second = (result.measured(LoadResult(samples, 2.0, 0.1), [99], {}) for samples in (slow, fast))
     lines = compared(first, second).splitlines()
     for name in ("TTFT", "TPOT", "ITL", "E2EL"):
         assert "better" in next(line for line in lines if line.startswith(f"Median {name}"))
@@ -108,8 +108,8 @@ def test_a_comparison_says_what_is_shown() -> None:
 def test_gaps_of_a_request_are_drawn_together() -> None:
     """Four of seven requests are slow throughout: no number of gaps makes the median of so few requests sure."""
     mixed = [sample(0.0, 0.1, *[0.01 if index % 2 else 0.02] * 200) for index in range(7)]
-    found = result.measured(LoadResult(mixed, 2.0, 0.1), [99], {})
-    itl = next(line for line in compared(found, found).splitlines() if line.startswith("Median ITL"))
+    measured = result.measured(LoadResult(mixed, 2.0, 0.1), [99], {})
+    itl = next(line for line in compared(measured, measured).splitlines() if line.startswith("Median ITL"))
     assert "0.500 – 2.000, no difference shown" in itl
 
 
@@ -133,19 +133,19 @@ def page(text: str) -> result.SpeculationCounts:
 )  # fmt: skip
 def test_acceptance_by_position(names: tuple[str, ...]) -> None:
     drafts, drafted, accepted, position = names
-    before = f'{drafts} 10\n{drafted} 30\n{accepted} 12\n{position}{{position="0"}} 8\n{position}{{position="1"}} 4\n'
+    start = f'{drafts} 10\n{drafted} 30\n{accepted} 12\n{position}{{position="0"}} 8\n{position}{{position="1"}} 4\n'
     after = (
         f"{drafts} 30\n{drafted} 90\n{accepted} 40\n"
         f'{position}{{method="a",position="0"}} 20\n{position}{{method="b",position="0"}} 3\n'
         f'{position}{{position="1"}} 12\n{position}{{position="2"}} 5\n'
     )
-    found = result.rates(page(before), page(after))
-    assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.4, 0.25]
-    lines = printed.block(made() | found, [], [99]).splitlines()
-    at = lines.index("Per-position acceptance (%):")
-    assert lines[at + 1] == "  Position 0:                            75.00     "
-    assert lines[at - 1] == "Accepted tokens:                         28        "
-    assert result.rates(page(before), page(before)) == {}
+    rates = result.rates(page(start), page(after))
+    assert rates["spec_decode_per_position_acceptance_rates"] == [0.75, 0.4, 0.25]
+    lines = printed.block(made() | rates, [], [99]).splitlines()
+    index = lines.index("Per-position acceptance (%):")
+    assert lines[index + 1] == "  Position 0:                            75.00     "
+    assert lines[index - 1] == "Accepted tokens:                         28        "
+    assert result.rates(page(start), page(start)) == {}
 
 
 def test_objectives() -> None:
@@ -181,8 +181,8 @@ def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
 )  # fmt: skip
 def test_streams_of_each_api(api: str, stream: list[bytes], times: int, num_output: int) -> None:
     seen, reader = Seen(), APIS[api]("m", {}, True)
-    for at, event in enumerate(stream):
-        reader.read(event, float(at), seen)
+    for second, event in enumerate(stream):
+        reader.read(event, float(second), seen)
     assert seen.is_complete and not seen.error
     assert (len(seen.token_times), seen.num_output, seen.num_prompt) == (times, num_output, 3)
     reader.read(b'{"error":{"message":"no room"}}', 9.0, seen)

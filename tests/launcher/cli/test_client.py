@@ -27,8 +27,8 @@ def serving(scripted: Scripted) -> Iterator[Client]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("content-length", 0))
-            asked = json.loads(self.rfile.read(length) or b"null")
-            scripted.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, asked))
+            body = json.loads(self.rfile.read(length) or b"null")
+            scripted.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, body))
             self.send_response(scripted.status)
             self.end_headers()
             self.wfile.write(scripted.body)
@@ -49,10 +49,10 @@ def serving(scripted: Scripted) -> Iterator[Client]:
         server.server_close()
 
 
-def event(text: str, whole: str | None = None, details: dict[str, Any] | None = None, **more: Any) -> bytes:
+def event(text: str, full: str | None = None, details: dict[str, Any] | None = None, **more: Any) -> bytes:
     token = {"id": 7, "text": text, "logprob": -0.5, "special": False, **more}
-    details = None if whole is None else details or {"generated_tokens": 2}
-    return b"data: " + json.dumps({"token": token, "generated_text": whole, "details": details}).encode() + b"\n\n"
+    details = None if full is None else details or {"generated_tokens": 2}
+    return b"data: " + json.dumps({"token": token, "generated_text": full, "details": details}).encode() + b"\n\n"
 
 
 def test_an_answer_includes_tokens_and_sources() -> None:
@@ -63,13 +63,13 @@ def test_an_answer_includes_tokens_and_sources() -> None:
     assert answer.text == " a"
     (read,) = answer.tokens
     assert (read.id, read.text, read.skipped, read.source, read.logprob) == (7, " a", True, "draft", None)
-    ((path, headers, asked),) = scripted.asked
+    ((path, headers, body),) = scripted.asked
     assert path == "/generate" and headers["authorization"] == "Bearer secret"
-    assert asked == {"inputs": "b", "parameters": {"details": True, "max_new_tokens": 1}}
+    assert body == {"inputs": "b", "parameters": {"details": True, "max_new_tokens": 1}}
 
 
 def test_a_stream_yields_tokens_then_text_and_details() -> None:
-    with serving(Scripted(body=b":\n\n" + event(" a", source="lookup") + event(" b", whole=" a b"))) as client:
+    with serving(Scripted(body=b":\n\n" + event(" a", source="lookup") + event(" b", full=" a b"))) as client:
         stream = client.stream("x")
         assert [(token.text, token.source) for token in stream] == [(" a", "lookup"), (" b", None)]
     assert (stream.text, stream.details) == (" a b", {"generated_tokens": 2})

@@ -24,12 +24,12 @@ def test_every_command_is_completed() -> None:
 def completed(*words: str) -> set[str]:
     """What bash proposes for the last word."""
     name = words[0].replace("-", "_")
-    asked = (
+    commands = (
         f"COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; compopt() {{ :; }}; "
         f"_shtab_{name} {words[0]} {shlex.quote(words[-1])} {shlex.quote(words[-2])}; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    run = subprocess.run(["bash", "-c", f"{script('bash')}\n{asked}"], capture_output=True, text=True, check=True)
+    run = subprocess.run(["bash", "-c", f"{script('bash')}\n{commands}"], capture_output=True, text=True, check=True)
     return set(run.stdout.split())
 
 
@@ -69,10 +69,10 @@ def test_scripts_for_shells_are_printed(shell: str, capsys: pytest.CaptureFixtur
 def test_help_ends_with_examples_that_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server.yaml").write_text("port: 80\n")
     monkeypatch.chdir(tmp_path)
-    shown = PARSERS[command]().format_help()
-    before = r"^ +(?:echo .* \| |source <\(|eval \"\$\()?"
-    examples = re.findall(rf"{before}((?:{command}|lorikeet)\b[^\n]*)", shown.split("examples:")[1], re.M)
-    assert len(examples) >= 2, shown
+    help_text = PARSERS[command]().format_help()
+    prefix = r"^ +(?:echo .* \| |source <\(|eval \"\$\()?"
+    examples = re.findall(rf"{prefix}((?:{command}|lorikeet)\b[^\n]*)", help_text.split("examples:")[1], re.M)
+    assert len(examples) >= 2, help_text
     for example in examples:
         line = re.split(r"  +| > |\)\"?$|\)\"? {2}", example)[0]
         check_example(*shlex.split(line))
@@ -93,6 +93,6 @@ def check_example(program: str, *words: str) -> None:
 
 
 def test_the_most_used_flags_come_first() -> None:
-    shown = re.findall(r"^  (--[a-z-]+)", PARSERS["lorikeet-launcher"]().format_help(), re.M)
-    assert shown[2 : 2 + len(MOST_USED)] == [f"--{name}" for name in MOST_USED]
-    assert len(shown) == len(set(shown)) == len(FLAGS) + 2
+    flags = re.findall(r"^  (--[a-z-]+)", PARSERS["lorikeet-launcher"]().format_help(), re.M)
+    assert flags[2 : 2 + len(MOST_USED)] == [f"--{name}" for name in MOST_USED]
+    assert len(flags) == len(set(flags)) == len(FLAGS) + 2

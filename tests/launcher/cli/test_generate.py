@@ -28,7 +28,7 @@ def run(scripted: Scripted, *arguments: str) -> int:
 
 
 def test_only_the_text_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    scripted = Scripted(body=event(" a", source="draft") + event("</s>", special=True, whole=" a"))
+    scripted = Scripted(body=event(" a", source="draft") + event("</s>", special=True, full=" a"))
     assert run(scripted, "x", "--color", "always") == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == (" a\n", "")
@@ -37,7 +37,7 @@ def test_only_the_text_is_printed_by_default(capsys: pytest.CaptureFixture[str])
 
 def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     details: dict[str, Any] = {"generated_tokens": 5, "speculation": REPORT}
-    scripted = Scripted(body=event(" a", source="draft") + event(" b", source="bonus", whole=" a b", details=details))
+    scripted = Scripted(body=event(" a", source="draft") + event(" b", source="bonus", full=" a b", details=details))
     assert run(scripted, "x", "-v", "--color", "always") == 0
     printed = capsys.readouterr()
     assert printed.out == "\x1b[31m a\x1b[0m\x1b[95m b\x1b[0m\n"
@@ -47,14 +47,14 @@ def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixtur
 
 
 def test_without_a_terminal_there_are_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Scripted(body=event(" a", source="lookup", whole=" a")), "x", "-v") == 0
+    assert run(Scripted(body=event(" a", source="lookup", full=" a")), "x", "-v") == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
     assert "without speculation" in printed.err
 
 
 def test_every_option_of_a_request_is_its_field() -> None:
-    scripted = Scripted(body=event(" a", whole=" a"))
+    scripted = Scripted(body=event(" a", full=" a"))
     options = "-M 9 --temperature 0.5 --top-k 3 --top-p 0.9 --repetition-penalty 1.1 -s 4 --stop end --stop . -g 2"
     options += " --ignore-eos-token --adapter-id a --adapter-source local --heads-id h --speculative-method draft"
     options += " --speculative-schedule constant --speculative-verification google"
@@ -100,7 +100,7 @@ def test_every_source_has_a_different_colour() -> None:
 def test_the_server_is_that_of_the_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(Scripted(body=event(" a", whole=" a"))) as client:
+    with serving(Scripted(body=event(" a", full=" a"))) as client:
         monkeypatch.setenv("LORIKEET_URL", client.url.removeprefix("http://"))
         assert main(["x"]) == 0
     assert capsys.readouterr().out == " a\n"

@@ -19,8 +19,8 @@ def test_keys_are_added_listed_and_removed(tmp_path: Path, capsys: pytest.Captur
     key, root = run("add", "team-a", *limits), run("add", "ops", "--admin")
     assert key.startswith("sk-") and len(key) > 40 and key != root
     assert key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
-    found = keys.read(path).find(key)
-    assert found == keys.Key(
+    stored = keys.read(path).find(key)
+    assert stored == keys.Key(
         "team-a",
         adapters=frozenset({"support", "triage"}),
         requests_per_minute=600.0,

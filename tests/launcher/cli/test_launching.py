@@ -9,9 +9,9 @@ from tests.launcher.processes.test_supervisor import gone
 
 
 def test_flags_are_spelled_as_the_launcher_reads_them() -> None:
-    given = {"model-id": "-odd", "json-output": True, "prefix-caching": False, "speculative-tokens": 3}
-    given |= {"cors-allow-origin": ["a", "b"], "strict-adapters": False, "max-total-tokens": None}
-    words = [word for name, value in given.items() for word in launching.flag_words(name, value)]
+    values = {"model-id": "-odd", "json-output": True, "prefix-caching": False, "speculative-tokens": 3}
+    values |= {"cors-allow-origin": ["a", "b"], "strict-adapters": False, "max-total-tokens": None}
+    words = [word for name, value in values.items() for word in launching.flag_words(name, value)]
     settings = read(words, {}, "box")
     assert set(settings.origins) == {
         "model-id", "json-output", "prefix-caching", "speculative-tokens", "cors-allow-origin"

@@ -76,9 +76,9 @@ ADAPTER = {"id": "a", "source": "local", "digest": "d1"}
 def test_different_tokens_are_reported_with_different_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], before: Any, after: Any, said: list[str]
 ) -> None:
-    given = ("--prompt", str(tmp_path / "prompt"))
+    options = ("--prompt", str(tmp_path / "prompt"))
     (tmp_path / "prompt").write_text("[1, 2, 3]")
-    code, _ = run(tmp_path, json.dumps(receipt(**before)), receipt(**after), *given)
+    code, _ = run(tmp_path, json.dumps(receipt(**before)), receipt(**after), *options)
     printed = capsys.readouterr().out
     assert code == 1 and printed.startswith("different")
     assert all(part in printed for part in said), printed
@@ -106,8 +106,8 @@ def test_several_receipts_are_replayed_and_counted(
     text = {
         "lines": "\n".join(map(json.dumps, several)) + "\n",
         "list": json.dumps(several),
-        "answers": "\n".join(json.dumps({"generated_text": "", "receipt": each}) for each in several),
-        "details": json.dumps([{"details": {"receipt": each}} for each in several]),
+        "answers": "\n".join(json.dumps({"generated_text": "", "receipt": one}) for one in several),
+        "details": json.dumps([{"details": {"receipt": one}} for one in several]),
     }[wrap]
     code, scripted = run(tmp_path, text, receipt())
     printed = capsys.readouterr().out
@@ -128,8 +128,8 @@ def test_several_receipts_are_replayed_and_counted(
 def test_a_prompt_is_read_from_a_file(tmp_path: Path, text: str, path: str, inputs: Any) -> None:
     (tmp_path / "prompt").write_text(text)
     code, scripted = run(tmp_path, json.dumps(receipt(shown=False)), receipt(), "--prompt", str(tmp_path / "prompt"))
-    ((asked, _, body),) = scripted.asked
-    assert (code, asked) == (0, path)
+    ((requested, _, body),) = scripted.asked
+    assert (code, requested) == (0, path)
     assert (body.get("inputs") or body.get("messages")) == inputs
 
 

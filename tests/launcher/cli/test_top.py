@@ -62,9 +62,9 @@ LIVE = {
 }
 
 
-def drawn(before: str, after: str, live: dict[str, Any] | None = None) -> str:
+def drawn(first_page: str, last_page: str, live: dict[str, Any] | None = None) -> str:
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(screen(Interval(Page.read(before, 5.0), Page.read(after, 7.0)), "title", live))
+    console.print(screen(Interval(Page.read(first_page, 5.0), Page.read(last_page, 7.0)), "title", live))
     return console.export_text()
 
 
@@ -108,10 +108,10 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
         histogram.observe(value)
     lines = "".join(f'h_bucket{{le="{bound}"}} {count}\n' for bound, count in histogram.buckets())
     page = Page.read(f"# TYPE h histogram\n{lines}h_sum 1\nh_count {len(values)}\n", 1.0)
-    found = Interval(Page(0.0, {}), page).quantile(share, "h")
+    quantile = Interval(Page(0.0, {}), page).quantile(share, "h")
     true = sorted(values)[math.ceil(share * len(values)) - 1]
     top = next(bound for bound in bounds if true <= bound)
-    assert found is not None and max([0.0, *(bound for bound in bounds if bound < top)]) <= found <= top
+    assert quantile is not None and max([0.0, *(bound for bound in bounds if bound < top)]) <= quantile <= top
 
 
 @pytest.mark.anyio
@@ -124,9 +124,9 @@ async def test_it_shows_a_running_server(tmp_path: Path, capsys: pytest.CaptureF
             assert (await server.client.post("/generate", json=body)).status_code == 200
         assert await watching == 0
     text = capsys.readouterr().out
-    shown = text[text.index("test/model at") :]
-    assert "output tokens/s" in shown and "secret" not in shown
-    assert "0      ready" in shown
+    rest = text[text.index("test/model at") :]
+    assert "output tokens/s" in rest and "secret" not in rest
+    assert "0      ready" in rest
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def settings(path: Path, text: str, *arguments: str, **environment: str) -> Sett
 
 
 def given(path: Path, text: str, *arguments: str) -> dict[str, object]:
-    found = settings(path, text, *arguments)
-    return {name: found[name] for name in found.origins if name != "config"}
+    values = settings(path, text, *arguments)
+    return {name: values[name] for name in values.origins if name != "config"}
 
 
 def refusal(path: Path, text: str) -> str:
@@ -47,11 +47,15 @@ def refusal(path: Path, text: str) -> str:
 def test_flags_by_name(tmp_path: Path) -> None:
     text = "port: 81\nprefix_caching: false\njson-output: true\ncors-allow-origin: [a, b]\n"
     text += "model-id: null\ncpu-memory: 1GiB\n"
-    found = settings(tmp_path, text)
-    assert (found["port"], found["prefix-caching"], found["json-output"]) == (81, False, True)
-    assert (found["cors-allow-origin"], found["cpu-memory"], found["model-id"]) == (("a", "b"), 2**30, None)
-    assert found.origins["port"] == f"port in {tmp_path / 'rag.yaml'}"
-    assert "model-id" not in found.origins
+    values = settings(tmp_path, text)
+    assert (values["port"], values["prefix-caching"], values["json-output"]) == (81, False, True)
+    assert (values["cors-allow-origin"], values["cpu-memory"], values["model-id"]) == (
+        ("a", "b"),
+        2**30,
+        None,
+    )
+    assert values.origins["port"] == f"port in {tmp_path / 'rag.yaml'}"
+    assert "model-id" not in values.origins
     assert given(tmp_path, "cors-allow-origin: a") == {"cors-allow-origin": ("a",)}
     assert given(tmp_path, "") == {}
 
@@ -90,8 +94,8 @@ def test_what_autogluon_rag_documents(tmp_path: Path) -> None:
     ],
 )
 def test_other_spellings_of_the_same(tmp_path: Path, arguments: str, expected: dict[str, object]) -> None:
-    found = given(tmp_path, f"generator_model_platform_args: {{{arguments}}}")
-    assert found == {name.replace("trust", "trust-remote-code"): value for name, value in expected.items()}
+    values = given(tmp_path, f"generator_model_platform_args: {{{arguments}}}")
+    assert values == {name.replace("trust", "trust-remote-code"): value for name, value in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -103,9 +107,9 @@ def test_other_spellings_of_the_same(tmp_path: Path, arguments: str, expected: d
     ],
 )
 def test_prompt_lookup_by_their_names(tmp_path: Path, arguments: str, tokens: int) -> None:
-    found = given(tmp_path, f"generator_model_platform_args: {{{arguments}}}")
-    assert found["speculative-method"] in ("lookup", "ngram") and found["speculative-tokens"] == tokens
-    assert "draft-model-id" not in found
+    values = given(tmp_path, f"generator_model_platform_args: {{{arguments}}}")
+    assert values["speculative-method"] in ("lookup", "ngram") and values["speculative-tokens"] == tokens
+    assert "draft-model-id" not in values
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,6 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_deprecated_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
-    found = settings(tmp_path, "verify: rejection")
-    assert found["speculative-verification"] == "rejection"
-    assert found.deprecated == (f"verify in {tmp_path / 'rag.yaml'} is deprecated: use speculative-verification",)
+    values = settings(tmp_path, "verify: rejection")
+    assert values["speculative-verification"] == "rejection"
+    assert values.deprecated == (f"verify in {tmp_path / 'rag.yaml'} is deprecated: use speculative-verification",)

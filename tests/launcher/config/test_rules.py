@@ -85,16 +85,16 @@ def test_an_unsupported_quantization_names_alternatives(
 def test_activations_are_rounded_on_the_cpu_only(method: str) -> None:
     for flags in (["--quantize", method], ["--draft-model-id", "a/b", "--draft-quantize", method]):
         for activations in ([], ["--quantize-activations", "none"]):
-            given = settings(*flags, *activations)
-            rules.check(given)
-            rules.check_device(given, "cpu")
-            rules.check_device(given, "cuda:0")
-        given = settings(*flags, "--quantize-activations", "int8")
-        rules.check_device(given, "cpu")
+            values = settings(*flags, *activations)
+            rules.check(values)
+            rules.check_device(values, "cpu")
+            rules.check_device(values, "cuda:0")
+        values = settings(*flags, "--quantize-activations", "int8")
+        rules.check_device(values, "cpu")
         with pytest.raises(
             LauncherError, match="--quantize-activations int8 is refused on cuda:0: 8-bit activations are"
         ):
-            rules.check_device(given, "cuda:0")
+            rules.check_device(values, "cuda:0")
     rounding = settings("--quantize-activations", "none")
     for config in ({"lorikeet_gguf": "model.gguf"}, {"quantization_config": GPTQ}):
         rules.check_models(rounding, config, None)
@@ -106,13 +106,13 @@ def test_packed_checkpoints_need_their_package_only_where_they_are_not_multiplie
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    given, shuffled = settings("--quantize", "gptq"), {"quantization_config": GPTQ | {"desc_act": True}}
-    rules.check(given)
-    rules.check_models(given, {"quantization_config": GPTQ}, None)
+    gptq, shuffled = settings("--quantize", "gptq"), {"quantization_config": GPTQ | {"desc_act": True}}
+    rules.check(gptq)
+    rules.check_models(gptq, {"quantization_config": GPTQ}, None)
     with pytest.raises(
         LauncherError, match=r"not multiplied as integers, because .*desc_act\); so it needs the package"
     ):
-        rules.check_models(given, shuffled, None)
+        rules.check_models(gptq, shuffled, None)
 
 
 def test_the_checkpoint_s_quantization_is_compared_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +168,9 @@ def test_the_list_of_flags_without_effect_is_complete() -> None:
 
 @pytest.mark.parametrize(("name", "text"), WITHOUT_EFFECT.items())
 def test_a_flag_without_effect_warns_once_if_it_is_given(name: str, text: str | None) -> None:
-    given = settings(f"--{name}", *([text] if text is not None else []))
-    rules.check(given)
-    (said,) = rules.without_effect(given, "cpu")
+    values = settings(f"--{name}", *([text] if text is not None else []))
+    rules.check(values)
+    (said,) = rules.without_effect(values, "cpu")
     assert said.startswith(f"--{name} has no effect: ")
     assert "secret" not in said
     assert rules.without_effect(settings(), "cpu") == []
@@ -189,8 +189,8 @@ def test_flags_of_a_process_that_is_not_started_warn() -> None:
     router = settings("--shard-address", "h:1", "--api-keys", "k", "--threads", "1", "--watermark-gamma", "0.4")
     said = [sentence.split()[0] for sentence in rules.without_effect(router, "cpu")]
     assert sorted(said) == ["--threads", "--watermark-gamma"]
-    whole = settings("--api-keys", "k", "--threads", "1")
-    assert rules.without_effect(whole, "cpu") == []
+    values = settings("--api-keys", "k", "--threads", "1")
+    assert rules.without_effect(values, "cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -316,29 +316,29 @@ def test_sharded_and_num_shard_must_agree(sharded: str, num_shard: str) -> None:
 
 @pytest.mark.parametrize("arguments", [["--num-shard", "2"], ["--sharded", "true", "--num-shard", "2"]])
 def test_the_rendezvous_address_has_no_effect_on_one_rank(arguments: list[str]) -> None:
-    given = settings(*arguments, "--master-addr", "127.0.0.1", "--master-port", "29501")
-    rules.check(given)
-    assert rules.without_effect(given, "cpu", num_ranks=2) == []
-    alone = rules.without_effect(given, "cpu", num_ranks=1)
+    values = settings(*arguments, "--master-addr", "127.0.0.1", "--master-port", "29501")
+    rules.check(values)
+    assert rules.without_effect(values, "cpu", num_ranks=2) == []
+    alone = rules.without_effect(values, "cpu", num_ranks=1)
     assert [line.split()[0] for line in alone] == ["--master-addr", "--master-port"]
 
 
 def test_a_split_model_has_no_fused_kernels_on_cpu() -> None:
-    given = settings("--disable-custom-kernels")
-    assert rules.without_effect(given, "cpu") == rules.without_effect(given, "cuda:0") == []
-    assert rules.without_effect(given, "cuda:0", num_ranks=2) == []  # sampling, adapters and fused modules change
-    (said,) = rules.without_effect(given, "cpu", num_ranks=2)
+    values = settings("--disable-custom-kernels")
+    assert rules.without_effect(values, "cpu") == rules.without_effect(values, "cuda:0") == []
+    assert rules.without_effect(values, "cuda:0", num_ranks=2) == []  # sampling, adapters and fused modules change
+    (said,) = rules.without_effect(values, "cpu", num_ranks=2)
     assert said.startswith("--disable-custom-kernels has no effect: a model that is split")
 
 
 def test_symmetric_memory_needs_several_cuda_devices() -> None:
-    given = settings("--symmetric-memory-all-reduce")
-    rules.check(given)
-    rules.check_device(given, "cuda:0", num_ranks=2)
+    values = settings("--symmetric-memory-all-reduce")
+    rules.check(values)
+    rules.check_device(values, "cuda:0", num_ranks=2)
     with pytest.raises(LauncherError, match="--symmetric-memory-all-reduce is refused on the CPU"):
-        rules.check_device(given, "cpu", num_ranks=2)
+        rules.check_device(values, "cpu", num_ranks=2)
     with pytest.raises(LauncherError, match=r"--symmetric-memory-all-reduce is refused: .* needs --num-shard 2"):
-        rules.check_device(given, "cuda:0", num_ranks=1)
+        rules.check_device(values, "cuda:0", num_ranks=1)
     rules.check_device(settings("--symmetric-memory-all-reduce", "--shard-address", "127.0.0.1:1"), "cpu")
 
 
@@ -347,11 +347,11 @@ FP8_KV_FLAGS = [["--kv-cache-dtype", "fp8"], ["--quantize", "fp8-kv"]]
 
 @pytest.mark.parametrize("arguments", FP8_KV_FLAGS, ids=str)
 def test_an_fp8_kv_cache_needs_cuda(arguments: list[str]) -> None:
-    given = settings(*arguments)
-    rules.check(given)
-    rules.check_device(given, "cuda:0")
+    values = settings(*arguments)
+    rules.check(values)
+    rules.check_device(values, "cuda:0")
     with pytest.raises(LauncherError, match=f"{' '.join(arguments)} is refused on the CPU"):
-        rules.check_device(given, "cpu")
+        rules.check_device(values, "cpu")
     rules.check_device(settings(*arguments, "--shard-address", "127.0.0.1:1"), "cpu")
     rules.check_device(settings(), "cpu")
 
@@ -392,7 +392,7 @@ def test_the_collector_is_a_url_without_a_path(url: str) -> None:
     ("name", "wrong", "right"), [("varlen", "cpu", "cuda:0"), ("triton", "cpu", "cuda"), ("cpu", "cuda:0", "cpu")]
 )
 def test_an_attention_backend_is_not_replaced_by_another(name: str, wrong: str, right: str) -> None:
-    given = settings("--attention", name)
-    rules.check_device(given, right)
+    values = settings("--attention", name)
+    rules.check_device(values, right)
     with pytest.raises(LauncherError, match=f"--attention {name} is refused on {wrong}"):
-        rules.check_device(given, wrong)
+        rules.check_device(values, wrong)

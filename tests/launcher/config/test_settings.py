@@ -120,9 +120,9 @@ def test_an_error_names_the_variable() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    shown = settings("--ngrok-authtoken", "hunter2", PREDIBASE_API_TOKEN="hunter3").shown()
-    assert "hunter" not in str(shown)
-    assert shown["ngrok-authtoken"] == "***"
+    printable = settings("--ngrok-authtoken", "hunter2", PREDIBASE_API_TOKEN="hunter3").shown()
+    assert "hunter" not in str(printable)
+    assert printable["ngrok-authtoken"] == "***"
 
 
 def test_help_names_every_flag_and_variable() -> None:
@@ -134,14 +134,14 @@ def test_help_names_every_flag_and_variable() -> None:
 
 def test_a_deprecated_name_is_accepted_with_a_warning() -> None:
     for arguments in (["--verify", "google"], ["--verify=google"]):
-        found = settings(*arguments)
-        assert found["speculative-verification"] == "rejection"
-        assert found.origins == {"speculative-verification": "--speculative-verification"}
-        assert found.deprecated == ("--verify is deprecated: use --speculative-verification",)
-    found = settings(VERIFY="coupled")
-    assert (found["speculative-verification"], found.origins) == (
+        values = settings(*arguments)
+        assert values["speculative-verification"] == "rejection"
+        assert values.origins == {"speculative-verification": "--speculative-verification"}
+        assert values.deprecated == ("--verify is deprecated: use --speculative-verification",)
+    values = settings(VERIFY="coupled")
+    assert (values["speculative-verification"], values.origins) == (
         "shared-noise",
         {"speculative-verification": "SPECULATIVE_VERIFICATION"},
     )
-    assert found.deprecated == ("VERIFY is deprecated: use SPECULATIVE_VERIFICATION",)
+    assert values.deprecated == ("VERIFY is deprecated: use SPECULATIVE_VERIFICATION",)
     assert settings("--speculative-verification", "rejection").deprecated == ()

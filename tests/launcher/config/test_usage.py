@@ -28,9 +28,11 @@ def test_there_are_no_usage_records_by_default() -> None:
 
 def test_a_file_and_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = planned("--usage-log", "usage.jsonl", "--log-texts", REQUEST_LOGGER_URL="http://me:secret@a.example/in")
-    assert found == UsageDestinations(str(tmp_path / "usage.jsonl"), "http://me:secret@a.example/in")
-    assert "secret" not in repr(found)
+    destinations = planned(
+        "--usage-log", "usage.jsonl", "--log-texts", REQUEST_LOGGER_URL="http://me:secret@a.example/in"
+    )
+    assert destinations == UsageDestinations(str(tmp_path / "usage.jsonl"), "http://me:secret@a.example/in")
+    assert "secret" not in repr(destinations)
     assert planned(USAGE_LOG=str(tmp_path / "b")).log == str(tmp_path / "b")
 
 

@@ -27,17 +27,17 @@ def refusal(*arguments: str, **environment: str) -> str:
 
 
 def test_a_repeated_flag_takes_several_values_at_once() -> None:
-    given = settings("--served-model-name", "gpt-4o", "tgi", "--port", "81", "--served-model-name", "x")
-    assert given["served-model-name"] == ("gpt-4o", "tgi", "x")
-    assert given["port"] == 81
+    values = settings("--served-model-name", "gpt-4o", "tgi", "--port", "81", "--served-model-name", "x")
+    assert values["served-model-name"] == ("gpt-4o", "tgi", "x")
+    assert values["port"] == 81
 
 
 def test_max_loras_is_max_active_adapters() -> None:
-    given = settings("--enable-lora", "--max-loras", "7", "--max-lora-rank", "64")
-    assert given["max-active-adapters"] == 7
-    assert given.origins["max-active-adapters"] == "--max-loras"
-    rules.check(given)
-    warnings = rules.without_effect(given, "cpu")
+    values = settings("--enable-lora", "--max-loras", "7", "--max-lora-rank", "64")
+    assert values["max-active-adapters"] == 7
+    assert values.origins["max-active-adapters"] == "--max-loras"
+    rules.check(values)
+    warnings = rules.without_effect(values, "cpu")
     assert warnings == [
         "--enable-lora has no effect: adapters are always served",
         "--max-lora-rank has no effect: adapters of any rank are served",
@@ -48,8 +48,8 @@ def test_max_loras_is_max_active_adapters() -> None:
 
 def test_lora_modules_are_folders_and_ids(tmp_path: Path) -> None:
     as_json = json.dumps({"name": "b", "path": "owner/name", "base_model_name": "base"})
-    given = settings("--model-id", "base", "--lora-modules", f"a={tmp_path}", as_json, "c=s3://bucket/c")
-    assert rules.read_lora_modules(given) == [
+    values = settings("--model-id", "base", "--lora-modules", f"a={tmp_path}", as_json, "c=s3://bucket/c")
+    assert rules.read_lora_modules(values) == [
         LoraModule("a", Ref(Source.LOCAL, str(tmp_path))),
         LoraModule("b", Ref(Source.HUB, "owner/name")),
         LoraModule("c", Ref(Source.S3, "s3://bucket/c")),
@@ -82,11 +82,11 @@ def test_two_lora_modules_of_one_name_are_an_error() -> None:
 
 
 def test_keys_leave_the_launcher_as_hashes_only(tmp_path: Path) -> None:
-    given = settings("--api-key", "one", "two", "--adapter-store", str(tmp_path), "--lora-modules", f"a={tmp_path}")
-    plan = adapters.plan(given, {}, embedded().path, tmp_path)
+    values = settings("--api-key", "one", "two", "--adapter-store", str(tmp_path), "--lora-modules", f"a={tmp_path}")
+    plan = adapters.plan(values, {}, embedded().path, tmp_path)
     assert plan.api_keys_sha256 == (sha256("one"), sha256("two"))
     assert plan.sources["local_folders"] == [str(tmp_path)]
-    assert given.shown()["api-key"] == "***"
+    assert values.shown()["api-key"] == "***"
     assert settings(API_KEY="one")["api-key"] == ("one",)
     rules.check(settings("--api-key", "one", "--metrics-without-key"))
     assert "printable ASCII" in refusal("--api-key", "a key")

@@ -51,7 +51,7 @@ def test_where_callers_may_name_adapters_in_s3(
 ) -> None:
     if "keys" in arguments:
         (tmp_path / "keys").write_text("[]")
-        arguments = [str(tmp_path / "keys") if each == "keys" else each for each in arguments]
+        arguments = [str(tmp_path / "keys") if word == "keys" else word for word in arguments]
     environment = {"HF_HUB_CACHE": str(tmp_path / "cache"), **variables}
     planned = adapters.plan(read(arguments, {}, "box"), environment, FAMILY / "base", tmp_path)
     assert planned.s3_prefixes == prefixes

@@ -90,15 +90,15 @@ class Driver:
     def __init__(self, version: int = 13000, init: int = 0, count: int = 1) -> None:
         self._version, self._init, self._count = version, init, count
 
-    def cuDriverGetVersion(self, found: Any) -> int:
-        found._obj.value = self._version
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = self._version
         return 0
 
     def cuInit(self, flags: int) -> int:
         return self._init
 
-    def cuDeviceGetCount(self, found: Any) -> int:
-        found._obj.value = self._count
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self._count
         return 0
 
 

@@ -51,11 +51,11 @@ def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
     def run(
         server: HubServer | None, cache: Path, *arguments: str, **environment: str
     ) -> "subprocess.CompletedProcess[str]":
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         endpoint = server.url if server is not None else "http://127.0.0.1:1"
-        kept |= {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        inherited |= {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "environ", kept | environment)
+            patch.setattr(os, "environ", inherited | environment)
             code = main(["--huggingface-hub-cache", str(cache), *arguments])
         return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
 
@@ -226,10 +226,10 @@ def test_the_configuration_is_printed_without_fetching_weights(launch: Launch, t
         result = launch(server, tmp_path, "--model-id", "owner/name", "--print-config", "--eager-prefill", "true")
         assert not any("model-1-of-2.safetensors" in request for request in server.requests)
     assert result.returncode == 0, result.stderr
-    shown = json.loads(result.stdout)
-    assert shown["model"]["sha"] == commit_of(MODEL)
-    assert shown["flags"]["max-total-tokens"] == 2048
-    assert shown["given"]["eager-prefill"] == "--eager-prefill"
+    configuration = json.loads(result.stdout)
+    assert configuration["model"]["sha"] == commit_of(MODEL)
+    assert configuration["flags"]["max-total-tokens"] == 2048
+    assert configuration["given"]["eager-prefill"] == "--eager-prefill"
     assert "--eager-prefill has no effect" in result.stderr
 
 
@@ -269,9 +269,9 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_a_draft_model_is_fetched_too(launch: Launch, tmp_path: Path) -> None:
     old = {**MODEL, "model-1-of-2.safetensors": b"old"}
     repositories = {"owner/name": Repository(MODEL), "owner/small": Repository(MODEL, branches={"v1": old})}
-    wanted = ("--model-id", "owner/name", "--draft-model-id", "owner/small", "--draft-revision", "v1")
+    models = ("--model-id", "owner/name", "--draft-model-id", "owner/small", "--draft-revision", "v1")
     with hub(repositories) as server:
-        result = launch(server, tmp_path, "--download-only", *wanted)
+        result = launch(server, tmp_path, "--download-only", *models)
         missing = launch(server, tmp_path, "--model-id", "owner/name", "--draft-model-id", "owner/none")
     assert result.returncode == 0, result.stderr
     base, draft = map(Path, result.stdout.splitlines())

@@ -89,8 +89,8 @@ def test_an_existing_folder_takes_precedence_over_a_hub_id(tmp_path: Path) -> No
     path = tmp_path / "owner@main"
     path.mkdir()
     (path / "config.json").write_text("{}")
-    found = model.named(settings("--model-id", str(path)))
-    assert found == model.ModelFolder(str(path), path.resolve(), is_local=True)
+    folder = model.named(settings("--model-id", str(path)))
+    assert folder == model.ModelFolder(str(path), path.resolve(), is_local=True)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_empty_folder_of_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_default_is_the_demo_model() -> None:
-    found = model.named(settings())
-    assert isinstance(found, model.ModelFolder)
-    assert found.id == model.EMBEDDED_ID
-    assert model.configuration(found.path)["model_type"] == "llama"
+    folder = model.named(settings())
+    assert isinstance(folder, model.ModelFolder)
+    assert folder.id == model.EMBEDDED_ID
+    assert model.configuration(folder.path)["model_type"] == "llama"
