@@ -130,7 +130,8 @@ class Kernels:
             mask = torch.ones(step.tokens, step.context, dtype=torch.bool, device=self._device).tril(start)
             if spec.window is not None:
                 mask = mask.triu(start + 1 - spec.window)
-            expected = _attended(spec, query[part].float().transpose(0, 1), *both, mask).transpose(0, 1)
+            keys, values = both
+            expected = _attended(spec, query[part].float().transpose(0, 1), keys, values, mask).transpose(0, 1)
             off = max(off, _off(output[part], expected))
         num_bytes = (
             step.requests
