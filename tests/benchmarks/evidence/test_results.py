@@ -71,6 +71,12 @@ def test_a_broken_run_is_a_result_and_stays_in_the_archive(measured: Measured) -
     assert states == ["failed", "holds"]
 
 
+def test_a_trial_writes_nothing(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.run(measured.suite, SHARED, None) == runner.HOLDS
+    assert "made up: 2.15" in capsys.readouterr().out
+    assert not list(measured.folder.iterdir())
+
+
 def test_a_void_run_is_archived_alone(measured: Measured) -> None:
     measured.run()
     measured.suite = replace(measured.suite, void=lambda raws: "the machine was busy")
