@@ -76,7 +76,6 @@ SHORT = {
     "router/api/docs.py": "one route",
     "router/api/routes/live.py": "one route",
     "router/api/routes/unsupported.py": "one table of routes",
-    "router/text/bad_words.py": "one request field",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""
 

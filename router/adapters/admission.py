@@ -3,27 +3,63 @@ prefetch. Also pins, unloads and prefetches adapters in the shards.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from math import log2
 
 import structlog
 
 from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters.loader_client import LoaderClient
-from lorikeet.router.adapters.loading import Loading
-from lorikeet.router.adapters.popularity import Popularity
+from lorikeet.router.adapters.loading import LoaderClient, Loading
 from lorikeet.router.errors import RouterError, adapter_problem
 from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
 from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.codec import adapter_pin
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.shards.placement import Placement
 
 log = structlog.get_logger()
+
+HALF_LIFE_S = 600.0
+"""A use counts half as much after so long."""
+MOST_KNOWN = 4096
+"""Above twice this number of adapters, only the most used ones are kept."""
+
+
+class Popularity:
+    """Decayed counts of uses by digest."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._scores: dict[str, float] = {}
+        """By digest: log2 of the count, relative to a decay that began at the clock's zero."""
+        self._pins: dict[str, tuple[pb.AdapterPin, str]] = {}
+
+    def add(self, pin: pb.AdapterPin, affinity_key: str) -> None:
+        """One more use. `affinity_key` decides the shard that holds the content."""
+        now = self._clock() / HALF_LIFE_S
+        score = self._scores.get(pin.digest, float("-inf"))
+        # log2(2^score + 2^now), which never overflows
+        larger, smaller = max(score, now), min(score, now)
+        self._scores[pin.digest] = larger + log2(1.0 + 2.0 ** (smaller - larger))
+        self._pins[pin.digest] = pin, affinity_key
+        if len(self._scores) > 2 * MOST_KNOWN:
+            for digest in sorted(self._scores, key=self._scores.__getitem__)[:-MOST_KNOWN]:
+                self.remove(digest)
+
+    def remove(self, digest: str) -> None:
+        """The content is no longer served."""
+        self._scores.pop(digest, None)
+        self._pins.pop(digest, None)
+
+    def most_used(self) -> list[tuple[pb.AdapterPin, str]]:
+        """All contents with their affinity keys, the most used first."""
+        return [self._pins[digest] for digest in sorted(self._scores, key=self._scores.__getitem__, reverse=True)]
 
 
 POLL_SECONDS = 0.02

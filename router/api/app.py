@@ -12,11 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from lorikeet.router.api import openapi
-from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
 from lorikeet.router.api.docs import documentation_routes
-from lorikeet.router.api.failures import failure_response
-from lorikeet.router.api.middleware import Handle, RequestMiddleware
+from lorikeet.router.api.middleware import Cors, Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pooled.classification import ClassificationRoutes
 from lorikeet.router.api.pooled.cohere import CohereRoute
 from lorikeet.router.api.pooled.compute import check_generates

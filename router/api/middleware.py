@@ -6,29 +6,33 @@ resumption per token.
 """
 
 import asyncio
+import enum
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
+import orjson
 import structlog
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.router.answers import answer
 from lorikeet.router.api.authentication import PROBES
-from lorikeet.router.api.cors import Cors
 from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.failures import ErrorStyle, failure_event, failure_response, style_of
 from lorikeet.router.api.headers import request_id
 from lorikeet.router.api.prepare import now
 from lorikeet.router.api.resumable import Buffered, Replay, forward, wanted_ttl
 from lorikeet.router.api.service import Service
-from lorikeet.router.error_bodies import reason
+from lorikeet.router.api.sse import event, named_event
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.error_bodies import anthropic_body, failure_headers, lorax_body, openai_body, reason
 from lorikeet.router.errors import (
     AdminOnly,
+    BodyRejected,
     GenerationFailed,
     InternalError,
     KeyRequired,
@@ -40,6 +44,98 @@ from lorikeet.router.http.address import Addresses
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.streams.stream import KeptStream
 from lorikeet.router.usage.record import Ending
+
+_METHODS = ("GET", "POST")
+
+
+class Cors:
+    """The rules of one router."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ValueError for rules that would let any site use a visitor's credentials."""
+        origins = config.cors_allow_origin or ("*",)
+        if config.cors_allow_credentials and "*" in origins:
+            raise ValueError("cors_allow_credentials needs cors_allow_origin: else any site could use a visitor's")
+        self._rules = CORSMiddleware(
+            _nothing,
+            allow_origins=origins,
+            allow_methods=config.cors_allow_method or _METHODS,
+            allow_headers=config.cors_allow_header or ("*",),
+            expose_headers=config.cors_expose_header,
+            allow_credentials=bool(config.cors_allow_credentials),
+        )
+        simple = self._rules.simple_headers.items()
+        self._simple = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in simple]
+
+    def headers(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        """To add to an answer."""
+        depends = [] if self._rules.allow_all_origins else [(b"vary", b"Origin")]
+        if origin is None:
+            return depends
+        if self._rules.allow_all_origins or not self._rules.is_allowed_origin(origin):
+            return [*self._simple, *depends]
+        return [*self._simple, (b"access-control-allow-origin", origin.encode("latin-1")), *depends]
+
+    def preflight(self, scope: Scope) -> Response | None:
+        """The answer to a preflight request, None for any other request."""
+        if scope["method"] != "OPTIONS":
+            return None
+        headers = Headers(scope=scope)
+        is_preflight = "origin" in headers and "access-control-request-method" in headers
+        return self._rules.preflight_response(headers) if is_preflight else None
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The middleware's application, which is never called."""
+
+
+class ErrorStyle(enum.Enum):
+    """Whose shape an error has."""
+
+    LORAX = enum.auto()
+    OPENAI = enum.auto()
+    ANTHROPIC = enum.auto()
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_OPENAI_PATHS = ("/v1/", "/v2/", "/detokenize", "/tokenizer_info", "/adapters", "/pooling", "/score", "/rerank")
+
+
+def style_of(scope: Scope) -> ErrorStyle:
+    """By the path, unless the route has set `state.error_style`, because it serves several APIs."""
+    given: ErrorStyle | None = scope.get("state", {}).get("error_style")
+    return given or style_of_path(scope["path"])
+
+
+def style_of_path(path: str) -> ErrorStyle:
+    """Error style of the API that `path` belongs to."""
+    if path.startswith(_ANTHROPIC_PATH):
+        return ErrorStyle.ANTHROPIC
+    return ErrorStyle.OPENAI if path.startswith(_OPENAI_PATHS) else ErrorStyle.LORAX
+
+
+def failure_response(error: RouterError, scope: Scope) -> Response:
+    """LoRAX's routes answer an unreadable body with plain text."""
+    style = style_of(scope)
+    row = answer(error)
+    headers = failure_headers(error)
+    if style is ErrorStyle.OPENAI:
+        return Response(orjson.dumps(openai_body(error)), row.openai_status, headers, "application/json")
+    if style is ErrorStyle.ANTHROPIC:
+        body = anthropic_body(error) | {"request_id": scope["state"]["request_id"]}
+        return Response(orjson.dumps(body), row.openai_status, headers, "application/json")
+    if isinstance(error, BodyRejected):
+        return PlainTextResponse(str(error), row.status, headers)
+    return Response(orjson.dumps(lorax_body(error)), row.status, headers, "application/json")
+
+
+def failure_event(error: RouterError, scope: Scope) -> bytes:
+    """The same as the last event of a stream."""
+    style = style_of(scope)
+    if style is ErrorStyle.ANTHROPIC:
+        return named_event(anthropic_body(error))
+    return event(openai_body(error) if style is ErrorStyle.OPENAI else lorax_body(error))
+
 
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import RequestTrace

@@ -15,7 +15,7 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from lorikeet.router.answers import ANSWERS
-from lorikeet.router.api.failures import ErrorStyle, style_of_path
+from lorikeet.router.api.middleware import ErrorStyle, style_of_path
 from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS
 from lorikeet.router.errors import (
     AdapterProblem,

@@ -25,18 +25,17 @@ from lorikeet.proto.params import (
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError
 from lorikeet.router.output.outputs import Prepared
-from lorikeet.router.receipts.receipt import check_receipt
+from lorikeet.router.receipts.receipts import check_receipt
 from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.timeline import Timeline
+from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
 from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.constraints import Constraints, check_min_tokens
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.speculation import SpeculationFields, resolve_speculation, takes_history
-from lorikeet.router.text.bad_words import bad_word_ids
 from lorikeet.router.text.encoding import Encoded
+from lorikeet.router.text.tokenizer import bad_word_ids
 
 log = structlog.get_logger()
 

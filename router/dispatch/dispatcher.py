@@ -16,7 +16,7 @@ import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import Admission
-from lorikeet.router.adapters.loader_client import LoaderClient
+from lorikeet.router.adapters.loading import LoaderClient
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
 from lorikeet.router.errors import (
@@ -33,13 +33,12 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.adapter_ref import Loaded
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.timeline import Timeline
+from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.shards import discovery
 from lorikeet.router.shards.codec import check_size, submit_message
-from lorikeet.router.shards.connection import ShardLink
 from lorikeet.router.shards.discovery import Members
+from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.shards.placement import Placement
 from lorikeet.router.text.tokenizer import Tokenizer
 

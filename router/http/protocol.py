@@ -6,17 +6,122 @@ then its end is noticed.
 """
 
 import asyncio
+import sys
 from asyncio import TimerHandle
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 import httptools
 import structlog
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from lorikeet.router.http.connections import MAX_HEAD_BYTES, MAX_HEADER_FIELDS, Connections
-from lorikeet.router.http.exchange import Exchange
+from lorikeet.router.http.address import Addresses, identity
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Maximum bytes of a request line with header fields, and of everything else between two parts of a body."""
+MAX_HEADER_FIELDS = 100
+"""Maximum fields of a head, and of trailers."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Connections:
+    """Connections of one server."""
+
+    addresses: Addresses = field(default_factory=Addresses)
+    header_timeout_s: float = 10.0
+    keep_alive_timeout_s: float = 75.0
+    max_per_address: int = 0
+    """0 is no limit."""
+    on_rejected: Callable[[str], None] = lambda _: None
+    """Called with the reason of an answer that no route gives."""
+    _counts: Counter[str] = field(default_factory=Counter)
+    _refused: set[str] = field(default_factory=set)
+    """Addresses at the limit that were logged."""
+
+    def open(self, peer: str) -> bool:
+        """Count a connection from `peer`; False where that would be too many."""
+        address = identity(peer)
+        if self._is_over(peer, address):
+            if address not in self._refused:
+                self._refused.add(address)
+                _log.warning("connections_refused", client=self.shown(peer), limit=self.max_per_address)
+            return False
+        self._counts[address] += 1
+        return True
+
+    def shown(self, peer: str) -> str:
+        """`peer` as log lines show it."""
+        return self.addresses.shown(identity(peer))
+
+    def _is_over(self, peer: str, address: str) -> bool:
+        is_limited = self.max_per_address and address and not self.addresses.is_trusted(peer)
+        return bool(is_limited) and self._counts[address] >= self.max_per_address
+
+    def close(self, peer: str) -> None:
+        """A counted connection is closed."""
+        address = identity(peer)
+        self._counts[address] -= 1
+        self._refused.discard(address)
+        if self._counts[address] <= 0:
+            del self._counts[address]
+
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CLOSE = (b"connection", b"close")
+
+
+class Exchange(RequestResponseCycle):
+    """Uvicorn's, with two differences.
+
+    HTTP/1.0 clients get no chunks: the end of the connection ends the body. Where an answer begins before the whole
+    request was read, it says that the connection closes, and the protocol closes it later, so that the answer arrives.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are Uvicorn's."""
+        super().__init__(**options)
+        self.is_http_1_0: bool = self.scope["http_version"] == "1.0"
+        """Whether the client knows neither chunks nor interim responses."""
+        self.closes_late = False
+        """Whether the connection has to be closed after this answer."""
+
+    def send(self, message: Any) -> Coroutine[Any, Any, None]:
+        """Send one ASGI message. Not a coroutine function, because it is called for every token."""
+        if message["type"] == "http.response.start":
+            return self._start(message)
+        if not self.is_http_1_0:
+            return RequestResponseCycle.send(self, message)
+        if not message.get("more_body", False) and self.expected_content_length > sys.maxsize // 2:
+            self.expected_content_length = len(message.get("body", b""))
+        return super().send(message)
+
+    async def _start(self, message: Any) -> None:
+        headers = list(message.get("headers", []))
+        if self.is_http_1_0 and not any(name.lower() == b"content-length" for name, _ in headers):
+            self.chunked_encoding = False
+            self.expected_content_length = sys.maxsize
+        if self.more_body:
+            self.closes_late = True
+            headers = [*(pair for pair in headers if pair[0].lower() != b"connection"), _CLOSE]
+        message["headers"] = headers
+        await super().send(message)
+        if self.closes_late:
+            self.keep_alive = True  # else Uvicorn would close the connection at the end of the answer
+
+    @property
+    def filler(self) -> bytes:
+        """Bytes that any client ignores at this point of the answer; empty where there are none."""
+        if not self.response_started:
+            return _CONTINUE
+        comment: bytes = self.scope["state"].get("filler", b"")
+        return b"%x\r\n%b\r\n" % (len(comment), comment) if comment and self.chunked_encoding else b""
+
 
 LINGER_S = 2.0
 """How long input is discarded before a connection closes: closing on unread bytes resets it, and the answer is lost."""
@@ -28,8 +133,6 @@ DISCARD_BYTES = 64 * 1024 * 1024
 """Maximum time and bytes of discarding the rest of a body; the connection closes after LINGER_S without data."""
 FIRST_PROBE_S = 0.05
 LAST_PROBE_S = 5.0
-
-_log = structlog.get_logger(__name__)
 
 
 class _Stop(Exception):

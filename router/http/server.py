@@ -10,8 +10,7 @@ from starlette.types import ASGIApp
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.http.address import Addresses
-from lorikeet.router.http.connections import Connections
-from lorikeet.router.http.protocol import Protocol
+from lorikeet.router.http.protocol import Connections, Protocol
 
 FLUSH_TIMEOUT_S = 5
 """How long connections may take to flush after the last generation has ended."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 import orjson
 
 from lorikeet.router.live.snapshot import SnapshotMaker
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink
 
 INTERVAL_S = 0.5
 WATCH_MS = 4000

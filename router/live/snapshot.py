@@ -9,7 +9,7 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.live.failures import RecentFailures
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink
 
 MAX_ADAPTERS = 48
 """Those with the most requests; the others are summed up."""

@@ -2,6 +2,9 @@
 
 Observing is a bisection and two additions, because some of it happens for every token; the Prometheus form and LoRAX's
 JSON form are made on request.
+
+A step has no phase. One that computed the rest of a prompt, or more tokens than requests without output, is what LoRAX
+calls a prefill.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +17,118 @@ from prometheus_client.utils import floatToGoString
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.metrics.adapters import OTHER, AdapterMetrics, MayName, everything, without_names
-from lorikeet.router.metrics.histogram import Counter, Histogram, families
-from lorikeet.router.metrics.learning import LearningMetrics
+from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
-from lorikeet.router.metrics.steps import StepMetrics
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
 from lorikeet.router.requests.adapter_ref import Adapter
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.speculation_stats import num_emitted
+from lorikeet.router.requests.generation import Generation, num_emitted
+
+_DECISIONS = ("adopted", "rejected", "reverted", "failed")
+_COUNTERS = {
+    "learning_rows": ("num_rows", "Output tokens collected to learn heads from"),
+    "learning_training_seconds": ("train_seconds", "Seconds of trainings"),
+    "learning_cpu_seconds": ("cpu_seconds", "Processor seconds of trainings, which run where a processor is idle"),
+}
+
+
+class LearningMetrics:
+    """Learning metrics of one router. A restarted shard counts from zero, so its earlier totals are kept."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, pb.LearningTotals] = {}
+        """Newest totals by shard."""
+        self._gone = pb.LearningTotals()
+        """Totals of shards that are gone."""
+
+    def observe(self, totals: pb.LearningTotals, index: int) -> None:
+        """A message of shard `index`."""
+        self._newest[index] = totals
+
+    def forget(self, index: int) -> None:
+        """Shard `index` is gone."""
+        totals = self._newest.pop(index, None)
+        for field in pb.LearningTotals.DESCRIPTOR.fields if totals is not None else ():
+            setattr(self._gone, field.name, getattr(self._gone, field.name) + getattr(totals, field.name))
+        self._gone.ring_bytes = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of all shards."""
+        everything = [self._gone, *self._newest.values()]
+        for name, (field, text) in _COUNTERS.items():
+            yield counter_family(
+                f"lorikeet_{name}_total", text, [({}, sum(getattr(each, field) for each in everything))]
+            )
+        decisions = [({"decision": each}, sum(getattr(t, f"num_{each}") for t in everything)) for each in _DECISIONS]
+        yield counter_family("lorikeet_learning_decisions_total", "Trained heads, by what became of them", decisions)
+        ring_bytes = sum(each.ring_bytes for each in everything)
+        yield GaugeMetricFamily("lorikeet_learning_ring_bytes", "Memory of the collected rows", value=ring_bytes)
+
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+class StepMetrics:
+    """Step metrics of all shards of one router."""
+
+    def __init__(self, durations: Sequence[float]) -> None:
+        """`durations`: bounds in seconds."""
+        self.count = Counter("lorax_batch_inference_count", "Steps", "method")
+        self.success = Counter("lorax_batch_inference_success", "Steps that succeeded", "method")
+        self.failure = Counter(
+            "lorax_batch_inference_failure", "Steps that failed; their requests are retried", "method"
+        )
+        text = "Messages with requests to a shard that runs others, which they join"
+        self.concatenated = Counter("lorax_batch_concat", text, "reason")
+        self.durations = {PREFILL: Histogram(durations), DECODE: Histogram(durations)}
+        for counter in (self.count, self.success, self.failure):
+            for method in (PREFILL, DECODE):
+                counter.add(0, method)
+        self.concatenated.add(0, "backpressure")
+        self.has_ended_prompt = False
+        """Whether a request got its first token since the last message."""
+        self.has_failed = False
+        """Whether a step failed since the last message."""
+        self._last: dict[int, int] = {}
+        """The number of the last step of each shard."""
+
+    def observe(self, output: pb.StepOutput, num_tokens: int, index: int) -> int:
+        """One message of shard `index`, after its `num_tokens` tokens were delivered; returns the number of new steps.
+
+        The number of a step tells whether it was counted: heartbeats repeat the last one, and a message may cover
+        several. Duration and size are those of the last one.
+        """
+        before = self._last.get(index)
+        self._last[index] = max(output.step, before or 0)
+        num_new = int(bool(output.outputs)) if before is None else output.step - before
+        if num_new <= 0:
+            return 0
+        load = output.load
+        is_prefill = self.has_ended_prompt or (not num_tokens and load.step_tokens > load.num_running)
+        failed, seconds = self.has_failed, load.step_ms / 1000
+        self.has_ended_prompt = self.has_failed = False
+        for method, number in ((PREFILL, int(is_prefill)), (DECODE, num_new - is_prefill)):
+            if number:
+                num_failed = int(failed and (method == PREFILL or not is_prefill))
+                self._add(method, number, num_failed, seconds)
+        return num_new
+
+    def _add(self, method: str, number: int, num_failed: int, seconds: float) -> None:
+        self.count.add(number, method)
+        self.success.add(number - num_failed, method)
+        if num_failed:
+            self.failure.add(num_failed, method)
+        if number > num_failed:
+            self.durations[method].observe(seconds, number - num_failed)
+
+    def forget(self, index: int) -> None:
+        """A shard is gone: its next stream may count from another number."""
+        self._last.pop(index, None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus families."""
+        yield from families(self)
+        yield histogram_family("lorax_batch_inference_duration", "Seconds per step", "method", self.durations)
+
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATIONS = [0.00015 * 1.5**power for power in range(35)]

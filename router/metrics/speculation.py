@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.metrics.histogram import counter_family
-from lorikeet.router.requests.speculation_stats import is_verified, num_emitted
+from lorikeet.router.requests.generation import is_verified, num_emitted
 
 PHASES = ("draft", "verify", "accept")
 BASE = "__base_model__"

@@ -1,26 +1,379 @@
-"""One generation from its submission to its last token: shard outputs in, text chunks out.
+"""One generation from its submission to its last token: shard outputs in, text chunks out; and what is known of it.
 
 Detokenizes and matches stop strings as output arrives, so that a slow reader never delays the end of a request;
-output that was not read yet is joined into one chunk.
+output that was not read yet is joined into one chunk. An adapter that has only heads does not change the base model's
+output: the shard runs such a request on the base model with these heads, so that it shares the base model's pages.
+
+An activated LoRA (aLoRA) applies from the last occurrence of its invocation tokens in the prompt on, as in PEFT. The
+position is found in the original prompt only, so a request that continues on another shard has the same one. Without
+an occurrence the base model answers.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.draft_sources import SOURCE_NAMES
+from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
-from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
-from lorikeet.router.requests.adapter_content import ResolvedAdapters
-from lorikeet.router.requests.routing import Routing
-from lorikeet.router.requests.speculation_stats import SpeculationStats
-from lorikeet.router.requests.timeline import Timeline
+from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
+from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
 from lorikeet.router.text.reasoning import AnswerFinder, Part
 from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
+
+
+class ResolvedAdapters:
+    """Adapter and heads of one request, with their contents."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._adapter: Loaded | None = None
+        self._heads: Loaded | None = None
+        self.start = 0
+        """Position of the first token that the adapter applies to; -1 where its invocation tokens are missing."""
+
+    @property
+    def is_activated(self) -> bool | None:
+        """Whether an activated LoRA applies; None for any other adapter, and for none."""
+        return None if self._adapter is None or not self._adapter.invocation_ids else self.start >= 0
+
+    @property
+    def prefix_content(self) -> str:
+        """The content under whose digest the beginning of the prompt is cached."""
+        return "" if self.start else self.digest
+
+    @property
+    def next_unresolved(self) -> Adapter | None:
+        """The adapter whose content is needed next; None once everything is resolved."""
+        request, heads = self._request, self._request.heads
+        if request.adapter is not None and self._adapter is None:
+            return request.adapter
+        if heads is None or heads.content is not None or self._heads is not None:
+            return None
+        return heads.adapter
+
+    @property
+    def awaits_heads(self) -> bool:
+        """Whether only the heads given in addition to the adapter are unresolved."""
+        return self.next_unresolved is not None and (self._request.adapter is None or self._adapter is not None)
+
+    def set_loaded(self, content: Loaded) -> None:
+        """Set the content of `next_unresolved`."""
+        if self.awaits_heads:
+            self._heads = content
+            return
+        self._adapter = content
+        if content.invocation_ids:
+            self.start = last_occurrence(self._request.prompt_ids, content.invocation_ids)
+
+    def check(self) -> None:
+        """Check that the requested heads exist. Raises ValidationError."""
+        heads = self._request.heads
+        if heads is not None and self._heads is not None and not self._heads.num_heads:
+            raise ValidationError(f"`heads_id` {heads.adapter.name[:256]} brings no heads", "heads_id")
+        if self._request.needs_heads and not self.num_heads:
+            raise NoHeads
+
+    @property
+    def _external_heads(self) -> Loaded | None:
+        """The heads that replace the adapter's own: those that the request names, else the operator's."""
+        heads = self._request.heads
+        has_own = self._adapter is not None and self._adapter.num_heads > 0
+        if heads is None or (heads.content is not None and has_own):
+            return None
+        return self._heads or heads.content
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads that propose draft tokens for the request."""
+        proposing = self._external_heads or self._adapter
+        return 0 if proposing is None else proposing.num_heads
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether any draft token can be proposed for the request."""
+        return self._request.speculation.is_possible(self.num_heads > 0 or bool(self._request.learning_tenant))
+
+    @property
+    def digest(self) -> str:
+        """Digest of the adapter's content, whatever it has; "" for the base model."""
+        return "" if self._adapter is None else self._adapter.digest
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of all contents that are resolved."""
+        heads = None if self._request.heads is None else self._request.heads.content
+        return tuple(each.digest for each in (self._adapter, self._heads, heads) if each is not None)
+
+    @property
+    def tier(self) -> str:
+        """Where the loader had the adapter's content from; "" for the base model."""
+        return "" if self._adapter is None else self._adapter.tier
+
+    @property
+    def affinity_key(self) -> str:
+        """The digest by which a shard is chosen; "" for any shard."""
+        digest = self.digest if self.start >= 0 else ""
+        return digest or ("" if self._heads is None else self._heads.digest)
+
+    @property
+    def adapter_pin(self) -> tuple[Adapter, str] | None:
+        """The adapter that the shard applies to the base model, and its digest."""
+        adapter = self._request.adapter
+        if adapter is None or self._adapter is None or self._adapter.is_heads_only or self.start < 0:
+            return None
+        return adapter, self._adapter.digest
+
+    @property
+    def heads_pin(self) -> tuple[Adapter, str] | None:
+        """The adapter whose heads propose draft tokens, unless they are the adapter's own, and its digest."""
+        if not self.num_heads or not self._request.speculation.num_heads:
+            return None
+        heads, external, adapter = self._request.heads, self._external_heads, self._request.adapter
+        if heads is not None and external is not None:
+            return heads.adapter, external.digest
+        if adapter is None or self._adapter is None or not self._adapter.is_heads_only:
+            return None
+        return adapter, self._adapter.digest
+
+
+def last_occurrence(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where `wanted` begins for the last time in `token_ids`; -1 where it does not occur."""
+    size = len(wanted)
+    for first in range(len(token_ids) - size, -1, -1):
+        if token_ids[first] == wanted[0] and tuple(token_ids[first : first + size]) == tuple(wanted):
+            return first
+    return -1
+
+
+ISOLATION_STEPS, ISOLATION_GROWTH = 4, 4
+"""Steps that a suspect has to run alone, and the factor by which they grow with each further crash."""
+MAX_ISOLATION_STEPS = 4096
+
+
+@dataclass(slots=True)
+class PoisonRequestTracker:
+    """Finds a request that crashes shards: the steps of a suspect compute no other request, so a second crash in one of
+    them identifies it. Covers all shards that the request ever ran on.
+    """
+
+    num_crashes: int = 0
+    """Shards that crashed in a step that computed the request."""
+    isolation_steps: int = 0
+    """Steps that the request still has to run alone."""
+
+    def suspect(self) -> None:
+        """A shard crashed before it reported anything of the request."""
+        self.isolation_steps = max(self.isolation_steps, ISOLATION_STEPS)
+
+    def record_crash(self) -> bool:
+        """A shard crashed in a step that computed the request. True where the request is the cause: it was computed
+        alone, and this was not the first crash.
+        """
+        was_isolated = self.isolation_steps > 0
+        self.num_crashes += 1
+        self.isolation_steps = min(MAX_ISOLATION_STEPS, ISOLATION_STEPS * ISOLATION_GROWTH ** (self.num_crashes - 1))
+        return was_isolated and self.num_crashes > 1
+
+    def record_steps(self, num_steps: int) -> None:
+        """Steps that computed the request succeeded."""
+        self.isolation_steps = max(0, self.isolation_steps - num_steps)
+
+
+@dataclass(slots=True)
+class Routing:
+    """The scheduling state of one request: the dispatcher and the link of its shard write it."""
+
+    number: int
+    """Unique in this process; the id on the wire is unique in its stream."""
+    flow: str
+    """The flow of the fair queue that its tokens are charged to; "" for the base model."""
+    queued_at: float
+    """time.monotonic(), like the times below."""
+    sent_at: float | None = None
+    """When it was first sent."""
+    waited_s: float | None = None
+    """In the queue, until it was first sent."""
+    deadline: float | None = None
+    """When it fails."""
+    shard_address: str = ""
+    """Address of the shard that the request runs on, or that completed it; "" while it is queued."""
+    wire_id: int = -1
+    """The request's id on that shard's stream."""
+    has_output: bool = False
+    """Whether that shard has sent any output of it."""
+    num_retries: int = 0
+    """How often it went back into the queue."""
+    num_reloads: int = 0
+    """How often its adapter was loaded again, because a shard could not read it."""
+    last_error: str = ""
+    """Why a shard returned it."""
+    adapter_tier: str = ""
+    """Where its adapter was when it was first sent: `slot` or `host` (memory) of that shard, `disk` or `source`; ""
+    without one.
+    """
+    prefix_keys: tuple[int, ...] | None = None
+    """Keys of the prompt's blocks, once computed."""
+    poison_tracker: PoisonRequestTracker = field(default_factory=PoisonRequestTracker)
+
+    @property
+    def is_queued(self) -> bool:
+        return not self.shard_address
+
+    def place(self, shard_address: str, wire_id: int, now: float) -> None:
+        """The request is sent to a shard."""
+        self.shard_address, self.wire_id, self.has_output = shard_address, wire_id, False
+        self.sent_at = now if self.sent_at is None else self.sent_at
+
+    def requeue(self) -> None:
+        """Its shard is gone or rejected it."""
+        self.shard_address, self.wire_id = "", -1
+        self.num_retries += 1
+
+
+def is_verified(source: int) -> bool:
+    """Whether a token with this source is of a step that verified draft tokens."""
+    return source in (pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS) or source in BY_VALUE
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Speculation counts of one request that may speculate, over all shards that it ran on."""
+
+    num_drafted: int = 0
+    """Draft tokens that were verified."""
+    num_accepted: int = 0
+    """Accepted draft tokens that are in the text."""
+    sources: Counter[int] = field(default_factory=Counter)
+    """Tokens of the text by their source."""
+    steps: Counter[int] = field(default_factory=Counter)
+    """Steps that verified draft tokens, by the number of those that are in the text."""
+    draft_seconds: float = 0.0
+    """Seconds of proposing in the steps that verified drafts of the request."""
+    verify_seconds: float = 0.0
+    """Seconds of the target's forward passes in these steps."""
+    accept_seconds: float = 0.0
+    """Seconds of sampling with acceptance in these steps."""
+
+    def take(self, output: pb.RequestOutput, num_kept: int) -> None:
+        """Add an output whose first `num_kept` tokens are in the text."""
+        self.sources.update(output.sources[:num_kept])
+        if not output.num_drafted:
+            return
+        self.num_drafted += sum(output.num_drafted)
+        self.num_accepted += num_emitted(output, num_kept)
+        self.steps.update(_accepted_by_step(output, num_kept))
+        self.draft_seconds += output.draft_seconds
+        self.verify_seconds += output.verify_seconds
+        self.accept_seconds += output.accept_seconds
+
+
+def _accepted_by_step(output: pb.RequestOutput, num_kept: int) -> Iterator[int]:
+    """Accepted draft tokens of each step that verified some: all of its tokens but the model's own at its end."""
+    num_tokens = 0
+    for index, source in enumerate(output.sources[:num_kept]):
+        num_tokens += 1
+        if output.step_ends[index] or index + 1 == num_kept:
+            if is_verified(source):
+                yield num_tokens - (source not in BY_VALUE)
+            num_tokens = 0
+
+
+def num_emitted(output: pb.RequestOutput, num_kept: int) -> int:
+    """Accepted draft tokens among the first `num_kept` tokens of an output.
+
+    Derived from the shard's count, because an accepted draft token that is the first output token has the source
+    `prefill`.
+    """
+    return output.num_accepted - sum(source in BY_VALUE for source in output.sources[num_kept:])
+
+
+MAX_STEPS = 1024
+"""Maximum recorded steps of one period; the output of later steps is only counted."""
+
+
+@dataclass(slots=True)
+class StepEvent:
+    """One message of a shard about the request: the output of a step, or of several while the stream was slow."""
+
+    at: float
+    """time.monotonic()."""
+    number: int
+    """Number of the last of these steps, on its shard."""
+    num_tokens: int
+    """Tokens that the request got."""
+    sources: bytes
+    """One byte per token, a Source; empty where nothing was drafted."""
+    num_drafted: int
+    num_accepted: int
+    step_ms: int
+    """Duration of the step; 0 where the shard did not say."""
+    batch_tokens: int
+    """Tokens that the step computed, of all its requests; 0 where the shard did not say."""
+    num_running: int
+    """Requests that ran on the shard."""
+
+
+@dataclass(slots=True)
+class Period:
+    """A stay in one place."""
+
+    name: str
+    """adapter_load | queue | dispatch."""
+    began_at: float
+    """time.monotonic(), like `ended_at`."""
+    fields: dict[str, str | int]
+    ended_at: float | None = None
+    """None while it lasts."""
+    outcome: str = ""
+    """Why it ended: a finish reason, `retried`, or an error's class; "" where the next period was the plan."""
+    steps: list[StepEvent] = field(default_factory=list)
+    num_left_out: int = 0
+    """Steps beyond MAX_STEPS."""
+
+
+class Timeline:
+    """Timeline of one generation."""
+
+    def __init__(self) -> None:
+        self.periods: list[Period] = []
+
+    def enter(self, name: str, **fields: str | int) -> None:
+        """The next period begins, and the one before it ends."""
+        self.leave("")
+        self.periods.append(Period(name, time.monotonic(), fields))
+
+    def leave(self, outcome: str) -> None:
+        """The current period ends. Does nothing where none lasts."""
+        if self.periods and self.periods[-1].ended_at is None:
+            self.periods[-1].ended_at, self.periods[-1].outcome = time.monotonic(), outcome
+
+    def step(self, output: pb.StepOutput, part: pb.RequestOutput, num_tokens: int, now: float) -> None:
+        """A message of the shard that the request is on, with `part` for the request."""
+        period = self.periods[-1]
+        if len(period.steps) >= MAX_STEPS:
+            period.num_left_out += 1
+            return
+        load = output.load
+        period.steps.append(
+            StepEvent(
+                at=now,
+                number=output.step,
+                num_tokens=num_tokens,
+                sources=part.sources[:num_tokens],
+                num_drafted=sum(part.num_drafted),
+                num_accepted=part.num_accepted,
+                step_ms=load.step_ms,
+                batch_tokens=load.step_tokens,
+                num_running=load.num_running,
+            )
+        )
+
 
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
 

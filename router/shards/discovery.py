@@ -14,8 +14,8 @@ import structlog
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version, versions_compatible
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.shards.connection import ShardLink
-from lorikeet.router.shards.credentials import ShardAccess
+from lorikeet.router.shards.client import ShardAccess
+from lorikeet.router.shards.link import ShardLink
 
 log = structlog.get_logger()
 

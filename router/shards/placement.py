@@ -9,8 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.shards.affinity import keys_of
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink, keys_of
 
 OVERFLOW_LOAD = 0.5
 """Another shard takes over requests if it runs less than this fraction of the preferred shard's requests."""

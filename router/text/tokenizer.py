@@ -3,11 +3,14 @@
 It reads the files of the model directly: importing transformers to tokenize would slow down the start of a router.
 """
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -16,12 +19,9 @@ from tokenizers.processors import TemplateProcessing
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError, ValidationError
-from lorikeet.router.text.detokenizer import Detokenizer, detokenizer
+from lorikeet.router.text.detokenizer import Detokenizer, Vocabulary, detokenizer
 from lorikeet.router.text.encoding import Cut, Encoded, Input, encode_group, groups
-from lorikeet.router.text.fill_in_middle import FillInMiddle
-from lorikeet.router.text.length import token_length
-from lorikeet.router.text.pool import TextPool
-from lorikeet.router.text.tail import Cuts
+from lorikeet.router.text.length import Cuts, token_length
 from lorikeet.router.text.templates.chat_template import (
     NO_OPTIONS,
     ChatTemplate,
@@ -30,7 +30,128 @@ from lorikeet.router.text.templates.chat_template import (
     find_template,
     template_of,
 )
-from lorikeet.router.text.vocabulary import Vocabulary
+from lorikeet.router.turns import Turns
+
+T = TypeVar("T")
+
+LONG_TEXT = 1 << 16
+"""Characters from which on a text is long: about 50 ms of one core. One long text is processed at a time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One piece of work and its caller's answer."""
+
+    caller: str
+    work: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+
+class _Queue:
+    """Threads of one kind and the jobs that wait for them."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._turns: Turns[_Job] = Turns()
+        self._num_running = 0
+
+    async def run(self, work: Callable[[], Any], caller: str, charge: float) -> Any:
+        """A job whose caller leaves before it starts is never started."""
+        job = _Job(caller, work, asyncio.get_running_loop().create_future())
+        self._turns.push(caller, job, charge)
+        self._start()
+        try:
+            return await job.answer
+        finally:
+            self._turns.remove(caller, job)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        while len(self._turns) and self._num_running < self._num_threads:
+            job = self._turns.pop()
+            self._num_running += 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
+            running.add_done_callback(partial(self._end, job))
+
+    def _end(self, job: _Job, done: asyncio.Future[Any]) -> None:
+        self._num_running -= 1
+        error = None if done.cancelled() else done.exception()
+        if not job.answer.done():
+            if done.cancelled():
+                job.answer.cancel()
+            elif error is not None:
+                job.answer.set_exception(error)
+            else:
+                job.answer.set_result(done.result())
+        self._start()
+
+
+class TextPool:
+    """`num_threads` threads for short texts, and one for long ones."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._short = _Queue(num_threads, "tokenize")
+        self._long = _Queue(1, "tokenize-long")
+        self.num_pending = 0
+        """Texts that are being processed or wait for a thread."""
+
+    async def run(self, work: Callable[[], T], caller: str, num_chars: int) -> T:
+        """The result of `work`, which runs in a thread. `num_chars` is the length of its text, which is charged to the
+        caller. Raises what `work` raises.
+        """
+        queue = self._long if num_chars >= LONG_TEXT else self._short
+        self.num_pending += 1
+        try:
+            return cast(T, await queue.run(work, caller, num_chars))
+        finally:
+            self.num_pending -= 1
+
+    def close(self) -> None:
+        """Jobs that wait are cancelled."""
+        self._short.close()
+        self._long.close()
+
+
+_ANY_ORDER = "{prefix}{before}{suffix}{after}{middle}"
+_SUFFIX_FIRST = "{suffix}{after}{prefix}{before}"
+
+
+@dataclass(frozen=True)
+class FillInMiddle:
+    """One model family's tokens."""
+
+    prefix: str
+    """Before the text that precedes the gap."""
+    suffix: str
+    """Before the text that follows it."""
+    middle: str = ""
+    """Where the output begins."""
+
+    @classmethod
+    def find(cls, backend: tokenizers.Tokenizer) -> Self | None:
+        """None where the tokenizer has no such tokens."""
+        for tokens in _FAMILIES:
+            if all(backend.token_to_id(token) is not None for token in tokens):
+                return cls(*tokens)
+        return None
+
+    def prompt(self, before: str, after: str) -> str:
+        """The prompt for the text between `before` and `after`."""
+        form = _ANY_ORDER if self.middle else _SUFFIX_FIRST
+        return form.format(prefix=self.prefix, suffix=self.suffix, middle=self.middle, before=before, after=after)
+
+
+_FAMILIES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
+)
+
 
 FILES = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 """What determines the token ids of a prompt and the end-of-text ids, in addition to the model's configuration."""
@@ -283,3 +404,19 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
         declared = _read_json(folder / "config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(token_id for token_id in [*ids, tokenizer_eos] if token_id is not None)
+
+
+async def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str], caller: str = "") -> tuple[tuple[int, ...], ...]:
+    """The token sequences that must not occur, without duplicates.
+
+    The word after a space counts only where it is another single token, or a sequence of the same length that begins
+    with another token: otherwise the space is a token of its own, and the first sequence covers both.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    sequences = list(map(tuple, await tokenizer.encode_each(texts, caller=caller))) if texts else []
+    for bare, spaced in zip(sequences[::2], sequences[1::2], strict=True):
+        found[bare] = None
+        if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found[spaced] = None
+    return tuple(ids for ids in found if ids)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.timeline import StepEvent
+from lorikeet.router.requests.generation import Generation, StepEvent
 from lorikeet.router.requests.types import GenerationRequest
 
 Attributes = dict[str, Any]

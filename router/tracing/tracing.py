@@ -31,8 +31,7 @@ from starlette.types import Scope
 
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.timeline import MAX_STEPS, Period
+from lorikeet.router.requests.generation import MAX_STEPS, Generation, Period
 from lorikeet.router.tracing import attributes
 from lorikeet.router.usage.record import Ending
 

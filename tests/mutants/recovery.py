@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request fails after its second shard crash even if it was not isolated",
-        "router/requests/routing.py",
+        "router/requests/generation.py",
         "return was_isolated and self.num_crashes > 1",
         "return self.num_crashes > 1",
         "tests/router/requests/test_routing.py::test_successful_steps_clear_a_suspect_and_the_next_isolation_is_longer",
@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys of prefix affinity omit the cache salt",
-        "router/shards/affinity.py",
+        "router/shards/link.py",
         "key = hash((content, salt))",
         "key = hash((content, 0))",
         "tests/router/shards/test_affinity.py::test_contents_and_salts_separate_keys",
@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request with rejection verification gets a receipt",
-        "router/receipts/receipt.py",
+        "router/receipts/receipts.py",
         'if speculation.verify == "rejection":',
         'if speculation.verify == "never":',
         "tests/router/api/routes/test_receipts.py::test_a_text_verified_by_rejection_has_none",

@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "the tier of an adapter in host memory is reported as disk",
-        "router/shards/affinity.py",
+        "router/shards/link.py",
         'return "host" if digest in self.in_host_memory else elsewhere',
         "return elsewhere",
         "tests/router/api/routes/test_adapters.py::test_the_tier_says_where_the_adapter_was",

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
-from lorikeet.router.api.failures import ErrorStyle
+from lorikeet.router.api.middleware import ErrorStyle
 from lorikeet.router.api.pooled.compute import Computed, Values, activated, check_task, compute, shortened
 from lorikeet.router.api.pooled.embeddings import check_fields, encoded, prompted
 from lorikeet.router.api.pooled.files import PooledFiles

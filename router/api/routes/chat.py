@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lorikeet.router.api.collect import Completed
+from lorikeet.router.api.collect import Completed, VisibleTokens
 from lorikeet.router.api.prepare import Prompt, Prompts
 from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute
@@ -22,7 +22,6 @@ from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, FinishReason, Token
-from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lorikeet.router.api.collect import Alternatives, Completed
+from lorikeet.router.api.collect import Alternatives, Completed, VisibleTokens
 from lorikeet.router.api.prepare import Prompt, Prompts, check_ids, text_of
 from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute
@@ -13,7 +13,6 @@ from lorikeet.router.output.events import Event
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.types import Chunk, Token
-from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.openai import Completion, CompletionRequest
 
 Logprobs = dict[str, list[Any] | None]

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, interleave
+from lorikeet.router.api.collect import Completed, VisibleTokens, interleave
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.prepare import PreparedRequest, Prompt, Prompts, Timing, check_room, log_fields
 from lorikeet.router.api.routes.chat import ChatRoute
@@ -20,7 +20,6 @@ from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, T
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
 from lorikeet.router.schemas.openai import Chat, ChatCompletionRequest
 

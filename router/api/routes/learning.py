@@ -14,7 +14,7 @@ from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import NoShard
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink
 
 
 class LearningRoutes:

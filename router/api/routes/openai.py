@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.params import LogprobParams
-from lorikeet.router.api.collect import Completed, collect_all, interleave, read_all
+from lorikeet.router.api.collect import Completed, VisibleTokens, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
 from lorikeet.router.api.prepare import (
@@ -38,7 +38,6 @@ from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason
-from lorikeet.router.requests.visible_tokens import VisibleTokens
 from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {

@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED
-from lorikeet.router.api.failures import ErrorStyle
-from lorikeet.router.api.middleware import Handle
+from lorikeet.router.api.middleware import ErrorStyle, Handle
 from lorikeet.router.api.pooled.compute import pooled_model
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Service

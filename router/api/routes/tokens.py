@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.failures import ErrorStyle
 from lorikeet.router.api.headers import ignored_fields
+from lorikeet.router.api.middleware import ErrorStyle
 from lorikeet.router.api.prepare import check_ids
 from lorikeet.router.api.routes.chat import render
 from lorikeet.router.api.service import Service

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.errors import AdapterInvalid
-from lorikeet.router.adapters.loader_client import LONGEST_LINE, LoaderClient
+from lorikeet.router.adapters.loading import LONGEST_LINE, LoaderClient
 from tests.router.scripted_loader import ScriptedLoader
 
 pytestmark = pytest.mark.anyio

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import SamplingParams
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.routing import ISOLATION_STEPS
+from lorikeet.router.requests.generation import ISOLATION_STEPS, Generation
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
-from lorikeet.router.shards.connection import ShardLink
+from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 from tests.router.unwired import Died, Shard, Unwired

@@ -1,7 +1,7 @@
 """Steps under LoRAX's names: each counts once, whatever messages carry it."""
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.steps import DECODE, PREFILL, StepMetrics
+from lorikeet.router.metrics.router import DECODE, PREFILL, StepMetrics
 
 BUSY = pb.Load(num_running=2, step_ms=20, step_tokens=2)
 

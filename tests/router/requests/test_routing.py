@@ -1,6 +1,6 @@
 """When a request is identified as the cause of crashes."""
 
-from lorikeet.router.requests.routing import ISOLATION_STEPS, MAX_ISOLATION_STEPS, PoisonRequestTracker
+from lorikeet.router.requests.generation import ISOLATION_STEPS, MAX_ISOLATION_STEPS, PoisonRequestTracker
 
 
 def test_the_first_crash_fails_no_request() -> None:

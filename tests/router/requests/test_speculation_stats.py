@@ -9,8 +9,7 @@ import pytest
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import Method, Speculation
-from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.speculation_stats import num_emitted
+from lorikeet.router.requests.generation import Generation, num_emitted
 from lorikeet.router.requests.types import GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level

@@ -1,6 +1,6 @@
 """The router's estimate of a shard's prefix cache."""
 
-from lorikeet.router.shards.affinity import BLOCK, MAX_BLOCKS, PrefixIndex, keys_of
+from lorikeet.router.shards.link import BLOCK, MAX_BLOCKS, PrefixIndex, keys_of
 
 
 def test_prompts_share_the_keys_of_equal_leading_blocks() -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lorikeet.router.shards.credit import CreditAccount
+from lorikeet.router.shards.link import CreditAccount
 
 
 def test_credit_is_unknown_before_the_first_report() -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from lorikeet.router.shards.send_timing import LONGEST_GATHER_SECONDS, QUIET_SECONDS, RETURNING_SECONDS, SendTiming
+from lorikeet.router.shards.link import LONGEST_GATHER_SECONDS, QUIET_SECONDS, RETURNING_SECONDS, SendTiming
 
 
 def stepping(at: float, seconds: float) -> SendTiming:

@@ -3,8 +3,7 @@
 import pytest
 import tokenizers
 
-from lorikeet.router.text.bad_words import bad_word_ids
-from lorikeet.router.text.tokenizer import Tokenizer
+from lorikeet.router.text.tokenizer import Tokenizer, bad_word_ids
 from tests.router.text.vocabularies import byte_level, sentencepiece_like
 
 pytestmark = pytest.mark.anyio

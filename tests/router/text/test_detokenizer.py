@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.router.text.detokenizer import BytewiseDetokenizer, WindowedDetokenizer, detokenizer
-from lorikeet.router.text.vocabulary import Vocabulary
+from lorikeet.router.text.detokenizer import BytewiseDetokenizer, Vocabulary, WindowedDetokenizer, detokenizer
 from tests.router.text.vocabularies import ALL, BYTEWISE, SPECIAL, TEXTS, byte_level, sentencepiece_like, word_pieces
 
 VOCABULARIES = {name: Vocabulary(make()) for name, make in ALL.items()}

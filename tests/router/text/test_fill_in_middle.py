@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from lorikeet.router.text.fill_in_middle import FillInMiddle
+from lorikeet.router.text.tokenizer import FillInMiddle
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lorikeet.router.text.pool import LONG_TEXT, TextPool
+from lorikeet.router.text.tokenizer import LONG_TEXT, TextPool
 
 pytestmark = pytest.mark.anyio
 

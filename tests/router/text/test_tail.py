@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.text import tokenizer as tokenizer_module
-from lorikeet.router.text.length import ASSUMED_BYTES, token_length
-from lorikeet.router.text.tail import SEPARATING, Cuts
+from lorikeet.router.text.length import ASSUMED_BYTES, SEPARATING, Cuts, token_length
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import SPECIAL, TEXTS, byte_level, metaspace, sentencepiece_like, word_pieces
 

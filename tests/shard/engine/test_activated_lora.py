@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
-from lorikeet.router.requests.adapter_content import last_occurrence
+from lorikeet.router.requests.generation import last_occurrence
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened

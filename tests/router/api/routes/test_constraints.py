@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lorikeet.proto.grammars import ALL_EXCLUDED
-from lorikeet.router.text.bad_words import bad_word_ids
+from lorikeet.router.text.tokenizer import bad_word_ids
 from tests.router.api.routes.test_openai import CHAT, COMPLETION
 from tests.router.scripted_shard import Script
 from tests.router.serving import EOS, Serving
