@@ -61,8 +61,8 @@ AdapterSource = Annotated[str, Field(json_schema_extra={"enum": ["hub", "local",
 class MergedAdapters(Body):
     """Several adapters merged into one, with the parameters of PEFT's `add_weighted_adapter`."""
 
-    ids: Texts = Field([], description=f"1 to {MAX_MERGED} adapters")
-    weights: Annotated[list[F32], fail_fast] = Field([], description="As many as `ids`")
+    ids: Texts = Field(default_factory=list, description=f"1 to {MAX_MERGED} adapters")
+    weights: Annotated[list[F32], fail_fast] = Field(default_factory=list, description="As many as `ids`")
     merge_strategy: Annotated[Literal["linear", "ties", "dare_linear", "dare_ties", "cat"], _lower] = "linear"
     density: F32 | None = Field(None, description="Above 0 and at most 1; for ties, dare_linear and dare_ties")
     majority_sign_method: Annotated[Literal["total", "frequency"], _lower, Rule("must be one of total, frequency")] = (

@@ -112,9 +112,10 @@ class ConstraintGroup(Body):
         (), description=f"The only tokens of the output, at most {MAX_ALLOWED_TOKENS}"
     )
     bad_words: Annotated[Texts, AfterValidator(_check_bad_words)] = Field(
-        [], description=f"Texts that the output does not have at its start or after a space, at most {MAX_BAD_WORDS} "
-        f"of {MAX_BAD_WORD_BYTES} bytes"
-    )  # fmt: skip
+        default_factory=list,
+        description="Texts that the output does not have at its start or after a space, at most "
+        f"{MAX_BAD_WORDS} of {MAX_BAD_WORD_BYTES} bytes",
+    )
     skip_special_tokens: bool = Field(True, description="False shows special tokens in the text")
     spaces_between_special_tokens: bool = Field(
         True, description="Special tokens are never separated by spaces, whatever the value"

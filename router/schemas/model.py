@@ -214,24 +214,28 @@ class Body(BaseModel):
     def nested_ignored(self, path: str = "") -> list[str]:
         """Those of the objects in this one."""
         names = list[str]()
-        for name in self.nested:
-            value = getattr(self, name)
-            if isinstance(value, Body):
-                names += value.ignored(f"{path}{name}.")
-            elif value and isinstance(value, list):
-                for index, item in enumerate(value):
-                    if isinstance(item, Body) and len(names) < MAX_IGNORED:
-                        names += item.ignored(f"{path}{name}[{index}].")
+        for place, body in self._nested_bodies():
+            if len(names) < MAX_IGNORED:
+                names += body.ignored(f"{path}{place}.")
         return names[:MAX_IGNORED]
 
     def forget(self) -> None:
         """Drop the values of fields that are not applied, which may be large."""
         if self.__pydantic_extra__:
             self.__pydantic_extra__.clear()
-        for value in (getattr(self, name) for name in self.nested):
-            for body in value if isinstance(value, list) else (value,):
-                if isinstance(body, Body):
-                    body.forget()
+        for _, body in self._nested_bodies():
+            body.forget()
+
+    def _nested_bodies(self) -> Iterator[tuple[str, "Body"]]:
+        """The objects in this one, each with its place."""
+        values = self.__dict__
+        for name in self.nested:
+            if not (value := values[name]):
+                continue
+            if isinstance(value, list):
+                yield from ((f"{name}[{index}]", item) for index, item in enumerate(value) if isinstance(item, Body))
+            elif isinstance(value, Body):
+                yield name, value
 
     def _unread(self) -> Iterator[str]:
         for name, value in (self.__pydantic_extra__ or {}).items():

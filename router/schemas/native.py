@@ -3,9 +3,9 @@
 Rules on lengths need the tokenized prompt: they are in `check_lengths`.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import Field, PlainValidator, PrivateAttr
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams
@@ -60,8 +60,8 @@ class ParameterGroup(PromptOnlyGroup, GenerationGroup):
     max_new_tokens: U32 | None = Field(
         None, gt=0, description="Default: what the prompt leaves of max_total_tokens, or of 4096 where that is not set"
     )
-    stop: Texts = Field([], description="Ends the text, which includes it")
-    stop_sequences: Texts = Field([], description="More of `stop`")
+    stop: Texts = Field(default_factory=list, description="Ends the text, which includes it")
+    stop_sequences: Texts = Field(default_factory=list, description="More of `stop`")
     seed: U64 | None = Field(None, description="The same seed gives the same text, alone or in any batch")
     truncate: U64 | None = Field(None, description="Keeps only this number of tokens, from the end of the prompt")
     add_special_tokens: bool = Field(True, description="Whether the tokenizer's special tokens are added")
@@ -120,27 +120,19 @@ class GenerateRequest(Body):
         PlainValidator(_text_or_ids, json_schema_input_type=Annotated[str, Field(min_length=1)] | list[int]),
     ] = Field(description="A text or token ids")
     parameters: GenerateParameters = Field(default_factory=lambda: _NO_PARAMETERS)
-    _broken: tuple[str, str | None] | None = PrivateAttr(None)
+    broken: ClassVar[tuple[str, str | None] | None] = None
     """Message and field of a value outside of its range, which is reported among LoRAX's other rules."""
-    _names_ignored: list[str] = PrivateAttr(default_factory=list)
 
     @classmethod
     def read(cls: type[LoraxBody], values: Any, context: Any = None) -> LoraxBody:
         """Leaves values outside of their range to `check`."""
         try:
-            request = super().read(values, context)
+            return super().read(values, context)
         except BrokenRule as error:
             broken, path = (error.message, error.param), error.path
-        else:
-            request._names_ignored = super(GenerateRequest, request).ignored()
-            return request
         request = cls.read(without(values, path), context)
-        request._broken = broken
+        vars(request)["broken"] = broken  # not the error, whose traceback holds the body
         return request
-
-    def ignored(self, path: str = "") -> list[str]:
-        """Also after `check`, which drops the values of these fields."""
-        return self._names_ignored
 
     @property
     def text(self) -> str:
@@ -153,7 +145,10 @@ class GenerateRequest(Body):
         return self.inputs if isinstance(self.inputs, list) else None
 
     def check(self, config: RouterConfig, *, streaming: bool) -> tuple[AdapterFields, GrammarFields | None]:
-        """Adapter and grammar of the request. Raises ValidationError for the first rule of LoRAX that is broken."""
+        """Adapter and grammar of the request; drops the values of unknown fields.
+
+        Raises ValidationError for the first rule of LoRAX that is broken.
+        """
         parameters = self.parameters
         if streaming:
             if parameters.best_of not in (None, 1):
@@ -164,8 +159,8 @@ class GenerateRequest(Body):
                 )
         adapter = parameters.adapter()
         self._check_best_of(config)
-        if self._broken is not None:
-            raise ValidationError(*self._broken)
+        if self.broken is not None:
+            raise ValidationError(*self.broken)
         self._check_counts(config)
         grammar = parameters.grammar_fields()
         if config.unknown_fields != "ignore":

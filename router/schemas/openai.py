@@ -213,7 +213,7 @@ class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):
     max_completion_tokens: U32 | None = None
     max_tokens: U32 | None = Field(None, description="The older name of `max_completion_tokens`")
     seed: int | None = None
-    stop: str | Texts = Field([], description="Ends the text, which excludes it")
+    stop: str | Texts = Field(default_factory=list, description="Ends the text, which excludes it")
     stream: bool = False
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`")
     user: str | None = Field(None, description="Always gets the same version of a roll-out")

@@ -291,7 +291,7 @@ class EmbedRequest(LoraxGroup):
 class ClassifyBatchRequest(LoraxGroup):
     """The body of LoRAX's `/classify_batch`."""
 
-    inputs: Texts = Field([])
+    inputs: Texts = Field(default_factory=list)
 
     def to_request(self, config: RouterConfig) -> LoraxTexts:
         """Raises ValidationError."""

@@ -49,7 +49,7 @@ class SamplingGroup(Body):
     top_k: I32 = 0
     do_sample: bool = False
     logit_bias: Annotated[dict[str, F32], BeforeValidator(_check_num_biases), AfterValidator(_check_biases)] = Field(
-        {}, description=f"By token id, -100 to 100; at most {MAX_BIASES}"
+        default_factory=dict, description=f"By token id, -100 to 100; at most {MAX_BIASES}"
     )
     use_beam_search = Rejected(neutral=(False,))
     length_penalty = Rejected(_BEAMS, (1.0,))

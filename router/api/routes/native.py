@@ -139,8 +139,9 @@ class NativeRoutes:
         return kind.read(self._service.native_defaults(self._service.caller(request), body))
 
     async def _answer(self, request: Request, native: GenerateRequest, arrived_at: float, *, as_list: bool) -> Response:
+        ignored = ignored_fields(native.ignored())
         answer, headers = await self.answered(request, native, arrived_at)
-        headers |= ignored_fields(native.ignored())
+        headers |= ignored
         return Response(orjson.dumps([answer] if as_list else answer), headers=headers, media_type="application/json")
 
     async def answered(
@@ -175,7 +176,7 @@ class NativeRoutes:
 
     async def _stream(self, request: Request, native: GenerateRequest, arrived_at: float) -> EventStream:
         """A stream that starts once the adapter is resolved. Its status is 200 even after a failure, as in LoRAX."""
-        timing = Timing(arrived_at)
+        timing, ignored = Timing(arrived_at), ignored_fields(native.ignored())
         generation: Generation | None = None
         try:
             async with ClientWatch(request.receive):
@@ -186,7 +187,7 @@ class NativeRoutes:
         except RouterError as error:
             request.state.failure = error
             events = _only(event(lorax_body(error)))
-        headers = stream_headers(self._service, len(native.text), generation) | ignored_fields(native.ignored())
+        headers = stream_headers(self._service, len(native.text), generation) | ignored
         return EventStream(events, headers, on_close=None if generation is None else generation.cancel)
 
     async def _events(

@@ -113,7 +113,7 @@ class ChatMessage(Body):
     role: str
     content: str | Annotated[list[ContentPart], fail_fast] = ""
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], fail_fast] = Field([], description="Of the role assistant")
+    tool_calls: Annotated[list[ToolCall], fail_fast] = Field(default_factory=list, description="Of the role assistant")
     tool_call_id: str | None = Field(None, description="Of the role tool")
     reasoning_content: str | None = Field(None, description="Of the role assistant, for chat templates that show it")
     function_call = Rejected(_OLDER)
@@ -188,7 +188,8 @@ class ConversationGroup(Body):
         False, description="The output continues the final message; not together with `add_generation_prompt` true"
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Variables of the chat template; those that it does not read are ignored and named"
+        default_factory=dict,
+        description="Variables of the chat template; those that it does not read are ignored and named",
     )
     chat_template: str | None = Field(None, description="With `--trust-request-chat-template`, else rejected (422)")
     documents: Annotated[Any, published_as(list[dict[str, Any]])] = Field(

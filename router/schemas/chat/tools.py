@@ -115,7 +115,7 @@ class ToolGroup(Body):
     """The fields of tool calling."""
 
     tools: Annotated[list[Tool], fail_fast, BeforeValidator(_check_number)] = Field(
-        [], description=f"Functions that the output may call, at most {MAX_TOOLS}"
+        default_factory=list, description=f"Functions that the output may call, at most {MAX_TOOLS}"
     )
     tool_choice: Annotated[Any, published_as(str | dict[str, Any])] = Field(
         None, description="auto, none, required, a function, or `allowed_tools`"

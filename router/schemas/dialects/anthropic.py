@@ -84,7 +84,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = Field([])
+    content: _Texts = Field(default_factory=list)
     is_error: Annotated[Any, published_as(bool)] = None
     cache_control: _Object = None
 
@@ -243,11 +243,11 @@ class CountTokensRequest(DialectBody):
     messages: Annotated[list[MessageParameter], fail_fast, Missing(_NO_MESSAGES)] = Field(
         description="One of the assistant at the end is continued"
     )
-    system: _Texts = Field([])
+    system: _Texts = Field(default_factory=list)
     output_config: OutputConfig = Field(default_factory=lambda: OutputConfig.read({}))
     service_tier: Literal["auto", "standard_only"] | None = None
     temperature: Annotated[F32, Rule("must be >= 0 and <= 1")] = Field(1.0, ge=0.0, le=1.0)
-    stop_sequences: Texts = Field([])
+    stop_sequences: Texts = Field(default_factory=list)
     metadata: Metadata = Field(default_factory=lambda: Metadata.read({}))
     thinking: Thinking = Field(
         default_factory=lambda: Thinking.read({}),

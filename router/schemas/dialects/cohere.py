@@ -66,10 +66,10 @@ class CohereEmbedRequest(DialectBody):
 
     names: ClassVar = NAMES
 
-    texts: Texts = Field([])
+    texts: Texts = Field(default_factory=list)
     inputs: Annotated[list[CohereInput], fail_fast] | None = Field(None, description="In place of `texts`")
     input_type: str | None = Field(None, description="Chooses one of the model's prompts")
-    embedding_types: Texts = Field([], description=f"Of {', '.join(TYPES)}; default float")
+    embedding_types: Texts = Field(default_factory=list, description=f"Of {', '.join(TYPES)}; default float")
     output_dimension: U32 | None = None
     max_tokens: I32 | None = Field(None, description="Needs `truncate` START or END")
     truncate: Annotated[Literal["START", "END", "NONE"], Rule("must be START, END, NONE")] = "END"

@@ -106,7 +106,7 @@ class ReasoningItem(_Item):
 
     type: Literal["reasoning"]
     content: _Content | None = None
-    summary: _Content = Field([])
+    summary: _Content = Field(default_factory=list)
     encrypted_content: _Text = None
 
     def add_to(self, messages: list[dict[str, Any]], where: str) -> None:
@@ -236,7 +236,7 @@ class ResponsesRequest(DialectBody):
     )
     text: TextOptions = Field(default_factory=lambda: TextOptions.read({}))
     reasoning: Reasoning = Field(default_factory=lambda: Reasoning.read({}))
-    include: Texts = Field([], description=_LOGPROBS)
+    include: Texts = Field(default_factory=list, description=_LOGPROBS)
     top_logprobs: Annotated[Any, published_as(int)] = None
     stream_options: StreamFields | None = None
     previous_response_id = conversation = prompt = Rejected(_NO_STORAGE)
