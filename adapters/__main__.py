@@ -9,9 +9,10 @@ from pathlib import Path
 
 import structlog
 
-from lorikeet.adapters.loader import process, server
+from lorikeet.adapters.loader import server
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs
+from lorikeet.proto.child import end_with_parent
 from lorikeet.proto.process import report_failure
 
 log = structlog.get_logger()
@@ -28,7 +29,7 @@ def main() -> int:
         print(f"adapters: {error}", file=sys.stderr)
         return 1
     if config.parent_pid is not None:
-        process.end_with_parent(config.parent_pid)
+        end_with_parent(config.parent_pid)
     try:
         asyncio.run(server.run(config, path))
     except (ValueError, OSError) as error:

@@ -171,7 +171,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
     fork_server = ForkServer(config_path)
     try:
-        store = Store(config.adapter_store, config.store_bytes, await fork_server.start())
+        store = Store(config.adapter_store, config.store_bytes, await fork_server.base_key())
         await asyncio.to_thread(store.sweep)
         sources = Sources(config.sources)
         jobs = Jobs(store, fork_server, sources, config.max_fetches, config.max_conversions or usable_cores())
@@ -187,7 +187,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
             raise ValueError(f"the process that reads adapters ended with {watch.result()}")
         watch.cancel()
     finally:
-        fork_server.end()
+        fork_server.close()
 
 
 def usable_cores() -> int:

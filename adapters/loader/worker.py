@@ -24,7 +24,6 @@ from lorikeet.adapters.formats.layout import Base, Layout, decide, lay_out, serv
 from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.peft_reading import ModuleChange
 from lorikeet.adapters.formats.skeleton import Skeleton, choose_dtype
-from lorikeet.adapters.loader import process
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.merging import merge
 from lorikeet.adapters.refs import Pin
@@ -32,6 +31,7 @@ from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
 from lorikeet.adapters.validation import AdapterValidator, read_headers
 from lorikeet.proto.base_files import base_hash, weights_hash
+from lorikeet.proto.child import limited_memory
 
 log = structlog.get_logger()
 
@@ -91,7 +91,7 @@ class WorkerJobs:
         headers = self._loop.run(read_headers(self._sources[pin.source], pin, job.get("token")))
         self._limit_cpu(0, with_patterns=True)
         context, num_mapped = self._context, sum(head.size for head in headers.heads.values())
-        with process.limited_memory(context.config.reading_memory + num_mapped):
+        with limited_memory(context.config.reading_memory + num_mapped):
             validation = AdapterValidator(context.reader, context.tokenizers, context.base).validate(headers)
         size = {"num_bytes": validation.num_bytes, "num_heads": validation.num_heads}
         return {"validation": {"rank": validation.rank, "modules": validation.num_modules, **size}}
@@ -149,7 +149,7 @@ class WorkerJobs:
         """Inside, memory is limited by the size of a job's files."""
         files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
         num_bytes = min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
-        return process.limited_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
+        return limited_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
 
     def _stored(self, digest: str) -> Entry | None:
         """What the store has of that content."""

@@ -9,15 +9,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
-from lorikeet.adapters.loader import process
+from lorikeet.proto import child
+from lorikeet.proto.child import Forked, ProcessEnded
 
 MAX_LINE_BYTES = 4 << 20
+NICENESS = 9
+"""Added to one's own. A process that did not step back leaves 12 % of its core: hardly felt, but not nothing."""
 _STARTING_S = 300.0
 
 
@@ -44,34 +45,26 @@ class WorkerExited(Exception):
         return LoaderFailed(f"the loader's worker exited while it read {name} ({self.status})", status=503)
 
 
-class Worker:
+class Worker(Forked):
     """One process, for one job at a time."""
 
     def __init__(self, fork_server: "ForkServer", pid: int, connection: socket.socket, steps_back: bool) -> None:
-        self._fork_server, self._pid, self._connection = fork_server, pid, connection
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        super().__init__(fork_server, pid, connection, MAX_LINE_BYTES)
         self._steps_back = steps_back
         """Whether it runs at low priority now."""
         self.is_ended = False
 
     async def call(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer. Raises the adapter's error, or WorkerExited."""
-        has_worked = self._streams is not None
-        if self._streams is None:
-            self._streams = await asyncio.open_unix_connection(sock=self._connection, limit=MAX_LINE_BYTES)
-        reader, writer = self._streams
-        started = b""
+        has_worked, started = self._streams is not None, b""
         try:
-            writer.write(json.dumps(job).encode() + b"\n")
-            await writer.drain()
-            started = await reader.readline()
-            line = await reader.readline()
-        except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
+            await self.send(json.dumps(job).encode())
+            started = await self.receive()
+            line = await self.receive()
+        except ProcessEnded:
             self.is_ended = True
-            writer.close()
-            raise WorkerExited(await self._fork_server.status(self._pid), has_worked and not started)
+            self.close()
+            raise WorkerExited(await self.status(), has_worked and not started) from None
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise from_dict(answer["error"])
@@ -79,7 +72,7 @@ class Worker:
 
     def raise_priority(self) -> bool:
         """To normal, even in the middle of a job; whether the system permits that."""
-        if self._steps_back and process.step_forward(self._pid):
+        if self._steps_back and child.raise_priority(self._pid):
             self._steps_back = False
         return not self._steps_back
 
@@ -87,7 +80,7 @@ class Worker:
         """Below that of all other processes, after a job."""
         if not self._steps_back:
             with contextlib.suppress(OSError):
-                process.step_back(self._pid)
+                child.lower_priority(NICENESS, self._pid)
                 self._steps_back = True
 
     async def end(self) -> None:
@@ -95,30 +88,22 @@ class Worker:
         if not self.is_ended:
             self.is_ended = True
             self.kill()
-            (self._connection if self._streams is None else self._streams[1]).close()
-            await self._fork_server.status(self._pid)
-
-    def kill(self) -> None:
-        """Make a running job fail with WorkerExited."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            self.close()
+            await self.status()
 
 
-class ForkServer:
+class ForkServer(child.ForkServer):
     """The process that forks workers."""
 
     def __init__(self, config_path: Path) -> None:
-        self._config_path = config_path
-        self._lock = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        super().__init__("lorikeet.adapters.loader.fork_server", str(config_path), start_s=_STARTING_S, env=environment)
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end the workers of cancelled callers."""
 
-    async def start(self) -> tuple[str, str, str]:
-        """Returns the base's key in the store. Raises ValueError if the base cannot be read."""
-        self._spawn()
-        answer = await asyncio.to_thread(self._exchange)
+    async def base_key(self) -> tuple[str, str, str]:
+        """Start it; the base's key in the store. Raises ValueError if the base cannot be read."""
+        answer = await self.start()
         if "base" not in answer:
             raise ValueError(str(answer.get("failed", "the process that reads adapters did not start")))
         base, weights, dtype = answer["base"]
@@ -126,7 +111,7 @@ class ForkServer:
 
     async def worker(self, steps_back: bool) -> Worker:
         """A new process. Raises LoaderFailed. A process whose caller is cancelled meanwhile is ended."""
-        forking = asyncio.create_task(self._fork(steps_back))
+        forking = asyncio.create_task(self._worker(steps_back))
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
@@ -134,65 +119,15 @@ class ForkServer:
             ending.add_done_callback(self._ending.discard)
             raise
 
-    async def _fork(self, steps_back: bool) -> Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            answer = await self._call({"fork": {"steps_back": steps_back}}, theirs.fileno())
-        ours.setblocking(False)
-        return Worker(self, int(answer["pid"]), ours, steps_back)
-
-    async def status(self, pid: int) -> int:
-        """Wait for a worker's end and return its exit code."""
-        return int((await self._call({"wait": pid}))["status"])
-
-    async def ended(self) -> int:
-        """Wait for the fork server's own end, which ends the loader."""
-        assert self._process is not None
-        return await asyncio.to_thread(self._process.wait)
-
-    def end(self) -> None:
-        """End it, and its workers with it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._control is not None:
-            self._control.close()
-
-    def _spawn(self) -> None:
-        # not in another thread: the child must end with this one
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module, descriptor = "lorikeet.adapters.loader.fork_server", theirs.fileno()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(descriptor), str(self._config_path)],
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            )
-        ours.settimeout(_STARTING_S)
-        self._control = ours
+    async def _worker(self, steps_back: bool) -> Worker:
+        return Worker(self, *await self.fork(steps_back=steps_back), steps_back)
 
     async def _call(self, message: dict[str, Any], *descriptors: int) -> dict[str, Any]:
-        async def exchange() -> dict[str, Any]:
-            async with self._lock:
-                return await asyncio.to_thread(self._exchange, message, descriptors)
-
-        # the answer to a caller that is cancelled must not reach the next one
-        answer = await asyncio.shield(asyncio.create_task(exchange()))
-        if not answer:
-            raise LoaderFailed("the process that reads adapters is gone", status=503, retry_after=5.0)
-        return answer
-
-    def _exchange(self, message: dict[str, Any] | None = None, descriptors: tuple[int, ...] = ()) -> dict[str, Any]:
-        """Send a message, if any, and receive one; {} if the other end is gone."""
-        assert self._control is not None
         try:
-            if message is not None:
-                socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
-            answer: dict[str, Any] = json.loads(self._control.recv(65536) or b"{}")
-        except OSError:
-            return {}
-        return answer
+            return await super()._call(message, *descriptors)
+        except ProcessEnded:
+            error = LoaderFailed("the process that reads adapters is gone", status=503, retry_after=5.0)
+            raise error from None
 
 
 async def _end_forked(forking: "asyncio.Task[Worker]") -> None:

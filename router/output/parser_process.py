@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,14 @@ from typing import Any
 import orjson
 import structlog
 
+from lorikeet.proto.child import LineProcess, ProcessEnded, limited_environment, python
+
 log = structlog.get_logger()
 
-START_SECONDS = 60.0
 BATCH_SECONDS, SECONDS_PER_JOB = 5.0, 0.6
 """Above these the process is killed; its own time limit of a job is lower."""
 SLOW_SECONDS = 0.05
 """A response template whose step takes longer is slow. An ordinary step takes less than 1 ms."""
-MAX_LINE_BYTES = 256 << 20
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "HOME")
-_COMMAND = (sys.executable, "-m", "lorikeet.router.output.parser_worker")
 
 
 class ParserFailed(Exception):
@@ -34,10 +31,6 @@ class ParserFailed(Exception):
 
 class ParserUnavailable(ParserFailed):
     """The process does not start."""
-
-
-class _Ended(Exception):
-    """The process ended, or takes too long."""
 
 
 @dataclass(eq=False)
@@ -70,25 +63,32 @@ class _Job:
     answer: asyncio.Future[list[list[str]]]
 
 
-class ParserProcess:
+class ParserProcess(LineProcess):
     """One process, started on demand and again after it has ended.
 
     `on_slow` is called with the owner of a response template of which a step is slow or fails.
     """
 
+    command = python("lorikeet.router.output.parser_worker")
+    max_line_bytes = 256 << 20
+    start_s = 60.0
+    log_name = "parser_process"
+
     def __init__(self, on_slow: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__()
         self._on_slow = on_slow
-        self._process: asyncio.subprocess.Process | None = None
         self._epoch = 0
         self._numbers = itertools.count()
         self._jobs: list[_Job] = []
         self._dropped: list[int] = []
         self._worker: asyncio.Task[None] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, while the process runs."""
-        return None if self._process is None or self._process.returncode is not None else self._process.pid
+    def first_line(self) -> bytes:
+        return orjson.dumps({"drop": [], "jobs": []})
+
+    def environment(self) -> dict[str, str]:
+        home = {"HOME": os.environ["HOME"]} if "HOME" in os.environ else {}
+        return limited_environment() | home | {"HF_HUB_OFFLINE": "1"}
 
     def open(self, template: dict[str, Any], prefix: str, tools: list[dict[str, Any]], owner: str = "") -> Parse:
         """A new output, after a prompt that ends with `prefix`. Raises ParserFailed."""
@@ -112,21 +112,10 @@ class ParserProcess:
             self._dropped.append(parse.number)
         parse.is_dropped = True
 
-    async def _start(self) -> None:
-        """Start the process where it does not run. Raises _Ended or OSError."""
-        if self.pid is not None:
-            return
-        self._process = process = await asyncio.create_subprocess_exec(
-            *_COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"HF_HUB_OFFLINE": "1"},
-            limit=MAX_LINE_BYTES,
-        )
+    async def _try_start(self) -> bool:
         self._epoch += 1
         self._dropped.clear()
-        await self._ask(process, {"drop": [], "jobs": []}, START_SECONDS)
+        return await super()._try_start()
 
     async def warm(self) -> None:
         """Start the process, so that the first output need not wait for it."""
@@ -139,7 +128,7 @@ class ParserProcess:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        await self._kill()
+        await super().close()
 
     async def _work(self) -> None:
         """Until no job waits. Not in the callers' tasks: when a caller leaves, the batch goes on."""
@@ -160,37 +149,28 @@ class ParserProcess:
     async def _run(self, jobs: list[_Job]) -> None:
         try:
             await self._batch(jobs)
-        except _Ended:
+        except (ProcessEnded, TimeoutError):
             log.warning("output_parser_ended", num_outputs=len(jobs))
             for job in jobs:  # one by one: only the output that ends the process is given up
                 try:
                     await self._batch([job])
-                except _Ended:
+                except (ProcessEnded, TimeoutError):
                     self._on_slow(job.parse.owner)
                     _give_up(job, "parsing it ends the process")
 
     async def _batch(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if not job.answer.done()]
-        await self._started()
-        process = self._process
-        assert process is not None
+        try:
+            await self.start()
+        except ProcessEnded as error:
+            raise ParserUnavailable("the process that parses outputs does not start") from error
         dropped, self._dropped = self._dropped, []
         is_known = [job.parse.epoch == self._epoch for job in jobs]
         questions = [self._question(job, known) for job, known in zip(jobs, is_known, strict=True)]
         seconds = BATCH_SECONDS + SECONDS_PER_JOB * len(jobs)
-        answers = await self._ask(process, {"drop": dropped, "jobs": questions}, seconds)
+        answers = orjson.loads(await self.exchange(orjson.dumps({"drop": dropped, "jobs": questions}), seconds))
         for job, known, answer in zip(jobs, is_known, answers, strict=True):
             self._settle(job, known, answer)
-
-    async def _started(self) -> None:
-        """Raises ParserFailed where the process cannot be started twice in a row."""
-        with contextlib.suppress(_Ended, OSError):
-            await self._start()
-            return
-        try:
-            await self._start()
-        except (_Ended, OSError) as error:
-            raise ParserUnavailable("the process that parses outputs does not start") from error
 
     def _question(self, job: _Job, is_known: bool) -> dict[str, Any]:
         question: dict[str, Any] = {"id": job.parse.number, "texts": job.texts, "last": job.is_last}
@@ -214,31 +194,6 @@ class ParserProcess:
         parse.num_settled, parse.field = answer["settled"], answer["field"]
         if not job.answer.done():
             job.answer.set_result(pieces)
-
-    async def _ask(self, process: asyncio.subprocess.Process, batch: dict[str, Any], seconds: float) -> Any:
-        """The answer to a batch. Raises _Ended."""
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            async with asyncio.timeout(seconds):
-                process.stdin.write(orjson.dumps(batch) + b"\n")
-                await process.stdin.drain()
-                line = await process.stdout.readline()
-                if line.endswith(b"\n"):
-                    return orjson.loads(line)
-        except (OSError, RuntimeError, TimeoutError):  # uvloop's for a pipe that is closed is a RuntimeError
-            pass
-        except BaseException:
-            await self._kill()  # a late answer must not be taken for the next one
-            raise
-        await self._kill()
-        raise _Ended
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
 def _give_up(job: _Job, reason: str) -> None:

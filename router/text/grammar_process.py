@@ -1,14 +1,13 @@
 """Checks grammars in processes that can be killed, because llguidance's own limits do not bound all of its work.
 
 `python -m lorikeet.router.text.grammar_process FD FOLDER` reads the model's tokenizer once and has one thread, so that
-it can fork. For each socket that arrives over the socket FD it forks a process, which writes its id and answers each
-line of JSON with another. The check is what the shard does: it compiles the grammar and computes the first mask.
+it can fork (`lorikeet.proto.child`). A forked process answers each line of JSON with another. The check is what the
+shard does: it compiles the grammar and computes the first mask.
 """
 
 import gc
 import json
 import math
-import os
 import re
 import resource
 import signal
@@ -22,8 +21,9 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
+from lorikeet.proto.child import answer as send
+from lorikeet.proto.child import end_with_parent, serve_forks
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
-from lorikeet.proto.process import signal_at_parent_death
 from lorikeet.router.text.json_schemas import enforced
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}
@@ -35,8 +35,6 @@ MEMORY = 512 << 20
 STACK = 4 << 20
 """Bytes of a check's stack, a part of a shard thread's: a deep grammar that passes here does not end a shard."""
 MAX_ANSWER_BYTES = 4 << 20
-READY = "ready"
-"""What the process says first; a reason where it cannot start."""
 
 
 def check(tokenizer: LLTokenizer, kind: str, value: Any) -> dict[str, str]:
@@ -111,8 +109,6 @@ def _work(connection: socket.socket, tokenizer: LLTokenizer) -> None:
         limit = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with connection, connection.makefile("rwb") as stream:
-        stream.write(b"%d\n" % os.getpid())
-        stream.flush()
         for line in stream:
             kind, value = json.loads(line)
             used = math.ceil(time.process_time())
@@ -126,30 +122,17 @@ def _work(connection: socket.socket, tokenizer: LLTokenizer) -> None:
 
 def main() -> None:
     """Fork until the other end closes."""
-    signal_at_parent_death()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the router ends this process when it has drained
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process has to be waited for
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
         tokenizer = read_grammar_tokenizer(Path(sys.argv[2]))
     except BaseException as failure:
-        control.send(f"the model's tokenizer cannot be used: {failure}"[:1000].encode())
+        send(control, {"failed": f"the model's tokenizer cannot be used: {failure}"[:1000]})
         raise
-    control.send(READY.encode())
+    send(control, {"ready": True})
     gc.freeze()  # so that collections in forked processes copy no page
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        connection = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
-            try:
-                control.close()
-                signal_at_parent_death()
-                _work(connection, tokenizer)
-            finally:
-                os._exit(0)
-        connection.close()
+    serve_forks(control, lambda connection, _: _work(connection, tokenizer))
 
 
 if __name__ == "__main__":

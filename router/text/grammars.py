@@ -110,7 +110,7 @@ class Grammars:
     async def _check(self, question: bytes, caller: str) -> dict[str, str]:
         """The answer of a process, or `refused`, why there is none."""
         try:
-            await self._checkers.start()  # before anybody's turn, whose time is that of a check
+            await self._checkers.ensure_started()  # before anybody's turn, whose time is that of a check
             if time.monotonic() - self._slow_callers.get(caller, -SLOW_CALLER_S) < SLOW_CALLER_S:
                 async with self._checker() as checker:
                     await checker.ask(question)
@@ -192,7 +192,7 @@ class Grammars:
         """One that is free; it is kept for the next check, or ended where that was not fast."""
         while self._idle and self._idle[-1].has_ended:
             self._idle.pop().close()
-        checker = self._idle.pop() if self._idle else await self._checkers.fork()
+        checker = self._idle.pop() if self._idle else await self._checkers.checker()
         is_good = False
         try:
             yield checker

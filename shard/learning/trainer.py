@@ -5,13 +5,13 @@ itself.
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 import structlog
 
+from lorikeet.proto.child import python
 from lorikeet.proto.learning import Job, Trained, TrainerSettings, read_trained, write_line
 
 log = structlog.get_logger()
@@ -75,7 +75,7 @@ class Trainer:
 
     def _start(self) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
+            python(MODULE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._settings.rows_fd],

@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lorikeet.proto.child import start_connected
 from lorikeet.shard.batch.inputs import RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig
@@ -122,11 +122,7 @@ class Leader:
             raise RankDesync("a rank of this shard has ended") from error
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "lorikeet.shard.startup.rank_main", str(descriptor)]
-            process = subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+        process, ours = start_connected("lorikeet.shard.startup.rank_main")
         link = Connection(ours.detach())
         link.send(Begin(asdict(self._config), rank, self._config.master_addr, self._store.port))
         self._links.append(link)

@@ -21,8 +21,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 
-from lorikeet.adapters.loader.process import NICENESS
-from lorikeet.adapters.loader.workers import MAX_LINE_BYTES
+from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS
 from lorikeet.adapters.medusa import format as files
 from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.refs import Ref, Source

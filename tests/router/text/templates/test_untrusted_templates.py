@@ -99,8 +99,8 @@ echo $((count + 1)) > "$0"
 shift
 exec "$@"
 """
-    command = ("sh", "-c", program, str(tmp_path / "starts"), str(ends), *template_process._COMMAND)
-    monkeypatch.setattr(template_process, "_COMMAND", command)
+    command = ("sh", "-c", program, str(tmp_path / "starts"), str(ends), *template_process.TemplateProcess.command)
+    monkeypatch.setattr(template_process.TemplateProcess, "command", command)
     with structlog.testing.capture_logs() as logs:
         if ends == 2:
             with pytest.raises(RuntimeError, match="does not start"):
