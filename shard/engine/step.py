@@ -356,9 +356,8 @@ def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:
 def sources(item: ScheduledRequest, token_ids: Sequence[int]) -> bytes:
     """Where each emitted token of a request came from."""
     num_drafted, accepted = len(item.draft_ids), num_accepted(item, token_ids)
-    if not num_drafted:
-        found = [Source.TARGET]
-    else:
+    found: list[int] = [Source.TARGET]
+    if num_drafted:
         own = Source.BONUS if accepted == num_drafted else Source.RESAMPLE
         found = [item.source] * accepted + [own] * (len(token_ids) - accepted)
     if item.request.num_output == len(token_ids):  # not after a preemption, nor where an earlier run has emitted some

@@ -78,13 +78,13 @@ class StepDrafts:
     inputs: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Drafts among the step's tokens: index in T, source, row, depth."""
 
-    def add(self, request: int, row: int, sampled: range, source: Source, heads: tuple[int, int]) -> None:
+    def add(self, request: int, row: int, sampled: range, source: int, heads: tuple[int, int]) -> None:
         """A request with these sampled tokens; `heads`: index of its first token of heads, and their number."""
         self.requests.append(request)
         self.rows.append(row)
         self.firsts.append(sampled.start)
         self.widths.append(len(sampled) - 1)
-        self.sources.append(SOURCES.index(source) if source in SOURCES else 0)
+        self.sources.append(SOURCES.index(Source(source)) if source in SOURCES else 0)
         self.first_heads.append(heads[0])
         self.num_heads.append(heads[1])
 
