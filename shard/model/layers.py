@@ -24,6 +24,7 @@ from lorikeet.shard.model.fusion.encoder import can_fuse, fuse_encoder
 from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.fusion.select import choose
 from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
 from lorikeet.shard.model.quantization.integers import pack_rounded, rounding_of
@@ -66,6 +67,9 @@ def replace_layers(
         _pack_layers(network, tied, is_whole)
     place_experts(network)
     hook_plain(network)
+    for target in targets.values():
+        if isinstance(target, LoraTarget):  # those of weights in a file are known now
+            target.squared_norms = target.squared_norms.to(inputs.device)
     return targets
 
 

@@ -51,7 +51,10 @@ def mark_targets(network: nn.Module, inputs: StepInputs, dtype: torch.dtype) -> 
         else:
             bias = module.bias
             target.base_bias = None if bias is None else bias.detach().float().clone()
-            target.squared_norms = torch.cat([squared_norms(rows) for rows in _parts(module, dtype)])
+            known = getattr(module, "squared_norms", None)  # of weights that are read only once
+            if known is None:
+                known = torch.cat([squared_norms(rows) for rows in _parts(module, dtype)])
+            target.squared_norms = known
         target.partition = getattr(module, "lorikeet_partition", None)
         module.lorikeet_adapter = target
         targets[name] = target

@@ -5,6 +5,8 @@ such a function does to their numbers.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,15 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from lorikeet.proto.process import FreedMemory, return_freed_memory
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, GgufFile
-from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight, row_ranges
+from lorikeet.shard.model.kernels.integer import IntegerWeight, StoredWeight, row_ranges, single_threaded
 from lorikeet.shard.model.moe.experts import is_experts
 from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 
 log = structlog.get_logger()
 
 EMBEDDING = "token_embd.weight"
+RECENT_BYTES = 8 << 20
+"""Rows that are kept after they were read: a matrix that is packed for a check is packed again with others soon."""
 
 
 def load_gguf(
@@ -69,6 +73,7 @@ class _Loading:
         self._file, self._network, self._dtype = file, network, dtype
         self._rounds_activations = rounds_activations
         self._freed = FreedMemory()
+        self._recent = _Recent()
         config = network.config
         self._processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
         self._names = _names(network, self._processor, file)
@@ -114,7 +119,8 @@ class _Loading:
             place = self._names[name]
             if self._is_integers(name, place):
                 self._put_integers(name, place)
-            else:
+                continue
+            with single_threaded():
                 self._put_dense(name, place)
         if self._is_tied and self._file.kind(EMBEDDING) in FORMATS:
             self._put_integers(EMBEDDING, f"{self._head_name()}.weight", num_shared=self._head().weight.numel())
@@ -155,17 +161,28 @@ class _Loading:
         form = FORMATS[self._file.kind(name)]
         kind = (shape[1], form.bits, form.group, not form.has_minimums)
 
-        def read(start: int, stop: int) -> IntegerWeight:
-            if order is None:
-                return self._file.integers(name, start, stop)
-            rows = order[start:stop]
-            first = int(rows.min())
-            return _ordered(self._file.integers(name, first, int(rows.max()) + 1), rows - first)
+        # [out] of W, known once its rows are read
+        norms = torch.full((shape[0],), torch.nan)
 
-        stored = StoredWeight((shape[0], shape[1]), kind, read)
+        def read(start: int, stop: int) -> IntegerWeight:
+            with single_threaded():
+                weight = self._recent.get((name, start, stop), lambda: self._read(name, order, start, stop))
+                if norms[start:stop].isnan().any():
+                    norms[start:stop] = weight.squared_norms(self._dtype)
+            return weight
+
+        stored = StoredWeight((shape[0], shape[1]), kind, read, norms)
         made = IntegerLinear(stored, None, self._rounds_activations, self._dtype)
         made.bias, made.num_shared = module.bias, num_shared
         self._network.set_submodule(place.rpartition(".")[0], made)
+
+    def _read(self, name: str, order: torch.Tensor | None, start: int, stop: int) -> IntegerWeight:
+        """Rows `start` to `stop` of a matrix, in transformers' order."""
+        if order is None:
+            return self._file.integers(name, start, stop)
+        rows = order[start:stop]
+        first = int(rows.min())
+        return _ordered(self._file.integers(name, first, int(rows.max()) + 1), rows - first)
 
     def _order(self, name: str, num_rows: int) -> torch.Tensor | None:
         """[out] int64: the rows of a matrix in transformers' order; None for the file's."""
@@ -181,6 +198,28 @@ class _Loading:
             weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": {}}
         )
         return done.weights
+
+
+class _Recent:
+    """The weights that were read last, by name and rows, within RECENT_BYTES."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, int], IntegerWeight] = {}
+        self._num_bytes = 0
+        self._lock = Lock()  # parts are read by several threads
+
+    def get(self, key: tuple[str, int, int], read: Callable[[], IntegerWeight]) -> IntegerWeight:
+        """The weight, read unless it is kept."""
+        with self._lock:
+            if key in self._kept:
+                return self._kept[key]
+        weight = read()
+        with self._lock:
+            self._kept[key] = weight
+            self._num_bytes += weight.nbytes
+            while self._num_bytes > RECENT_BYTES:
+                self._num_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+        return weight
 
 
 class _WithoutParts:

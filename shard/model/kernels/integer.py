@@ -8,6 +8,8 @@ follow in float32 in one order. So both, on any processor and for any number of 
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,6 +52,8 @@ ROWS_OF_A_PART = 64
 """Parts of a weight have a multiple of so many rows: whole panels of any processor."""
 PART_ELEMENTS = 1 << 20
 """Most elements of a weight that are converted at once, if its rows are not longer."""
+MOST_AT_ONCE = 4
+"""Parts that are packed at once, each by one thread: each takes memory."""
 MIDDLE = 8
 """What is subtracted from weights in 4 bits that have no minimum."""
 
@@ -98,11 +102,14 @@ class IntegerWeight:
         """What is subtracted from each value."""
         return MIDDLE if self.bits == 4 and self.minimums is None else 0
 
+    def read(self, start: int, stop: int) -> "IntegerWeight":
+        """Its rows from the first number to before the second."""
+        minimums = None if self.minimums is None else self.minimums[start:stop]
+        return IntegerWeight(self.bits, self.values[start:stop], self.scales[start:stop], minimums)
+
     def parts(self) -> "Iterator[IntegerWeight]":
         """The weight, some rows at a time, in order."""
-        for start, stop in row_ranges(self.shape):
-            minimums = None if self.minimums is None else self.minimums[start:stop]
-            yield IntegerWeight(self.bits, self.values[start:stop], self.scales[start:stop], minimums)
+        return (self.read(start, stop) for start, stop in row_ranges(self.shape))
 
     def joined(self, others: "Sequence[IntegerWeight]") -> "IntegerWeight":
         """The rows of this weight, then those of others of the same kind."""
@@ -119,6 +126,15 @@ class IntegerWeight:
     def kind(self) -> tuple[int, int, int, bool]:
         """What weights must have in common to be joined, or to be multiplied by the same rounded input."""
         return self.values.shape[1], self.bits, self.group, self.minimums is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values and their scales."""
+        return sum(each.nbytes for each in (self.values, self.scales, self.minimums) if each is not None)
+
+    def squared_norms(self, dtype: torch.dtype) -> torch.Tensor:
+        """[out] float32: of the rows in a number format."""
+        return self.dense().to(dtype).float().square_().sum(1)
 
     def dense(self) -> torch.Tensor:
         """[out, in] float32."""
@@ -139,12 +155,38 @@ class StoredWeight:
     """As of an IntegerWeight."""
     read: Callable[[int, int], IntegerWeight]
     """Its rows from the first number to before the second."""
+    squared_norms: torch.Tensor | None = None
+    """[out] float32 of the rows, NaN until they are read; None where nobody counts them."""
 
     def parts(self) -> Iterator[IntegerWeight]:
         """The weight, some rows at a time, in order."""
         for start, stop in row_ranges(self.shape):
             yield self.read(start, stop)
             _freed.add((stop - start) * self.shape[1] * torch.float32.itemsize)
+
+
+@contextmanager
+def single_threaded() -> Iterator[int]:
+    """Each operator inside uses one thread; yields the number outside. Operators of small tensors take ten times as
+    long with several threads where other processes take turns on the cores, because each waits for all.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield num_threads
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _for_each_part(weight: IntegerWeight | StoredWeight, put: Callable[[int, IntegerWeight], None]) -> None:
+    """Call `put` with the first row and the rows of every part; with many cores several parts at once."""
+    ranges = list(row_ranges(weight.shape))
+    with single_threaded() as num_threads, ThreadPoolExecutor(MOST_AT_ONCE) as threads:
+        run = threads.map if num_threads >= MOST_AT_ONCE and len(ranges) > 1 else map
+        done = run(lambda rows: put(rows[0], weight.read(*rows)), ranges)
+        for (start, stop), _ in zip(ranges, done, strict=True):
+            if isinstance(weight, StoredWeight):
+                _freed.add((stop - start) * weight.shape[1] * torch.float32.itemsize)
 
 
 def row_ranges(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
@@ -216,8 +258,8 @@ class PackedIntegers:
         # [panels, groups, outputs of a panel]
         self.scales = torch.empty(num_panels * num_groups * panel)
         self.minimums = None if has_no_minimums else torch.empty_like(self.scales)
-        start = 0
-        for part in weight.parts():
+
+        def put(start: int, part: IntegerWeight) -> None:
             values = part.values.contiguous().view(torch.uint8)
             if bits == 8:
                 values = values + zero  # wraps: -128 becomes 0
@@ -226,7 +268,8 @@ class PackedIntegers:
             _pack_groups(code, part.scales, self.scales[start * num_groups :])
             if part.minimums is not None and self.minimums is not None:
                 _pack_groups(code, part.minimums, self.minimums[start * num_groups :])
-            start += len(values)
+
+        _for_each_part(weight, put)
         self.bias, self.num_out = bias, num_out
         sizes = (num_out, num_in, group, bits, zero)
         held = [None if each is None else each.data_ptr() for each in (self.packed, self.scales, self.minimums)]

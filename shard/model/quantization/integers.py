@@ -67,6 +67,11 @@ class IntegerLinear(nn.Module):
             return self._weight
         return _moved(self._weight.read(0, self.out_features), self.sample.device)
 
+    @property
+    def squared_norms(self) -> torch.Tensor | None:
+        """[out] float32 in host memory, of a stored weight: known once it is packed; None for others."""
+        return self._weight.squared_norms if isinstance(self._weight, StoredWeight) else None
+
     def parts(self) -> Iterator[IntegerWeight]:
         """The weight on the layer's device, some rows at a time."""
         return (_moved(part, self.sample.device) for part in self._weight.parts())
@@ -127,8 +132,7 @@ class IntegerMatrix(QuantizedMatrix):
         """Bytes of the weight and its scales."""
         if self._packed is not None:
             return self._packed.nbytes
-        held = self.weight
-        return sum(each.nbytes for each in (held.values, held.scales, held.minimums) if each is not None)
+        return self.weight.nbytes
 
     @property
     def packed(self) -> PackedIntegers:
