@@ -40,7 +40,7 @@ def with_tools(messages: list[dict[str, Any]], tools: ToolFields, *, in_template
     shown = [*tools.tools, *([] if tools.is_required else [_tool(_NO_TOOL)])]
     listed = "" if in_template else json.dumps(shown, ensure_ascii=False, separators=(",", ":")) + "\n"
     text = f"\n---\n{listed}{tools.prompt or DEFAULT_PROMPT}"
-    plain = messages if in_template else [_plain(each) for each in messages]
+    plain = messages if in_template else plain_turns(messages)
     return [*plain[:-1], {**plain[-1], "content": plain[-1]["content"] + text}]
 
 
@@ -138,6 +138,22 @@ def _merged(function: Function, merged: MergedSchemas, parameters: EnforcedParam
             raise
         schema = dict(parameters.any_of(function))
     return schema
+
+
+def plain_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for templates that do not know tools. Results are one turn with what the user writes after them:
+    some of these templates reject two turns of the user in a row.
+    """
+    turns: list[dict[str, Any]] = []
+    after_result = False
+    for message in messages:
+        plain, is_result = _plain(message), message["role"] == "tool"
+        if turns and plain["role"] == turns[-1]["role"] == "user" and (is_result or after_result):
+            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n{plain['content']}"}
+        else:
+            turns.append(plain)
+        after_result = is_result
+    return turns
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lorikeet.router.adapters.chat_templates import ChosenTemplate, Templates
 from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
 from lorikeet.router.output.call_syntax import syntax_of
 from lorikeet.router.output.formats import OutputFormat, format_of
-from lorikeet.router.output.lorax_form import LoraxReader, schema_of, with_tools
+from lorikeet.router.output.lorax_form import LoraxReader, plain_turns, schema_of, with_tools
 from lorikeet.router.output.output_grammar import OutputGrammar, SpecialTokens
 from lorikeet.router.output.parameters import EnforcedParameters
 from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, ParserUnavailable
@@ -104,6 +104,8 @@ class Outputs:
             if tools.prompt is None and form is not None and form.has_tools:
                 prepared = await self._with_format(chosen, form, conversation, tools, grammar, caller)
             return prepared or await self._as_lorax(chosen, form, conversation, tools, grammar, caller)
+        if "tool" not in chosen.source:  # earlier calls and results would be lost, or rejected
+            conversation = replace(conversation, messages=plain_turns(conversation.messages))
         rendered = await self._render(chosen, conversation, caller)
         if form is None or not form.has_reasoning:
             return Prepared(rendered, grammar, PlainReader)

@@ -236,3 +236,22 @@ async def test_arguments_that_are_no_object_in_lorax_form(plain: Serving) -> Non
     plain.says('{"function": {"_name": "no_tool", "content": "Yes."}}', ends=True)
     await choice(plain, body(messages=[*turns_with(arguments="Rome"), *USER]))
     assert '{"function": {"_name": "weather", "arguments": "Rome"}}' in prompt(plain)
+
+
+@pytest.mark.parametrize("choice_of_tools", ["auto", "none"])
+async def test_results_are_one_turn_for_a_template_that_does_not_know_tools(
+    plain: Serving, choice_of_tools: str
+) -> None:
+    """Also where no function may be called: some of these templates reject two turns of the user in a row."""
+    call = {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    turns = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "a2"}]},
+        {"role": "tool", "tool_call_id": "a1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "a2", "content": "sun"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    plain.says("x", ends=True)
+    await choice(plain, body(messages=turns, tool_choice=choice_of_tools))
+    calls = '{"function": {"_name": "weather", "city": "Rome"}}'
+    assert f"[user]Paris?[assistant]{calls}\n{calls}[user]rain\nsun\nSure?" in prompt(plain)
