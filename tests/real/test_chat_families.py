@@ -178,7 +178,7 @@ async def _answers(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any
 
 async def _posted(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
     """The answer; a busy machine checks few grammars at once and refuses others, as documented."""
-    while (answer := await client.post("/v1/chat/completions", json=body)).status_code == 429:
+    while (answer := await client.post("/v1/chat/completions", json=body)).status_code == 429:  # noqa: ASYNC110
         await asyncio.sleep(float(answer.headers["retry-after"]))
     return answer
 
