@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import errors
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.errors import HeadsError, first_line
@@ -183,7 +183,12 @@ def _chat_template(folder: Path) -> str | None:
 
 def _load(name: str, folder: Path, place: DevicePlacement) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=place.dtype, use_safetensors=True)
+        config = AutoConfig.from_pretrained(folder)
+        # some versions of transformers choose SDPA for such models, which has no soft cap
+        is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=place.dtype, use_safetensors=True, attn_implementation="eager" if is_capped else None
+        )
         return model.to(place.device)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise HeadsError(f"{name} cannot be loaded as a causal language model: {first_line(error)}") from None

@@ -14,6 +14,8 @@ from lorikeet.shard.model.kernels import cpu, float32
 
 _ISA = "ONEDNN_MAX_CPU_ISA"
 
+PACKED_AT_ONCE = 1 << 22
+"""Elements of a weight that are packed anew for a product."""
 ROWS_HINT = 64
 """Row count that oneDNN's layout is chosen for; measured: 1 to 512 give the same speed."""
 
@@ -77,9 +79,20 @@ class BlockedMatrix(SharedMatrix):
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x Wᵀ + bias` by a plain weight. x: [..., in]; weight: [out, in]; bias: [out]. Returns [..., out]."""
     if not onednn_multiplies(x.dtype):
-        return cpu.plain_linear(x, weight, bias)
+        return _multiply_float32(x, weight, bias) if x.dtype == torch.float32 else cpu.plain_linear(x, weight, bias)
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
+
+
+def _multiply_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`multiply` by a weight that is packed anew, a part of its outputs at a time."""
+    parts = weight.split(max(1, PACKED_AT_ONCE // weight.shape[1]))
+    biases = [None] * len(parts) if bias is None else bias.split(len(parts[0]))
+    products = [
+        float32.linear(x, float32.pack(part), len(part), None if own is None else own.contiguous())
+        for part, own in zip(parts, biases, strict=True)
+    ]
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 class StreamedMatrix(PackedMatrix):
@@ -121,10 +134,26 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of `dtype` on this processor."""
+    """Whether oneDNN has products of `dtype` on this processor that give a row equal bits with any others."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float32:
+        return _sums_rows_alike()
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _sums_rows_alike() -> bool:
+    """oneDNN 3.10, of torch 2.11, sums few rows in float32 in another order than many on some processors."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((64, 64), (8, 512)):
+        weight, x = (torch.randn(rows, shape[1], generator=generator) for rows in (shape[0], 200))
+        together, *few = (
+            torch.ops.mkldnn._linear_pointwise(x[:count].contiguous(), weight, None, "none", [], "")
+            for count in (200, 2, 3, 7, 8, 33)
+        )
+        if not all(torch.equal(part, together[: len(part)]) for part in few):
+            return False
+    return True
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:

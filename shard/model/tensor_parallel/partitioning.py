@@ -15,7 +15,7 @@ from lorikeet.shard.model.moe.experts import is_experts, up_name
 from lorikeet.shard.model.tensor_parallel.collectives import Collectives
 from lorikeet.shard.model.tensor_parallel.group import Group
 
-_WHOLE = frozenset(("replicated_with_grad_allreduce",))
+_WHOLE = frozenset(("replicated_with_grad_allreduce", "embedding_rowwise"))
 _EXPERTS = "moe_tp_experts"
 _ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 """Kinds of the plan by which ranks hold rows of a weight, and whether every rank needs the whole output."""

@@ -15,7 +15,7 @@ from lorikeet.shard.attention.reference import FP8, ReferenceAttention
 from lorikeet.shard.attention.varlen import VarlenAttention
 from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import Runner, random_rows
-from tests.shard.attention.test_varlen import by_sdpa
+from tests.shard.attention.test_varlen import by_sdpa, written_out
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BFLOAT16 = torch.bfloat16
@@ -27,11 +27,18 @@ def hopper() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention of a torch that has them, whatever version is installed."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", written_out)
+
+
 def names(backend: attention.AttentionBackend) -> list[str]:
     assert isinstance(backend, LayerwiseAttention)
     return [type(each).__name__ for each in backend._backends]
 
 
+@pytest.mark.usefixtures("page_tables")
 def test_the_order_of_backends_on_cuda() -> None:
     pytest.importorskip("triton")
     found, either = attention.create("auto", CUDA, BFLOAT16, None), ["VarlenAttention", "PagedAttention"]
@@ -75,6 +82,7 @@ def test_eight_bits_are_refused_where_the_device_cannot_convert_them() -> None:
         attention.create("auto", CUDA, BFLOAT16, None, "fp8")
 
 
+@pytest.mark.usefixtures("page_tables")
 def test_without_triton_there_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention, "has_triton", lambda: False)
     assert names(attention.create("auto", CUDA, BFLOAT16, None)) == ["VarlenAttention", "ReferenceAttention"]

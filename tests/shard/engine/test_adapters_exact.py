@@ -12,7 +12,7 @@ from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.scheduler.adapter_slots import NOT_HERE
+from lorikeet.shard.scheduler.adapter_slots import DAMAGED, NOT_HERE
 from lorikeet.shard.startup.build import build_engine
 from tests import tiny
 from tests.shard.engine import adapter_exactness
@@ -62,5 +62,5 @@ def test_a_request_fails_alone_when_its_adapter_cannot_be_read(tmp_path: Path) -
         if not engine.scheduler.running:
             inbox.wait(0.05)
         errors |= {output.key[1]: output.error for output in outbox.take(1).outputs if output.finish_reason}
-    assert errors[0] == "" and errors[1] == NOT_HERE and "cannot be read" in errors[2]
+    assert errors[0] == "" and errors[1] == NOT_HERE and errors[2] == DAMAGED
     engine.scheduler.check()

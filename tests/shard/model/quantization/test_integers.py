@@ -281,7 +281,9 @@ def test_what_is_rejected(method: str, tmp_path: Path) -> None:
     config = ShardConfig("m", str(folder), "unix:/dev/null", quantize=method)
     with pytest.raises(ValueError, match=f"a network quantised by {method} cannot be split"):
         load_model(config, object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only int8, int4, int4-g32, gguf, and checkpoints of gptq and awq whose"):
+    with pytest.raises(
+        ValueError, match="only int8, int4, int4-g32, gguf, bitsandbytes, and checkpoints of gptq and awq whose"
+    ):
         ours(folder, None, activations="int8")
 
 
