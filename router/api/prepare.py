@@ -17,9 +17,6 @@ from starlette.requests import Request
 from lorikeet.proto.params import (
     MAX_BAD_WORD_TOKENS,
     Grammar,
-    LogprobParams,
-    Pooling,
-    SamplingParams,
     Speculation,
 )
 from lorikeet.router.api.service import Service
@@ -30,10 +27,10 @@ from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.types import FinishReason, GenerationRequest
-from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.constraints import Constraints, check_min_tokens
+from lorikeet.router.schemas.constraints import check_min_tokens
+from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.speculation import SpeculationFields, resolve_speculation, takes_history
+from lorikeet.router.schemas.speculation import resolve_speculation, takes_history
 from lorikeet.router.text.encoding import Encoded
 from lorikeet.router.text.tokenizer import bad_word_ids
 
@@ -46,35 +43,6 @@ class Timing:
 
     arrived_at: float
     validated_at: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestFields:
-    """What a body asks of the model: typed and checked, neither tokenized nor resolved."""
-
-    adapter: AdapterFields
-    heads: AdapterFields | None = None
-    """Adapter fields of `heads_id`; None on routes without it."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    logprobs: LogprobParams = field(default_factory=LogprobParams)
-    num_sequences: int = 1
-    """Sequences of each prompt."""
-    seed: int | None = None
-    """None for random ones. Further sequences of a prompt have the numbers after it."""
-    stop: tuple[str, ...] = ()
-    include_stop: bool = True
-    """Whether the stop string stays in the text, unless the constraints say otherwise."""
-    constraints: Constraints = field(default_factory=Constraints)
-    speculation: SpeculationFields = field(default_factory=SpeculationFields)
-    grammar: GrammarFields | None = None
-    """That of a conversation with tools is its own."""
-    pooling: Pooling | None = None
-    cache_salt: str | None = None
-    """Requests share cached prefixes only under equal ones."""
-    priority: int = 0
-    receipt: bool = False
-    is_probe: bool = False
-    """Whether the output is discarded, because only the prompt is scored."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,6 @@ def metrics(generations: Sequence[Generation]) -> dict[str, Any]:
 
 def repeated(wanted: OpenAIRequest) -> dict[str, Any]:
     """What an answer repeats of the request."""
-    report = wanted.common.report
+    report = wanted.report
     fields: dict[str, Any] = {} if report.service_tier is None else {"service_tier": "default"}
     return fields if report.metadata is None else fields | {"metadata": report.metadata}

@@ -1,21 +1,52 @@
-"""What the bodies of all generation routes have in common."""
+"""What the bodies of all generation routes have in common, and what the bodies of all routes to the model become."""
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from lorikeet.router.schemas.adapters import GeneratingAdapterGroup
-from lorikeet.router.schemas.constraints import ConstraintGroup
-from lorikeet.router.schemas.grammar import StructuredGroup
+from lorikeet.proto.params import LogprobParams, Pooling, SamplingParams
+from lorikeet.router.schemas.adapters import AdapterFields, GeneratingAdapterGroup
+from lorikeet.router.schemas.constraints import ConstraintGroup, Constraints
+from lorikeet.router.schemas.grammar import GrammarFields, StructuredGroup
 from lorikeet.router.schemas.model import I32, Body, Ignored, Rejected, Rule
 from lorikeet.router.schemas.sampling import SamplingGroup
-from lorikeet.router.schemas.speculation import SpeculationGroup
+from lorikeet.router.schemas.speculation import SpeculationFields, SpeculationGroup
 
 MAX_SALT = 256
 """Characters of `cache_salt`."""
 _OLDER = "is OpenAI's older form, which this server does not support: use `tools` and `tool_choice`"
 _TEMPLATE = "is applied by /v1/chat/completions, which has a chat template"
 _CHAT_ONLY = "is applied by /v1/chat/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFields:
+    """What a body asks of the model: typed and checked, neither tokenized nor resolved."""
+
+    adapter: AdapterFields
+    heads: AdapterFields | None = None
+    """Adapter fields of `heads_id`; None on routes without it."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: LogprobParams = field(default_factory=LogprobParams)
+    num_sequences: int = 1
+    """Sequences of each prompt."""
+    seed: int | None = None
+    """None for random ones. Further sequences of a prompt have the numbers after it."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = True
+    """Whether the stop string stays in the text, unless the constraints say otherwise."""
+    constraints: Constraints = field(default_factory=Constraints)
+    speculation: SpeculationFields = field(default_factory=SpeculationFields)
+    grammar: GrammarFields | None = None
+    """That of a conversation with tools is its own."""
+    pooling: Pooling | None = None
+    cache_salt: str | None = None
+    """Requests share cached prefixes only under equal ones."""
+    priority: int = 0
+    receipt: bool = False
+    is_probe: bool = False
+    """Whether the output is discarded, because only the prompt is scored."""
 
 
 class GenerationGroup(StructuredGroup, SpeculationGroup, ConstraintGroup, SamplingGroup, GeneratingAdapterGroup):

@@ -8,12 +8,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams
+from lorikeet.proto.params import MAX_ALTERNATIVES, LogprobParams, SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, without
-from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields, without
 from lorikeet.router.schemas.model import (
     F32,
     I32,
@@ -144,8 +142,8 @@ class GenerateRequest(Body):
         """The prompt's token ids, where they were given."""
         return self.inputs if isinstance(self.inputs, list) else None
 
-    def check(self, config: RouterConfig, *, streaming: bool) -> tuple[AdapterFields, GrammarFields | None]:
-        """Adapter and grammar of the request; drops the values of unknown fields.
+    def to_request(self, config: RouterConfig, *, streaming: bool) -> RequestFields:
+        """What the body asks of the model. Values of unknown fields are dropped.
 
         Raises ValidationError for the first rule of LoRAX that is broken.
         """
@@ -168,7 +166,25 @@ class GenerateRequest(Body):
             for name in self._misplaced():
                 raise UnsupportedField(name, "belongs in `parameters`")
         self.forget()
-        return adapter, grammar
+        return RequestFields(
+            adapter=adapter,
+            heads=parameters.heads(),
+            sampling=parameters.sampling(),
+            logprobs=LogprobParams(
+                wanted=True,
+                alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
+                prefill=parameters.decoder_input_details,
+            ),
+            num_sequences=max(parameters.best_of or 1, 1),
+            seed=parameters.seed,
+            stop=(*parameters.stop, *parameters.stop_sequences),
+            constraints=parameters.constraints(),
+            speculation=parameters.speculation_fields(parameters.heads_id),
+            grammar=grammar,
+            cache_salt=parameters.cache_salt,
+            priority=parameters.priority,
+            receipt=parameters.receipt,
+        )
 
     def _misplaced(self) -> list[str]:
         """Fields next to `parameters` that ask for something and belong in it."""

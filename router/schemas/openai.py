@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from lorikeet.proto.params import MAX_ALTERNATIVES, SamplingParams
+from lorikeet.proto.params import MAX_ALTERNATIVES, LogprobParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.adapters import AdapterFields
 from lorikeet.router.schemas.chat.messages import Conversation, ConversationGroup
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, ToolGroup
-from lorikeet.router.schemas.constraints import Constraints, token_ids
-from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup
-from lorikeet.router.schemas.grammar import GrammarFields
+from lorikeet.router.schemas.constraints import token_ids
+from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields
 from lorikeet.router.schemas.model import (
     F32,
     I32,
@@ -30,7 +28,7 @@ from lorikeet.router.schemas.model import (
     are_token_ids,
     published_as,
 )
-from lorikeet.router.schemas.speculation import Prediction, SpeculationFields
+from lorikeet.router.schemas.speculation import Prediction
 from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
@@ -91,50 +89,37 @@ class ReportFields:
     """The client's wish; there is one tier."""
 
 
-@dataclass(frozen=True)
-class CommonFields:
-    """What both routes share."""
-
-    adapter: AdapterFields
-    heads: AdapterFields
-    """Adapter fields of `heads_id`; source and token are the adapter's."""
-    sampling: SamplingParams
-    num_choices: int
-    max_tokens: int | None
-    seed: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    constraints: Constraints
-    prompt: PromptFields
-    report: ReportFields
-    receipt: bool
-    speculation: SpeculationFields
-    grammar: GrammarFields | None
-    request_id: str | None
-    """The client's name for the request."""
-    cache_salt: str | None
-    """Requests share cached prefixes only under equal ones."""
-    priority: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenAIRequest:
     """What both routes do."""
 
-    common: CommonFields
+    fields: RequestFields
+    prompt: PromptFields
+    report: ReportFields
+    num_choices: int
+    max_tokens: int | None
+    stream: bool
+    request_id: str | None
+    """The client's name for the request."""
     num_logprobs: int | None
     """Alternatives per token; None for no logprobs at all, 0 for those of the tokens alone."""
-    best_of: int
-    """Sequences per prompt."""
     ignored: list[str]
     echo: bool = False
-    only_prompt: bool = False
-    """Whether the prompt is scored and nothing is generated."""
+
+    @property
+    def best_of(self) -> int:
+        """Sequences per prompt."""
+        return self.fields.num_sequences
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is scored and nothing is generated."""
+        return self.fields.is_probe
 
     @property
     def lists_alternatives(self) -> bool:
         """Whether other tokens are listed with each token."""
-        return bool(self.num_logprobs or self.common.report.logprob_token_ids)
+        return bool(self.num_logprobs or self.report.logprob_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +174,15 @@ class PromptTokensGroup(Body):
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where tokens are removed")
 
-    def num_kept(self, max_input_length: int) -> int | None:
-        """How many tokens are kept: None for all, -1 for as many as a prompt may have. Raises ValidationError."""
+    add_special_tokens: bool = Field(True, description="Whether the tokenizer's special tokens are added")
+
+    def prompt_fields(self, max_input_length: int) -> PromptFields:
+        """Raises ValidationError."""
         given = self.truncate_prompt_tokens
         if given is not None and not (given == -1 or 0 < given <= max_input_length):
             rule = f"must be strictly positive and <= {max_input_length}, or -1"
             raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {given}", "truncate_prompt_tokens")
-        return given
+        return PromptFields(self.add_special_tokens, given, self.truncation_side == "right")
 
 
 class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):
@@ -254,37 +241,68 @@ class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):
             raise ValidationError("`max_tokens` and `max_completion_tokens` cannot both be set", "max_tokens")
         return older if limit is None else limit
 
-    def common(self, config: RouterConfig, max_tokens: int | None, prompt: PromptFields) -> CommonFields:
-        """What both routes share, checked. Raises ValidationError."""
+    def common(
+        self,
+        config: RouterConfig,
+        *,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        num_sequences: int | None = None,
+        echo: bool = False,
+    ) -> dict[str, Any]:
+        """Arguments of OpenAIRequest, checked. Raises ValidationError."""
         adapter = self.adapter_or(self.model, config.model_names, self.user)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         check_stops(stop, MAX_STOPS)
         if "" in stop:
             raise ValidationError("`stop` must not contain an empty string", "stop")
-        prediction = None if self.prediction is None else self.prediction.read_text()
-        return CommonFields(
+        if self.logprob_token_ids and num_logprobs is None:
+            raise ValidationError("`logprob_token_ids` needs `logprobs`", "logprob_token_ids")
+        report = self.report()
+        fields = RequestFields(
             adapter=adapter,
             heads=replace(self.heads(), user=self.user),
-            sampling=self.sampling(),
-            num_choices=self.n,
-            max_tokens=max_tokens,
+            sampling=self.sampled(do_sample=self.do_sample),
+            logprobs=self._logprob_params(num_logprobs, echo=echo),
+            num_sequences=num_sequences or self.n,
             seed=None if self.seed is None else self.seed % 2**64,  # OpenAI's may be negative
             stop=stop,
-            stream=self.stream,
+            include_stop=False,
             constraints=self.constraints(),
-            prompt=prompt,
-            report=self.report(),
-            receipt=self.receipt,
-            speculation=self.speculation_fields(self.heads_id, prediction),
+            speculation=self.speculation_fields(
+                self.heads_id, None if self.prediction is None else self.prediction.read_text()
+            ),
             grammar=self.grammar_fields(),
-            request_id=self.request_id,
             cache_salt=self.cache_salt,
             priority=self.priority,
+            receipt=self.receipt,
+            is_probe=max_tokens == 0,
         )
+        self.check_supported()
+        return {
+            "fields": fields,
+            "prompt": self.prompt_fields(config.max_input_length),
+            "report": report,
+            "num_choices": self.n,
+            "max_tokens": max_tokens,
+            "stream": self.stream,
+            "request_id": self.request_id,
+            "num_logprobs": num_logprobs,
+            "ignored": self.ignored(),
+            "echo": echo,
+        }
 
-    def sampling(self) -> SamplingParams:
-        """Samples at temperature 1 by default; 0 is greedy."""
-        return self.sampled(do_sample=self.do_sample)
+    def _logprob_params(self, num_logprobs: int | None, *, echo: bool) -> LogprobParams:
+        count, num_prompt = num_logprobs or 0, self.prompt_logprobs
+        return LogprobParams(
+            wanted=True,
+            alternatives=len(self.logprob_token_ids) or count,
+            alternative_ids=self.logprob_token_ids,
+            raw=True,
+            prefill=num_prompt is not None or (echo and num_logprobs is not None),
+            prefill_alternatives=max(count if echo else 0, num_prompt or 0),
+            prefill_ranks=num_prompt is not None,
+        )
 
     def report(self) -> ReportFields:
         """Raises ValidationError."""
@@ -307,12 +325,6 @@ class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):
             self.service_tier,
         )
 
-    def check_choices(self, num_logprobs: int | None, num_sequences: int, config: RouterConfig) -> None:
-        """Raises ValidationError."""
-        if self.logprob_token_ids and num_logprobs is None:
-            raise ValidationError("`logprob_token_ids` needs `logprobs`", "logprob_token_ids")
-        check_num_sequences(num_sequences, config)
-
 
 _NO_OPTIONS = StreamOptions.read({})
 
@@ -328,30 +340,30 @@ class CompletionRequest(PromptOnlyGroup, OpenAIGroup):
         "", description="What follows the output; needs a tokenizer with fill-in-the-middle tokens, and texts as "
         "`prompt`"
     )  # fmt: skip
-    add_special_tokens: bool = Field(True, description="Whether the tokenizer's special tokens are added")
     top_logprobs = Ignored("`logprobs` is the number")
 
     def to_request(self, config: RouterConfig) -> Completion:
         """Raises ValidationError."""
-        prompt = PromptFields(
-            self.add_special_tokens, self.num_kept(config.max_input_length), self.truncation_side == "right"
-        )
+        prompt = self.prompt_fields(config.max_input_length)
         prompts = _prompts(self.prompt, prompt, config)
         if self.suffix and (self.echo or prompt.num_kept is not None or not all(isinstance(p, str) for p in prompts)):
             sentence = "`suffix` needs texts as `prompt`, without `echo` and `truncate_prompt_tokens`"
             raise ValidationError(sentence, "suffix")
         limit = self.limit()
-        common = self.common(config, 16 if limit is None else limit, prompt)
         if limit == 0 and not self.echo:
             raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
-        if limit == 0 and common.receipt:
+        if limit == 0 and self.receipt:
             raise UnsupportedField("receipt", "is of a text, and `max_tokens` is 0")
-        best_of = self._num_sequences(config)
-        self.check_choices(self.logprobs, len(prompts) * best_of, config)
-        self.check_supported()
-        return Completion(
-            common, self.logprobs, best_of, self.ignored(), self.echo, limit == 0, prompts=prompts, suffix=self.suffix
+        num_sequences = self._num_sequences(config)
+        check_num_sequences(len(prompts) * num_sequences, config)
+        common = self.common(
+            config,
+            max_tokens=16 if limit is None else limit,
+            num_logprobs=self.logprobs,
+            num_sequences=num_sequences,
+            echo=self.echo,
         )
+        return Completion(**common, prompts=prompts, suffix=self.suffix)
 
     def _num_sequences(self, config: RouterConfig) -> int:
         """Sequences per prompt. Raises ValidationError."""
@@ -387,14 +399,10 @@ class ChatCompletionRequest(ConversationGroup, ToolGroup, OpenAIGroup):
             raise ValidationError("`max_tokens` must be strictly positive", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ValidationError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-        prompt = PromptFields(
-            self.add_special_tokens, self.num_kept(config.max_input_length), self.truncation_side == "right"
-        )
-        common = self.common(config, limit, prompt)
+        check_num_sequences(self.n, config)
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        self.check_choices(num_logprobs, self.n, config)
-        self.check_supported()
-        return Chat(common, num_logprobs, self.n, self.ignored(), conversation=conversation, tools=tools)
+        common = self.common(config, max_tokens=limit, num_logprobs=num_logprobs)
+        return Chat(**common, conversation=conversation, tools=tools)
 
 
 def check_texts(texts: list[str], length: TokenLength, config: RouterConfig, field: str) -> None:

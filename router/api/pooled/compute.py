@@ -16,7 +16,6 @@ from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
     Prompts,
-    RequestFields,
     Timing,
     cancel_all,
     check_ids,
@@ -29,6 +28,7 @@ from lorikeet.router.errors import WrongTask
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.encoding import Encoded, Input
 

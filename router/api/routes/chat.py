@@ -52,9 +52,9 @@ class ChatPrompt(OpenAIPrompts):
 
     async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
         wanted, service, conversation = self._chat, self._service, self._chat.conversation
-        if not wanted.common.prompt.keeps_last:
+        if not wanted.prompt.keeps_last:
             check_texts(conversation.texts, service.tokenizer.length, service.config, "messages")
-        prepared = await render(service, conversation, wanted.tools, wanted.common.grammar, adapter, self._caller)
+        prepared = await render(service, conversation, wanted.tools, wanted.fields.grammar, adapter, self._caller)
         ids = await self._tokenized(prepared.prompt.text, "messages")
         if not ids:
             raise ChatTemplateError("the prompt has no tokens")
@@ -76,7 +76,7 @@ class ChatRoute(OpenAIRoute[Chat]):
         return ChatPrompt(self._service, wanted, caller)
 
     def _prompt_fields(self, wanted: Chat, prompts: list[Prompt]) -> dict[str, Any]:
-        return {"prompt_token_ids": prompts[0].ids} if wanted.common.report.token_ids else {}
+        return {"prompt_token_ids": prompts[0].ids} if wanted.report.token_ids else {}
 
     def _answer_fields(self, wanted: Chat, sequences: list[Completed]) -> dict[str, Any]:
         return self._prompt_logprobs_of(wanted, sequences[0])
@@ -88,7 +88,7 @@ class ChatRoute(OpenAIRoute[Chat]):
             "finish_reason": whole.message.finish.kind.value,
             "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
             "stop_reason": whole.stop_reason,
-            **listed(wanted.common.report, wanted.num_logprobs, whole.tokens),
+            **listed(wanted.report, wanted.num_logprobs, whole.tokens),
         }
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class ChatRoute(OpenAIRoute[Chat]):
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
             logprobs = None
-        listing = listed(wanted.common.report, wanted.num_logprobs, chunk.tokens) if chunk.tokens else {}
+        listing = listed(wanted.report, wanted.num_logprobs, chunk.tokens) if chunk.tokens else {}
         deltas = [delta for each in events if (delta := _delta_of(each)) is not None]
         if not deltas and (logprobs is not None or listing):
             deltas.append({"content": ""})
@@ -127,7 +127,7 @@ class ChatRoute(OpenAIRoute[Chat]):
         vocabulary = self._service.tokenizer.vocabulary
         text = self._service.tokenizer.token_text(token_id)
         raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()
-        if wanted.common.report.tokens_as_ids:
+        if wanted.report.tokens_as_ids:
             text = f"token_id:{token_id}"
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 

@@ -36,7 +36,7 @@ class CompletionPrompts(OpenAIPrompts):
             ids = await self._tokenized(text, "prompt")
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
-            if wanted.common.prompt.num_kept is None or not wanted.echo:
+            if wanted.prompt.num_kept is None or not wanted.echo:
                 return Prompt(ids, text)
         else:
             check_ids(self._service, written, "prompt")
@@ -77,7 +77,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
                 of_prompt = self._prompt_logprobs(echoed, whole.prefill, whole.prefill_alternatives, wanted)
                 logprobs = _joined(of_prompt, logprobs)
         finish = "length" if wanted.only_prompt else FINISH_REASONS[whole.finish_reason]
-        prompt_ids = {"prompt_token_ids": prompt.ids} if wanted.common.report.token_ids else {}
+        prompt_ids = {"prompt_token_ids": prompt.ids} if wanted.report.token_ids else {}
         return {
             "index": 0,
             "text": echoed + text,
@@ -85,7 +85,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
             "finish_reason": finish,
             "stop_reason": None if wanted.only_prompt else whole.stop_reason,
             **prompt_ids,
-            **listed(wanted.common.report, wanted.num_logprobs, tokens),
+            **listed(wanted.report, wanted.num_logprobs, tokens),
             **self._prompt_logprobs_of(wanted, whole),
         }
 
@@ -103,7 +103,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
         more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
-        more |= listed(wanted.common.report, wanted.num_logprobs, chunk.tokens)
+        more |= listed(wanted.report, wanted.num_logprobs, chunk.tokens)
         if visible.prompt_ids is not None:
             more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
@@ -111,7 +111,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
 
     def _logprobs(self, tokens: list[tuple[Token, int]], wanted: Completion) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
-        as_ids = wanted.common.report.tokens_as_ids
+        as_ids = wanted.report.tokens_as_ids
         shown = [self._shown(token.id, token.logprob, token.alternatives, as_ids) for token, _ in tokens]
         return {
             "tokens": [label for label, _ in shown],
@@ -131,7 +131,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
         given = (
             [None] * len(prefill) if alternatives is None else [best[: wanted.num_logprobs] for best in alternatives]
         )
-        as_ids = wanted.common.report.tokens_as_ids
+        as_ids = wanted.report.tokens_as_ids
         shown = [
             self._shown(token_id, logprob, best, as_ids)
             for (token_id, _, logprob), best in zip(prefill, given, strict=True)

@@ -76,7 +76,7 @@ class DialectRoute(ChatRoute):
         check_room(service, caller)
         async with ClientWatch(request.receive):
             with in_words_of(self.names):
-                adapter = await service.selection.choose(wanted.common.adapter, caller)
+                adapter = await service.selection.choose(wanted.fields.adapter, caller)
                 prompts = await self._prompts(wanted, caller).tokenize(adapter)
         counted = {**self._counted(), "input_tokens": len(prompts[0].ids)}
         return Response(orjson.dumps(counted), media_type="application/json")

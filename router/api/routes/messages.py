@@ -57,7 +57,7 @@ class MessagesRoute(DialectRoute):
         return MessagesPrompt(self._service, wanted, caller)
 
     def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
-        frame = self._envelope("message", wanted.common)
+        frame = self._envelope("message", wanted)
         return MessageWriter({"id": frame.id, "type": "message", "role": "assistant", "model": frame.model}, generation)
 
 

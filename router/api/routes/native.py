@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
-from lorikeet.proto.params import LogprobParams
 from lorikeet.router.api.collect import Completed, collect_all, speculation_report
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -21,7 +20,6 @@ from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
     Prompts,
-    RequestFields,
     Timing,
     cancel_all,
     check_ids,
@@ -37,8 +35,6 @@ from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import GenerationRequest, Token
-from lorikeet.router.schemas.adapters import AdapterFields
-from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.native import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -86,29 +82,6 @@ class LoraxPrompt(Prompts):
 
     def max_tokens(self, num_prompt: int) -> int:
         return check_lengths(num_prompt, self._native.parameters.max_new_tokens, self._service.config)
-
-
-def _fields(native: GenerateRequest, adapter: AdapterFields, grammar: GrammarFields | None) -> RequestFields:
-    parameters = native.parameters
-    return RequestFields(
-        adapter=adapter,
-        heads=parameters.heads(),
-        sampling=parameters.sampling(),
-        logprobs=LogprobParams(
-            wanted=True,
-            alternatives=max(parameters.return_k_alternatives or 0, parameters.top_n_tokens or 0),
-            prefill=parameters.decoder_input_details,
-        ),
-        num_sequences=max(parameters.best_of or 1, 1),
-        seed=parameters.seed,
-        stop=(*parameters.stop, *parameters.stop_sequences),
-        constraints=parameters.constraints(),
-        speculation=parameters.speculation_fields(parameters.heads_id),
-        grammar=grammar,
-        cache_salt=parameters.cache_salt,
-        priority=parameters.priority,
-        receipt=parameters.receipt,
-    )
 
 
 class NativeRoutes:
@@ -232,9 +205,9 @@ class NativeRoutes:
         self, request: Request, native: GenerateRequest, timing: Timing, *, streaming: bool
     ) -> PreparedRequest:
         """Raises RouterError."""
-        adapter, grammar = native.check(self._service.config, streaming=streaming)
+        fields = native.to_request(self._service.config, streaming=streaming)
         prompts = LoraxPrompt(self._service, native, self._service.caller(request).identity)
-        return await prepare(self._service, request, _fields(native, adapter, grammar), prompts, timing)
+        return await prepare(self._service, request, fields, prompts, timing)
 
     @staticmethod
     def _shown_text(native: GenerateRequest, whole: Completed) -> str:

@@ -12,7 +12,6 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.proto.params import LogprobParams
 from lorikeet.router.api.collect import Completed, VisibleTokens, collect_all, interleave, read_all
 from lorikeet.router.api.disconnect import ClientWatch
 from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
@@ -20,7 +19,6 @@ from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
     Prompts,
-    RequestFields,
     Timing,
     cancel_all,
     log_fields,
@@ -38,7 +36,7 @@ from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.types import Chunk, FinishReason
-from lorikeet.router.schemas.openai import CommonFields, OpenAIRequest, check_lengths, check_texts
+from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
     None: None,
@@ -62,49 +60,18 @@ class OpenAIPrompts(Prompts):
 
     def max_tokens(self, num_prompt: int) -> int:
         # Scoring a prompt needs a step like any other: its one token is dropped.
-        limit = 1 if self._wanted.only_prompt else self._wanted.common.max_tokens
+        limit = 1 if self._wanted.only_prompt else self._wanted.max_tokens
         return check_lengths(num_prompt, limit, self._service.config)
 
     async def _tokenized(self, text: str, field: str) -> list[int]:
         """The token ids of a prompt that are kept; `field` is the request's field with the text."""
-        tokenizer, config, fields = self._service.tokenizer, self._service.config, self._wanted.common.prompt
+        tokenizer, config, fields = self._service.tokenizer, self._service.config, self._wanted.prompt
         special, limit, caller = fields.add_special_tokens, config.max_input_length, self._caller.identity
         if fields.keeps_last:
             num_kept = fields.most(limit) or limit
             return await tokenizer.encode_tail(text, num_kept, special, caller=caller, field="truncate_prompt_tokens")
         check_texts([text], tokenizer.length, config, field)
         return fields.cut(await tokenizer.encode(text, special, caller=caller), limit)
-
-
-def fields_of(wanted: OpenAIRequest) -> RequestFields:
-    """What a body asks of the model."""
-    common, count = wanted.common, wanted.num_logprobs or 0
-    num_prompt_logprobs, named_ids = common.report.num_prompt_logprobs, common.report.logprob_token_ids
-    return RequestFields(
-        adapter=common.adapter,
-        heads=common.heads,
-        sampling=common.sampling,
-        logprobs=LogprobParams(
-            wanted=True,
-            alternatives=len(named_ids) or count,
-            alternative_ids=named_ids,
-            raw=True,
-            prefill=num_prompt_logprobs is not None or (wanted.echo and wanted.num_logprobs is not None),
-            prefill_alternatives=max(count if wanted.echo else 0, num_prompt_logprobs or 0),
-            prefill_ranks=num_prompt_logprobs is not None,
-        ),
-        num_sequences=wanted.best_of,
-        seed=common.seed,
-        stop=common.stop,
-        include_stop=False,
-        constraints=common.constraints,
-        speculation=common.speculation,
-        grammar=common.grammar,
-        cache_salt=common.cache_salt,
-        priority=common.priority,
-        receipt=common.receipt,
-        is_probe=wanted.only_prompt,
-    )
 
 
 class OpenAIRoute(ABC, Generic[Wanted]):
@@ -154,9 +121,9 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         service = self._service
         timing = Timing(now())
         wanted = self._read(await service.body(request), service.caller(request))
-        stream = wanted.common.stream
+        stream = wanted.stream
         async with ClientWatch(request.receive):
-            caller = self._named(request, wanted.common)
+            caller = self._named(request, wanted)
             prepared = await self._prepare(request, wanted, self._prompts(wanted, caller), timing)
             prompts, generations = prepared.prompts, prepared.generations
             conversation = prompts[0].conversation
@@ -207,28 +174,28 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         reasoning = [sequence.message.reasoning for sequence in sequences]
         num_reasoning = await count_reasoning(self._service.tokenizer, reasoning, generations)
         counts = usage(wanted, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
-        frame = self._envelope(self.object_name, wanted.common)
+        frame = self._envelope(self.object_name, wanted)
         whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
         whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
         return whole | metrics(generations) | repeated(wanted)
 
-    def _named(self, request: Request, common: CommonFields) -> Caller:
+    def _named(self, request: Request, wanted: Wanted) -> Caller:
         """The caller, with the body's `request_id` where the header has none."""
         caller = self._service.caller(request)
-        if common.request_id is None or "x-request-id" in request.headers:
+        if wanted.request_id is None or "x-request-id" in request.headers:
             return caller
-        request.state.request_id = common.request_id
-        structlog.contextvars.bind_contextvars(request_id=common.request_id)
-        request.state.caller = replace(caller, request_id=common.request_id)
+        request.state.request_id = wanted.request_id
+        structlog.contextvars.bind_contextvars(request_id=wanted.request_id)
+        request.state.caller = replace(caller, request_id=wanted.request_id)
         return self._service.caller(request)
 
     async def _prepare(self, request: Request, wanted: Wanted, prompts: Prompts, timing: Timing) -> PreparedRequest:
         """Raises RouterError."""
-        return await prepare(self._service, request, fields_of(wanted), prompts, timing)
+        return await prepare(self._service, request, wanted.fields, prompts, timing)
 
     def _prompt_logprobs_of(self, wanted: Wanted, whole: Completed) -> dict[str, Any]:
         """vLLM's `prompt_logprobs`, where asked for: the likeliest tokens and the prompt's own at each position."""
-        count = wanted.common.report.num_prompt_logprobs
+        count = wanted.report.num_prompt_logprobs
         if count is None:
             return {}
         alternatives = whole.prefill_alternatives or [[] for _ in whole.prefill]
@@ -250,13 +217,13 @@ class OpenAIRoute(ABC, Generic[Wanted]):
             return {}
         return {"receipt": await self._service.receipts.of(generations[0])}
 
-    def _envelope(self, kind: str, common: CommonFields) -> Envelope:
+    def _envelope(self, kind: str, wanted: OpenAIRequest) -> Envelope:
         info = self._service.dispatcher.info
         fingerprint = "unknown"
         if info is not None:
             fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
-        model = common.adapter.name or self._service.config.model_name
-        identity = f"{self.id_prefix}{common.request_id or secrets.token_hex(16)}"
+        model = wanted.fields.adapter.name or self._service.config.model_name
+        identity = f"{self.id_prefix}{wanted.request_id or secrets.token_hex(16)}"
         return Envelope(identity, kind, int(time.time()), model, fingerprint)
 
     def _choices(self, wanted: Wanted, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
@@ -264,8 +231,8 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         choices = []
         for index, prompt in enumerate(prompts):
             group = sequences[index * wanted.best_of : (index + 1) * wanted.best_of]
-            if wanted.best_of > wanted.common.num_choices:
-                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: wanted.common.num_choices]
+            if wanted.best_of > wanted.num_choices:
+                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: wanted.num_choices]
             choices += [self._choice(wanted, prompt, sequence) for sequence in group]
         for index, choice in enumerate(choices):
             choice["index"] = index
@@ -279,13 +246,13 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         generations: list[Generation],
         readers: list[Reader],
     ) -> AsyncGenerator[bytes, None]:
-        frame = self._envelope(self.chunk_name, wanted.common)
+        frame = self._envelope(self.chunk_name, wanted)
         echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
         visible = [VisibleTokens(text) for text in echoed]
-        if wanted.common.report.token_ids:
+        if wanted.report.token_ids:
             for index, each in enumerate(visible):
                 each.prompt_ids = prompts[index // wanted.best_of].ids
-        report, num_generated, reasoning = wanted.common.report, 0, [""] * len(generations)
+        report, num_generated, reasoning = wanted.report, 0, [""] * len(generations)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
 
         def shared() -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ResponsesRoute(DialectRoute):
         return {"object": "response.input_tokens"}
 
     def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
-        frame = self._envelope("response", wanted.common)
+        frame = self._envelope("response", wanted)
         whole = {"id": frame.id, "object": "response", "created_at": frame.created, "model": frame.model}
         return ResponseWriter(whole | wanted.shown)
 
