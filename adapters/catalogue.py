@@ -23,6 +23,7 @@ import yaml
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.proto.numbers import is_number
+from lorikeet.proto.params import NUMBERS
 
 T = TypeVar("T")
 
@@ -284,7 +285,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_NUMBERS = tuple(name for name in NUMBERS if name != "top_k")
 _INTEGERS = ("top_k", "max_new_tokens", "seed", "truncate", "speculative_tokens")
 _TEXTS = (
     *("speculative_method", "speculative_schedule", "speculative_verification", "speculative_verify"),

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
 from lorikeet.proto import digest
+from lorikeet.proto.params import NUMBERS
 
 FORMAT = 1
 BASE = "__base_model__"
@@ -23,7 +24,11 @@ _SAMPLING = (
 )
 """Parameters that are fields of a request on every route, with the same names."""
 
-_LATER = ("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
+_FIRST_NUMBERS = (*_SAMPLING, "temperature", "top_k", "typical_p")
+_LATER = (
+    *("min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
+    *(name for name in NUMBERS if name not in _FIRST_NUMBERS),
+)
 """Fields that are absent from receipts of version 0.1, and from requests that do not set them."""
 _STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The field of `structured_outputs` for each kind of grammar."""

@@ -14,7 +14,7 @@ import structlog
 
 from lorikeet.proto import digest
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import Speculation
+from lorikeet.proto.params import NUMBERS, Speculation
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import GenerationFailed, UnsupportedField
@@ -136,14 +136,7 @@ def _parameters(request: GenerationRequest, info: pb.ShardInfo) -> dict[str, Any
         "stop": request.stop_strings,
         "ignore_eos": request.ignore_eos,
         "do_sample": sampling.do_sample,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
+        **{name: getattr(sampling, name) for name in NUMBERS},
         "logit_bias": sampling.logit_bias,
         "min_tokens": sampling.min_tokens,
         "stop_token_ids": request.stop_token_ids,

@@ -3,12 +3,13 @@
 Rules on lengths need the tokenized prompt: they are in `check_lengths`.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.proto.params import MAX_ALTERNATIVES, LogprobParams, SamplingParams
+from lorikeet.proto.params import FILTERS, MAX_ALTERNATIVES, LogprobParams, SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields, without
@@ -30,7 +31,7 @@ from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
 
 _NOTHING: tuple[Any, ...] = ("", [], {}, False)
-_FIELDS_OF_SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p", "typical_p"))
+_FIELDS_OF_SAMPLING = frozenset(("temperature", *FILTERS))
 _OPENAI_ONLY = "is applied by /v1/completions and /v1/chat/completions"
 _MORE_THAN_TEXT = ("details", "decoder_input_details", "receipt", "stream")
 _TEXT_ONLY = "is not supported by this route, whose answer is only a text"
@@ -86,10 +87,9 @@ class ParameterGroup(PromptOnlyGroup, GenerationGroup):
 
     def sampling(self) -> SamplingParams:
         """A temperature of 1 alone does not sample, and one of 0 never does."""
-        warps = (
-            self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
-        )
-        return self.sampled(do_sample=self.do_sample or warps, watermark=self.watermark)
+        params = self.sampled(do_sample=True, watermark=self.watermark)
+        warps = self.temperature != 1.0 or params.has_filters
+        return replace(params, do_sample=params.do_sample and (self.do_sample or warps))
 
 
 class GenerateParameters(ReportGroup, ParameterGroup):
