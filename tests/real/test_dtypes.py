@@ -1,6 +1,5 @@
 """Real models in every number format: the log likelihood of a text next to transformers in float32, greedy texts."""
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.system import comparison
 from tests.real import likelihood, models
-from tests.shard.engine.exactness import NEW_TOKENS, TIE, through_engine
+from tests.real.results import record
+from tests.shard.engine.exactness import TIE, through_engine
 
 pytestmark = pytest.mark.real
 
@@ -19,37 +19,30 @@ MOST = 0.01
 """Nats per token that a number format may cost."""
 NUM_PROMPTS = 40
 NUM_LOGITS = 64
+NUM_NEW = 12
+"""Tokens of each greedy text."""
+WINDOW = 512
+"""Of Gemma 3's attention."""
 BY_NAME = pytest.mark.parametrize("name", models.FILES)
-
-
-@cache
-def reference(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and the negative log likelihood of each but the first by transformers in float32."""
-    folder = models.folder(name, "float32")
-    ids = likelihood.token_ids(folder)
-    return ids, likelihood.of_network(models.network(folder, "float32"), ids)
 
 
 @BY_NAME
 def test_every_token_is_as_likely_as_in_transformers(name: str) -> None:
     """In float32, also where the text is longer than Gemma's sliding window."""
-    ids, expected = reference(name)
-    actual = likelihood.of_model(models.folder(name, "float32"), ids, "float32", max_total_tokens=len(ids))
-    assert len(ids) > 4 * 512
-    assert float((actual - expected).abs().max()) <= 1e-3
+    served = likelihood.of_served(name, models.folder(name, "float32"), "float32")
+    assert len(likelihood.ids_of(name)) == 2 * WINDOW
+    assert float((served.tokens - likelihood.reference(name)).abs().max()) <= 1e-3
+    if name == "smollm2":
+        record("float32", "float32", served, float(likelihood.reference(name).mean()))
 
 
-@BY_NAME
-def test_bfloat16_costs_little(name: str) -> None:
-    ids, expected = reference(name)
-    actual = likelihood.of_model(models.folder(name, "float32"), ids, "bfloat16", max_total_tokens=len(ids))
-    assert float(actual.mean()) <= float(expected.mean()) + MOST
-
-
-def test_float16_costs_little() -> None:
-    ids, expected = reference("smollm2")
-    actual = likelihood.of_model(models.folder("smollm2", "float32"), ids, "float16", max_total_tokens=len(ids))
-    assert float(actual.mean()) <= float(expected.mean()) + MOST
+@pytest.mark.parametrize(("name", "dtype"), [("smollm2", "bfloat16"), ("gemma3", "bfloat16"), ("smollm2", "float16")])
+def test_sixteen_bits_cost_little(name: str, dtype: str) -> None:
+    expected = float(likelihood.reference(name).mean())
+    served = likelihood.of_served(name, models.folder(name, "float32"), dtype)
+    assert served.mean <= expected + MOST
+    if name == "smollm2":
+        record(dtype, dtype, served, expected)
 
 
 def test_float16_is_refused_where_activations_overflow() -> None:
@@ -69,7 +62,7 @@ def logits_of(folder: Path, ids: torch.Tensor, dtype: str, fusions: str) -> torc
 def test_fused_modules_are_as_near_to_float32_as_plain_ones(name: str) -> None:
     """In every column of logits."""
     folder = models.folder(name, "float32")
-    ids = reference(name)[0][:NUM_LOGITS]
+    ids = likelihood.ids_of(name)[:NUM_LOGITS]
     exact = logits_of(folder, ids, "float32", "none")
     plain, fused = (
         comparison.channel_sizes(logits_of(folder, ids, "bfloat16", fusions) - exact) for fusions in ("none", "auto")
@@ -80,17 +73,17 @@ def test_fused_modules_are_as_near_to_float32_as_plain_ones(name: str) -> None:
 
 @BY_NAME
 def test_greedy_texts_are_those_of_transformers(name: str) -> None:
-    folder = models.folder(name, "float32")
-    ids = likelihood.token_ids(folder).tolist()
-    prompts = [ids[50 * index : 50 * index + 8 + index] for index in range(NUM_PROMPTS)]
+    """The first prompt is longer than Gemma's sliding window."""
+    folder, ids = models.folder(name, "float32"), likelihood.ids_of(name).tolist()
+    prompts = [ids[: WINDOW + 60], *(ids[20 * index : 20 * index + 2 + index] for index in range(1, NUM_PROMPTS))]
     config = ShardConfig(
-        "m", str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=128, num_pages=8 * NUM_PROMPTS
+        "m", str(folder), "unix:/dev/null", dtype="float32", max_total_tokens=2 * WINDOW, num_pages=8 * NUM_PROMPTS
     )
-    texts = through_engine(config, prompts).texts
+    texts = through_engine(config, prompts, num_new=NUM_NEW).texts
     network = models.network(folder, "float32")
     for prompt, text in zip(prompts, texts, strict=True):
-        assert len(text) == NEW_TOKENS
+        assert len(text) == NUM_NEW
         with torch.inference_mode():  # each token of the text must be the likeliest after those before it
-            logits = network(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+            logits = network(torch.tensor([prompt + text]), logits_to_keep=NUM_NEW + 1).logits[0, :-1]
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         assert float((logits.amax(1) - chosen).max()) < TIE

