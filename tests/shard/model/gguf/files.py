@@ -18,6 +18,14 @@ HALVES = {
     "Q2_0": (0,),
 }  # fmt: skip
 """Where a block has numbers in half precision."""
+SPREADS = {
+    "Q8_K": 0.0024, "Q2_K": 0.0083, "Q3_K": 0.0046, "Q4_K": 0.00055, "Q5_K": 0.00023, "Q6_K": 0.0001, "IQ1_S": 0.021,
+    "IQ1_M": 0.021, "IQ2_XXS": 0.0032, "IQ2_XS": 0.0029, "IQ2_S": 0.003, "IQ3_XXS": 0.0012, "IQ3_S": 0.0015,
+    "IQ4_NL": 0.0024, "IQ4_XS": 0.00012, "Q1_0": 0.17, "Q2_0": 0.13,
+}  # fmt: skip
+"""Spreads of drawn scales with which weights have the size of a small model's, 0.16: with larger ones attention is at
+one position alone, or between two by chance, and smaller ones change nothing.
+"""
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
 """Types that the package writes. Bytes of others are drawn."""
 
@@ -96,7 +104,7 @@ def write_model(
         if wanted in WRITTEN:
             data = gguf.quants.quantize(weight.float().numpy(), of_kind)
         else:
-            data = random_rows(wanted, len(weight), weight.shape[1], seed=index, spread=0.003)
+            data = random_rows(wanted, len(weight), weight.shape[1], seed=index, spread=SPREADS.get(wanted, 0.003))
         writer.add_tensor(stored, data, raw_dtype=of_kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values.numpy())
