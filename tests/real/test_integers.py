@@ -46,7 +46,7 @@ def test_int4_is_as_good_as_blocks_of_as_many_bits(name: str, method: str, kind:
     blocks = mean_of_blocks(name, kind)
     assert rounded.mean <= blocks + most, (blocks, rounded.mean)
     if name == "smollm2":
-        groups = "32" if method == "int4-g32" else "128 where rows allow, else 32"
+        groups = "32" if method == "int4-g32" else "128, of 32 in rows of fewer than 2 048"
         computed = f"4 bits, groups of {groups}, head in 8 bits, {ACTIVATIONS}"
         record(f"`{method}`", computed, rounded, float(likelihood.reference(name).mean()))
 

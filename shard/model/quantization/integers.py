@@ -19,6 +19,8 @@ from lorikeet.shard.system import gpu
 
 GROUPS = (128, 32)
 """Weights of a row that may share a scale."""
+LEAST_ROW = 2048
+"""Weights of a row from which on groups may be larger than 32: small models lose more by them, and gain less memory."""
 LEAST_OUTPUTS = 16
 """Layers with fewer stay as they are: they decide, and cost nothing."""
 WEIGHTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -36,7 +38,11 @@ class Rounding(NamedTuple):
     rounds_activations: bool
     """Else activations keep their dtype; on CPU each product converts the weight to it first."""
     group: int = GROUPS[-1]
-    """Weights of a row that share a scale: the largest of GROUPS up to this one that divides the row."""
+    """Weights of a long row that share a scale: the largest of GROUPS up to this one that divides the row."""
+
+    def round(self, weight: torch.Tensor) -> IntegerWeight:
+        """weight: [out, in]. Raises ValueError as `round_weight` does."""
+        return round_weight(weight, self.bits, self.group if weight.shape[1] >= LEAST_ROW else GROUPS[-1])
 
 
 class IntegerLinear(nn.Module):
@@ -236,7 +242,7 @@ def rounding_of(network: nn.Module) -> Rounding | None:
 def pack_rounded(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> IntegerMatrix:
     """weight: [out, in], of the activations' dtype; bias: [out]. Raises ValueError as `round_weight` does."""
     bias = None if bias is None else bias.clone()
-    rounded = round_weight(weight, rounding.bits, rounding.group)
+    rounded = rounding.round(weight)
     matrix = IntegerMatrix(IntegerLinear(rounded, bias, rounding.rounds_activations, weight.dtype), weight.dtype)
     matrix.copy_from_mmap()
     return matrix
@@ -250,14 +256,14 @@ def _rounded(module: nn.Linear | Conv1D, rounding: Rounding, device: torch.devic
     weight = module.weight.detach().to(device)
     weight = weight if isinstance(module, nn.Linear) else weight.t()  # Conv1D keeps its weight as [in, out]
     bias = None if module.bias is None else module.bias.detach().clone()
-    rounded = round_weight(weight, rounding.bits, rounding.group)
+    rounded = rounding.round(weight)
     return IntegerLinear(rounded, bias, rounding.rounds_activations, weight.dtype)
 
 
 def round_weight(weight: torch.Tensor, bits: int, group: int = GROUPS[-1]) -> IntegerWeight:
-    """weight: [out, in]; `group`: as in Rounding. Rows of 8 bits that have no groups have one scale and no minimum, and
-    all rows on devices, where the scale follows the sum. Raises ValueError for values that are not finite, and for rows
-    of 4 bits that have no groups.
+    """weight: [out, in]; `group`: as in Rounding, of rows of any length. Rows of 8 bits that have no groups have one
+    scale and no minimum, and all rows on devices, where the scale follows the sum. Raises ValueError for values that
+    are not finite, and for rows of 4 bits that have no groups.
     """
     num_in = weight.shape[1]
     size = next((own for own in GROUPS if own <= group and num_in % own == 0), 0)

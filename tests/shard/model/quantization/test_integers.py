@@ -22,7 +22,8 @@ from lorikeet.shard.model.kernels.integer import IntegerWeight
 from lorikeet.shard.model.layers import PackedLinear, quantized_matrices
 from lorikeet.shard.model.loader import load_network, read_config
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts
-from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, round_weight
+from lorikeet.shard.model.quantization import integers
+from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix, Rounding, round_weight
 from lorikeet.shard.model.quantization.layers import check_batch_invariance
 from tests import tiny
 from tests.shard.engine.exactness import NEW_TOKENS, compare, drive, prompts_of
@@ -35,6 +36,12 @@ SIZES: dict[str, dict[str, int]] = {
     "llama": {"intermediate_size": 128},
     "mixtral": {"intermediate_size": 128},
 }
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int4 has groups of 128 in short rows too."""
+    monkeypatch.setattr(integers, "LEAST_ROW", 0)
 
 
 def sample(cases: list[tuple[str, ...]], *kept: tuple[str, ...]) -> list[Any]:
@@ -252,6 +259,12 @@ def test_four_bits_are_nearer_than_between_the_extremes(group: int) -> None:
     assert rounded.group == group and rounded.values.max() == 15
     error = (rounded.dense().reshape(-1, group) - parts).square().sum(1)
     assert (error <= plain * 1.0001).all() and error.div(plain).mean() < 0.9
+
+
+def test_short_rows_have_groups_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes = {num_in: Rounding(4, True, 128).round(torch.randn(2, num_in)).group for num_in in (2048, 2080, 1920, 256)}
+    assert sizes == {2048: 128, 2080: 32, 1920: 32, 256: 32}
 
 
 def test_the_largest_group_that_divides_a_row() -> None:
