@@ -100,7 +100,9 @@ def bytes_of(model: Model) -> int:
         if id(held) in seen:
             continue
         seen.add(id(held))
-        if isinstance(held, torch.Tensor):
+        if hasattr(held, "__tensor_flatten__"):  # of several tensors, as torchao's
+            waiting += [getattr(held, name) for name in held.__tensor_flatten__()[0]]
+        elif isinstance(held, torch.Tensor):
             sizes[held.data_ptr()] = max(held.nbytes, sizes.get(held.data_ptr(), 0))
         elif isinstance(held, dict):
             waiting += held.values()

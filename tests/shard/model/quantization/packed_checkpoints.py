@@ -72,7 +72,7 @@ def nearest(weight: torch.Tensor) -> Packed:
     scales = ((high - low) / 15).clamp(min=1e-6).half()
     zeros = (-low / scales.float()).round().clamp(1, 15)
     codes = (grouped / scales.float()[:, None] + zeros[:, None]).round().clamp(0, 15)
-    return codes.flatten(0, 1).long(), zeros.long(), scales
+    return codes.flatten(0, 1).long().contiguous(), zeros.long().contiguous(), scales.contiguous()
 
 
 def _gptq(
