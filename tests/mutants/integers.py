@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant(
         "all parts of a stored weight are packed over the first",
         "shard/model/kernels/integer.py",
-        "            start += len(values)\n",
-        "",
+        "packed = self.packed[start * words * 2 :]",
+        "packed = self.packed",
         f"{GGUF}/test_blocks.py::test_a_weight_in_parts_is_packed_as_a_whole",
     ),
     Mutant(
