@@ -148,7 +148,7 @@ MUTANTS = [
     ),
     Mutant(
         "only the arrays of the last call are copied of a padded step",
-        "shard/batch/upload.py",
+        "shard/batch/transfer.py",
         "self._placed += placed",
         "self._placed = placed",
         "tests/shard/batch/test_inputs.py::test_arrays_are_copied_once_all_are_known",
@@ -204,7 +204,7 @@ MUTANTS = [
     ),
     Mutant(
         "a draft token of a head is computed from the wrong row",
-        "shard/batch/head_groups.py",
+        "shard/batch/row_groups.py",
         "sources = rows[owners][order]",
         "sources = rows[owners]",
         "tests/shard/batch/test_head_groups.py::test_every_draft_token_is_in_one_task[distinct-80]",

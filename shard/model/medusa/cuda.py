@@ -1,6 +1,6 @@
 """Medusa heads of a model on CUDA: the table of each slot's addresses for each head, and the launches of a step.
 
-triton.py has the arithmetic, shard/batch/head_groups.py the draft rows of a step.
+triton.py has the arithmetic, shard/batch/row_groups.py the draft rows of a step.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lorikeet.shard.batch.head_groups import HeadGroups
 from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.row_groups import HeadGroups
 from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.medusa.heads import SlotHeads

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lorikeet.shard.batch.head_groups import HeadGroups, as_array
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
-from lorikeet.shard.batch.row_groups import TASK_ROWS, RowGroups, group
-from lorikeet.shard.batch.upload import Upload
+from lorikeet.shard.batch.row_groups import TASK_ROWS, HeadGroups, RowGroups, as_array, group
+from lorikeet.shard.batch.transfer import Upload
 from tests.shard.padded import Always
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ import torch
 from lorikeet.shard.batch.device_tokens import DeviceTokens
 from lorikeet.shard.batch.inputs import Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
-from lorikeet.shard.batch.transfer import ALIGNED
-from lorikeet.shard.batch.upload import DeviceArrays, Upload
+from lorikeet.shard.batch.transfer import ALIGNED, DeviceArrays, Upload
 from tests.shard.padded import Always
 
 CPU = torch.device("cpu")

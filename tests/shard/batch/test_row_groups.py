@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lorikeet.shard.batch.row_groups import RowGroups
-from lorikeet.shard.batch.upload import Upload
+from lorikeet.shard.batch.transfer import Upload
 
 
 def test_every_row_has_its_slot_and_rows_that_are_not_there_none() -> None:
