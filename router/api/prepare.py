@@ -17,6 +17,7 @@ from starlette.requests import Request
 from lorikeet.proto.params import (
     MAX_BAD_WORD_TOKENS,
     Grammar,
+    SamplingParams,
     Speculation,
 )
 from lorikeet.router.api.service import Service
@@ -106,7 +107,6 @@ async def prepare(
     check_receipt(fields.receipt, speculation, len(tokenized) * fields.num_sequences)
     shared = await _resolved(service, fields, caller, adapter, speculation)
     shared, left_out = await _with_grammar(service, shared, fields, tokenized[0].conversation)
-    shared = await _constrained(service, shared, fields)
     requests = _sequences(service, shared, fields, tokenized, max_tokens)
     timing.validated_at = now()
     service.metrics.request_validated(timing.validated_at - timing.arrived_at)
@@ -139,13 +139,19 @@ async def _resolved(
     service: Service, fields: RequestFields, caller: Caller, adapter: Adapter | None, speculation: Speculation
 ) -> GenerationRequest:
     """What all sequences of a request have in common; prompts, lengths and seeds are their own."""
+    constraints = fields.constraints
     return GenerationRequest(
         prompt_ids=[],
         max_new_tokens=0,
-        sampling=fields.sampling,
+        sampling=await _sampling(service, fields, caller.identity),
         logprobs=fields.logprobs,
         stop_strings=fields.stop,
-        include_stop=fields.include_stop,
+        include_stop=fields.include_stop if constraints.include_stop is None else constraints.include_stop,
+        include_stop_token=bool(constraints.include_stop),
+        ignore_eos=constraints.ignore_eos,
+        stop_token_ids=constraints.stop_token_ids,
+        bad_words=constraints.bad_words,
+        skip_special_tokens=constraints.skip_special_tokens,
         caller=caller.identity,
         cache_salt=caller.cache_salt(fields.cache_salt),
         tenant=_tenant(service, fields, caller, speculation),
@@ -237,22 +243,23 @@ def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
         raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
 
 
-async def _constrained(service: Service, request: GenerationRequest, fields: RequestFields) -> GenerationRequest:
-    """With what the client asks for of the output's tokens and of its end. Raises ValidationError."""
+async def _sampling(service: Service, fields: RequestFields, caller: str) -> SamplingParams:
+    """With what the client asks for of the output's tokens. Raises ValidationError."""
     wanted, tokenizer = fields.constraints, service.tokenizer
-    check_ids(service, request.logprobs.alternative_ids, "logprob_token_ids")
+    check_ids(service, fields.logprobs.alternative_ids, "logprob_token_ids")
     check_ids(service, wanted.stop_token_ids, "stop_token_ids")
     check_ids(service, wanted.allowed_token_ids, "allowed_token_ids")
-    check_ids(service, [token_id for token_id, _ in request.sampling.logit_bias], "logit_bias")
-    if wanted.masks is not None:
-        _check_masks(service, wanted.masks)
-    words = await bad_word_ids(tokenizer, wanted.bad_words, request.caller)
+    check_ids(service, [token_id for token_id, _ in fields.sampling.logit_bias], "logit_bias")
+    if wanted.masks is None:
+        return fields.sampling
+    _check_masks(service, wanted.masks)
+    words = await bad_word_ids(tokenizer, wanted.bad_words, caller)
     if any(len(word) > MAX_BAD_WORD_TOKENS for word in words):
         raise ValidationError(f"a word of `bad_words` may have up to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
     # those of the model even if `ignore_eos` is set
     end_ids = tokenizer.eos_ids.union(wanted.stop_token_ids) if wanted.min_tokens else frozenset[int]()
     sampling = replace(
-        request.sampling,
+        fields.sampling,
         allowed_ids=wanted.allowed_token_ids,
         bad_words=words,
         min_tokens=wanted.min_tokens,
@@ -261,16 +268,7 @@ async def _constrained(service: Service, request: GenerationRequest, fields: Req
     if sampling.excludes_all(end_ids):
         names = " and ".join(f"`{name}`" for name in ("bad_words", "min_tokens") if getattr(wanted, name))
         raise ValidationError(f"`allowed_token_ids` leaves no token next to {names}", "allowed_token_ids")
-    return replace(
-        request,
-        sampling=sampling,
-        bad_words=wanted.bad_words,
-        include_stop=request.include_stop if wanted.include_stop is None else wanted.include_stop,
-        include_stop_token=bool(wanted.include_stop),
-        ignore_eos=wanted.ignore_eos,
-        stop_token_ids=wanted.stop_token_ids,
-        skip_special_tokens=wanted.skip_special_tokens,
-    )
+    return sampling
 
 
 def _check_masks(service: Service, field: str) -> None:
@@ -290,19 +288,24 @@ def _sequences(
     """`num_sequences` of each prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
     requests = list[GenerationRequest]()
     for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
-        one_prompt = replace(
-            shared,
-            prompt_ids=prompt.ids,
-            text=prompt.text or (text_of(service, prompt.ids) if service.config.log_texts else ""),
-            max_new_tokens=limit,
-            request_id=f"{shared.request_id}/{index}" if len(prompts) > 1 else shared.request_id,
-        )
-        if one_prompt.pooling is not None and prompt.encoded is not None:
-            pooling = replace(one_prompt.pooling, second_text=prompt.encoded.second_text)
-            one_prompt = replace(one_prompt, pooling=pooling)
+        text = prompt.text or (text_of(service, prompt.ids) if service.config.log_texts else "")
+        request_id = f"{shared.request_id}/{index}" if len(prompts) > 1 else shared.request_id
+        pooling = shared.pooling
+        if pooling is not None and prompt.encoded is not None:
+            pooling = replace(pooling, second_text=prompt.encoded.second_text)
         for number in range(fields.num_sequences):
             seed = random_seed() if fields.seed is None else (fields.seed + number) % 2**64
-            requests.append(one_prompt.with_seed(seed))
+            requests.append(
+                replace(  # once: the class has many fields
+                    shared,
+                    prompt_ids=prompt.ids,
+                    text=text,
+                    max_new_tokens=limit,
+                    request_id=request_id,
+                    pooling=pooling,
+                    sampling=replace(shared.sampling, seed=seed),
+                )
+            )
     return requests
 
 

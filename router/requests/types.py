@@ -1,6 +1,6 @@
 """What an HTTP route asks the dispatcher for, and what it gets back, token by token. Independent of HTTP."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -72,10 +72,6 @@ class GenerationRequest:
     """Whether the answer includes a receipt."""
     is_probe: bool = False
     """Whether its output is discarded: of a health probe, or of a prompt that is only scored."""
-
-    def with_seed(self, seed: int) -> "GenerationRequest":
-        """The same text to generate, drawn with another seed."""
-        return replace(self, sampling=replace(self.sampling, seed=seed))
 
     @property
     def masks(self) -> list[str]:
