@@ -167,11 +167,6 @@ class SamplingParams:
         return bool(self.allowed_ids) and excluded.issuperset(self.allowed_ids)
 
     @property
-    def has_filters(self) -> bool:
-        """Whether unlikely tokens are excluded from sampling."""
-        return any(getattr(self, name) != getattr(_NEUTRAL, name) for name in FILTERS)
-
-    @property
     def is_penalised(self) -> bool:
         """Whether tokens that occurred before have other scores."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0 or self.presence_penalty != 0
@@ -196,8 +191,8 @@ _SAMPLING = _scalars(SamplingParams, pb.Sampling)
 _NEUTRAL = SamplingParams()
 NUMBERS = tuple(name for name in ranges(SamplingParams) if name not in ("min_tokens", "seed"))
 """Sampling parameters that are numbers with the same name in requests, in the defaults of aliases and in receipts."""
-FILTERS = tuple(name for name in NUMBERS if name != "temperature" and not name.endswith("_penalty"))
-"""Those that exclude unlikely tokens, and so have an effect on sampled tokens only."""
+FILTERS = {name: getattr(_NEUTRAL, name) for name in NUMBERS if name != "temperature" and not name.endswith("_penalty")}
+"""Those that exclude unlikely tokens, and so have an effect on sampled tokens only, with their neutral values."""
 
 
 @dataclass(frozen=True)

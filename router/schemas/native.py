@@ -3,7 +3,6 @@
 Rules on lengths need the tokenized prompt: they are in `check_lengths`.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, PlainValidator
@@ -87,9 +86,8 @@ class ParameterGroup(PromptOnlyGroup, GenerationGroup):
 
     def sampling(self) -> SamplingParams:
         """A temperature of 1 alone does not sample, and one of 0 never does."""
-        params = self.sampled(do_sample=True, watermark=self.watermark)
-        warps = self.temperature != 1.0 or params.has_filters
-        return replace(params, do_sample=params.do_sample and (self.do_sample or warps))
+        warps = self.temperature != 1.0 or any(getattr(self, name) != value for name, value in FILTERS.items())
+        return self.sampled(do_sample=self.do_sample or warps, watermark=self.watermark)
 
 
 class GenerateParameters(ReportGroup, ParameterGroup):
