@@ -85,8 +85,10 @@ def _scalars(params: type, message: Any) -> tuple[str, ...]:
 
 
 def _copy(source: object, target: object, names: Iterable[str]) -> None:
+    """Zero, false and an empty text are what a new message has."""
     for name in names:
-        setattr(target, name, getattr(source, name))
+        if value := getattr(source, name):
+            setattr(target, name, value)
 
 
 def _read(message: object, names: Iterable[str]) -> dict[str, Any]:
