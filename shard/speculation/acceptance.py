@@ -88,6 +88,8 @@ class DraftState:
     """Requests in the step in which drafts were found not to pay; with half as many they may."""
     is_expensive: bool = False
     """Whether they would not pay even if all were accepted."""
+    is_tried: bool = False
+    """Whether one draft was verified after a rest, so that the next decision knows what it costs now."""
     num_followers: int = 0
     """Of a group: new requests that had no drafts because it had none."""
 
@@ -104,9 +106,9 @@ class DraftState:
 
     def rest(self, step: int, load: int, is_expensive: bool) -> None:
         """Drafts do not pay in a step with so many requests."""
-        self.width, self.load, self.is_expensive = 0, load, is_expensive
+        self.width, self.load, self.is_expensive, self.is_tried = 0, load, is_expensive, False
         self.idle_until = step + self.retry_after
 
     def wake(self) -> None:
         """Drafts pay."""
-        self.idle_until, self.retry_after = 0, RETRY
+        self.idle_until, self.retry_after, self.is_tried = 0, RETRY, False

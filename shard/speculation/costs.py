@@ -86,6 +86,16 @@ class _Attention:
         means.seconds += (seconds - means.seconds) / means.num_steps
 
 
+class Speed:
+    """The machine's speed. It varies for all steps alike, so that frequent steps show it for rare ones."""
+
+    def __init__(self) -> None:
+        self.slowness = 1.0
+        """Now, without attention, whose slope adapts by itself."""
+        self.beyond: deque[float] = deque(maxlen=NUM_SAMPLES)
+        """Logarithms of measured over expected seconds of the newest steps."""
+
+
 class StepCosts:
     """Seconds by number of tokens, interpolated between measured numbers, plus attention by attended positions. Above
     the largest number the estimate is flat, and below the smallest it falls with the number: what was never measured
@@ -95,13 +105,11 @@ class StepCosts:
     and so measured, in a slow minute would look worse than those last measured in a fast one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speed: "Speed | None" = None) -> None:
+        """`speed`: of the machine, where several costs share it."""
         self._samples: dict[int, _Samples] = {}
         self._num_observed = 0
-        self._slowness = 1.0
-        """Slowness of the machine now, without attention, whose slope adapts by itself."""
-        self._beyond: deque[float] = deque(maxlen=NUM_SAMPLES)
-        """Logarithms of measured over expected seconds of the newest steps."""
+        self._speed = speed or Speed()
         self._attention = _Attention()
         self._curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float] | None = None
 
@@ -113,15 +121,16 @@ class StepCosts:
         samples = self._samples.setdefault(bucket, _Samples(num_tokens))
         if samples.measured:
             slope = self._attention.slope
-            self._beyond.append(log(seconds / (samples.typical(slope) * self._slowness + slope * num_attended)))
-            beyond = min(max(median(self._beyond), -log(MOST_FOLLOWED)), log(MOST_FOLLOWED))
-            self._slowness *= exp(FOLLOWED * beyond)
+            expected = samples.typical(slope) * self._speed.slowness + slope * num_attended
+            self._speed.beyond.append(log(seconds / expected))
+            beyond = min(max(median(self._speed.beyond), -log(MOST_FOLLOWED)), log(MOST_FOLLOWED))
+            self._speed.slowness *= exp(FOLLOWED * beyond)
         self._attention.observe(num_tokens, num_attended, seconds)
         samples.newest = self._num_observed
         if len(samples.measured) == NUM_SAMPLES and samples.newest < samples.sampled + REPLACED:
             return
         samples.sampled = samples.newest
-        samples.measured.append((seconds, num_attended, self._slowness))
+        samples.measured.append((seconds, num_attended, self._speed.slowness))
         self._curve = None
 
     @property
@@ -133,13 +142,13 @@ class StepCosts:
         """[n] seconds of steps with these numbers of tokens, without attention. Only where `is_known`."""
         numbers, seconds, _ = self._current()
         wanted = np.asarray(nums_tokens, np.float64)
-        return self._slowness * np.interp(wanted, numbers, seconds) * np.minimum(1.0, wanted / numbers[0])
+        return self._speed.slowness * np.interp(wanted, numbers, seconds) * np.minimum(1.0, wanted / numbers[0])
 
     def estimate(self, num_tokens: int, num_attended: int) -> float:
         """Seconds of one step; 0 before any step was recorded."""
         samples, slope = self._samples.get(_bucket(num_tokens)), self._attention.slope
         if samples is not None and self._is_fresh(samples):  # without the curve, which new samples make obsolete
-            return self._slowness * samples.typical(slope) + slope * num_attended
+            return self._speed.slowness * samples.typical(slope) + slope * num_attended
         return float(self.expected([num_tokens])[0]) + slope * num_attended if self._samples else 0.0
 
     @property

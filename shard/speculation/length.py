@@ -26,7 +26,7 @@ from lorikeet.shard.speculation.acceptance import (
     DraftKind,
     DraftState,
 )
-from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.costs import DraftCosts, Speed, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, kind_of
 from lorikeet.shard.speculation.throughput import Candidates, Load
 
@@ -40,7 +40,8 @@ class DraftLengthController:
     def __init__(self) -> None:
         self.is_used = False
         """Whether any request has had schedule `auto`."""
-        self.plain, self.with_heads, self.with_prompts = StepCosts(), StepCosts(), StepCosts()
+        speed = Speed()
+        self.plain, self.with_heads, self.with_prompts = StepCosts(speed), StepCosts(speed), StepCosts(speed)
         """Costs of steps with newest tokens and drafts only, without and with heads, and of steps with prompts."""
         self.drafting = DraftCosts()
         self._groups: dict[DraftKind, DraftState] = {}
@@ -69,7 +70,7 @@ class DraftLengthController:
             has_rested = self._step >= group.idle_until
             if has_rested or (state is None and group.num_followers % RETRY == 0):
                 del states[kind]
-                self._state(request, kind)
+                self._state(request, kind, 0).idle_until = max(1, self._step)  # as after a rest
                 if has_rested:
                     group.rest(self._step, group.load, group.is_expensive)
         return not self.is_idle(request, kind)
@@ -137,7 +138,7 @@ class DraftLengthController:
     def _state(self, request: Request, kind: DraftKind, width: int = 1) -> DraftState:
         states, group = self._states.setdefault(request, {}), self._group(kind)
         if states.get(kind, group) is group:
-            states[kind] = DraftState(kind, width, retry_after=group.retry_after)
+            states[kind] = DraftState(kind, width)
         return states[kind]
 
     def _group(self, kind: DraftKind) -> DraftState:
@@ -170,17 +171,20 @@ class DraftLengthController:
         return widths
 
     def _rest(self, state: DraftState, load: Load, is_expensive: bool, rests_group: bool) -> int:
-        """The width of a request for which no drafts look best: one after a rest, else 0. rests_group: whether drafts
-        would not pay for a new request either.
+        """The width of a request for which no drafts look best: one after a rest, and 0 if that changes nothing.
+        rests_group: whether drafts would not pay for a new request either.
         """
-        group, is_tried = self._group(state.kind), state.idle_until > 0
-        if is_tried:
+        if state.idle_until and not state.is_tried:
+            state.is_tried = True
+            return 1
+        group = self._group(state.kind)
+        if state.is_tried:
             state.retry_after = min(2 * state.retry_after, RETRY**2)
         state.rest(self._step, load.num_sampled, is_expensive)
         if rests_group:
             group.retry_after = state.retry_after
             group.rest(self._step, load.num_sampled, is_expensive)
-        return int(is_tried)
+        return 0
 
     def _kept_or_best(self, offers: list[Offer], states: list[DraftState], load: Load) -> list[int]:
         """The last decision while nothing changes, else a new one. In steps with prompts, the widths of the last step

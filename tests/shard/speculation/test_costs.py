@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from lorikeet.shard.speculation.costs import StepCosts
+from lorikeet.shard.speculation.costs import Speed, StepCosts
 
 
 def seen(*numbers: int, seconds: float = 1.0) -> StepCosts:
@@ -102,3 +102,18 @@ def test_the_estimate_of_a_step_includes_attention() -> None:
         costs.observe(4, attended, 1.0 + attended / 1000)
     assert costs.estimate(4, 50) == pytest.approx(1.05, rel=0.01)
     assert costs.estimate(4, 500) == pytest.approx(1.5, rel=0.02)
+
+
+def test_steps_of_one_kind_show_that_a_slow_moment_is_over_for_another() -> None:
+    """Else a kind that looked slow, and so is not used any more, would look slow for ever."""
+    speed = Speed()
+    frequent, rare = StepCosts(speed), StepCosts(speed)
+    for _ in range(20):
+        frequent.observe(1, 0, 1.0)
+        rare.observe(1, 0, 1.2)
+    for _ in range(20):
+        rare.observe(1, 0, 2.4)
+    assert rare.expected([1])[0] > 1.8
+    for _ in range(60):
+        frequent.observe(1, 0, 1.0)
+    assert rare.expected([1])[0] < 1.3
