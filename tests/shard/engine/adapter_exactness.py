@@ -20,7 +20,7 @@ from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine
@@ -171,9 +171,9 @@ def oracle(
     return [texts[index] for index in range(len(chosen))]
 
 
-def lay_out(base: Path, store: Path, adapters: Mapping[str, Path]) -> dict[str, str]:
+def lay_out(base: Path, store: Path, adapters: Mapping[str, Path], dtype: str = "float32") -> dict[str, str]:
     """Have the loader's code bring the adapters into the served layout; their digests."""
-    config = LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype="float32")
+    config = LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype=dtype)
     jobs = WorkerJobs(WorkerContext(config))
     try:
         return {
@@ -185,28 +185,36 @@ def lay_out(base: Path, store: Path, adapters: Mapping[str, Path]) -> dict[str, 
 
 def through_engine(config: ShardConfig, prompts: list[list[int]], digests: list[str]) -> list[list[int]]:
     """Greedy text of all requests at once through slots, scheduler, pages and sampling."""
-    inbox, outbox = Inbox(), Outbox()
-    engine = build_engine(config, load_model(config), inbox, outbox)
-    outbox.open(1, wake=lambda: None)
-    inbox.put(StreamOpened(1))
     requests = [
         Request((1, index), list(prompt), len(prompt), NEW_TOKENS, adapter_digest=digest)
         for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
     ]
+    return [output.token_ids for output in outputs_of(config, requests)]
+
+
+def outputs_of(config: ShardConfig, requests: Sequence[Request]) -> list[Output]:
+    """What an engine gives for requests at once, each as one output. Their keys are (1, index)."""
+    inbox, outbox = Inbox(), Outbox()
+    engine = build_engine(config, load_model(config), inbox, outbox)
+    outbox.open(1, wake=lambda: None)
+    inbox.put(StreamOpened(1))
     inbox.put(Commands(1, submits=list(requests)))
-    texts: dict[int, list[int]] = {}
+    outputs: dict[int, Output] = {}
     num_ended = 0
-    while num_ended < len(prompts):
+    while num_ended < len(requests):
         engine.step()
         if not engine.scheduler.running:
             inbox.wait(0.05)
         for output in outbox.take(1).outputs:
             if output.error:
                 raise RuntimeError(output.error)
-            texts.setdefault(output.key[1], []).extend(output.token_ids)
+            if output.key[1] in outputs:
+                outputs[output.key[1]].merge(output)
+            else:
+                outputs[output.key[1]] = output
             num_ended += bool(output.finish_reason)
     engine.scheduler.check()
-    return [texts[index] for index in range(len(prompts))]
+    return [outputs[index] for index in range(len(requests))]
 
 
 def compare(tried: Tried, wanted: list[Text], given: list[list[int]], chosen: Sequence[str], tie: float = TIE) -> None:
