@@ -33,7 +33,7 @@ from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Server
 from lorikeet.shard.model import load_model
-from lorikeet.shard.startup.build import build_engine, describe
+from lorikeet.shard.startup.build import build_engine, describe, pooling_of
 from lorikeet.shard.startup.model_files import ModelFiles
 from tests.real.models import CACHE, folder, made, packages
 
@@ -166,9 +166,8 @@ def model(name: str) -> Path:
 def serving(path: Path, scratch: Path, **fields: Any) -> Iterator[str]:
     """The URL of a router and a shard of a model's folder, in threads of this process. `fields`: of ShardConfig."""
     address = f"unix:{scratch / 'shard.sock'}"
-    config = ShardConfig(
-        path.name, str(path), address, dtype="float32", max_total_tokens=4096, cpu_memory=256 << 20, threads=1, **fields
-    )
+    common = {"dtype": "float32", "max_total_tokens": 4096, "cpu_memory": 256 << 20, "threads": 1}
+    config = ShardConfig(path.name, str(path), address, **{**common, **fields})
     inbox, outbox = Inbox(), Outbox()
     server = Server(address, inbox, outbox, Access.of(config))
     server.start()
@@ -178,7 +177,12 @@ def serving(path: Path, scratch: Path, **fields: Any) -> Iterator[str]:
     server.ready(describe(config, loaded, engine, ModelFiles(config.model_path)))
     stepping = threading.Thread(target=engine.run, name="engine")
     stepping.start()
-    router = _Router(RouterConfig(model_id=path.name, model_path=str(path), shard_addresses=(address,)))
+    longest = config.max_total_tokens - (pooling_of(loaded) is None)  # a token must follow, unless there is none
+    router = _Router(
+        RouterConfig(
+            path.name, str(path), (address,), max_total_tokens=config.max_total_tokens, max_input_length=longest
+        )
+    )
     try:
         with router as url:
             yield url

@@ -1,7 +1,6 @@
 """Adapters that PEFT trained on a real model, in one batch over each form of its weights, next to PEFT."""
 
 import hashlib
-import shutil
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -42,12 +41,10 @@ NUM_STEPS = 6
 LEARNING_RATE = 2e-3
 NUM_NEW = 16
 """Tokens of each greedy text."""
-LEAST_LEARNED = 0.3
+LEAST_LEARNED = 1.0
 """Nats per token that training gains."""
-MOST = {"bfloat16": 0.01, "gguf": 0.03}
-"""Nats per token between PEFT and what is served, on average over each part: activations are rounded, to 8 bits in
-blocks of 32 with `.gguf`.
-"""
+MOST, MOST_OF_ONE = 0.02, 0.05
+"""Nats per token between PEFT and what is served, on average over all parts and over one."""
 
 
 @cache
@@ -55,9 +52,7 @@ def parts() -> dict[str, list[int]]:
     """What each adapter is trained on; that of the bare base has the name ""."""
     tokenizer: Any = AutoTokenizer.from_pretrained(models.folder(NAME, "float32"))
     ids = tokenizer(likelihood.TEXT.read_text()).input_ids
-    return {
-        name: ids[index * NUM_TOKENS : (index + 1) * NUM_TOKENS] for index, name in enumerate(("", *ADAPTERS))
-    }
+    return {name: ids[index * NUM_TOKENS : (index + 1) * NUM_TOKENS] for index, name in enumerate(("", *ADAPTERS))}
 
 
 @cache
@@ -105,7 +100,7 @@ def likelihoods(logits: dict[str, torch.Tensor]) -> dict[str, float]:
     }
 
 
-def serve(folder: Path, scratch: Path, dtype: str) -> tuple[dict[str, list[int]], dict[str, float]]:
+def serve(folder: Path, scratch: Path, dtype: str, **settings: Any) -> tuple[dict[str, list[int]], dict[str, float]]:
     """All parts in one batch, each under its adapter: greedy texts after them, and mean negative log likelihoods."""
     digests = {"": ""} | lay_out(folder, scratch / "store", trained(), dtype)
     requests = [
@@ -117,7 +112,7 @@ def serve(folder: Path, scratch: Path, dtype: str) -> tuple[dict[str, list[int]]
     ]  # fmt: skip
     config = ShardConfig(
         NAME, str(folder), "unix:/dev/null", dtype=dtype, max_total_tokens=256, num_pages=128, threads=1,
-        adapter_store=str(scratch / "store"), max_active_adapters=len(ADAPTERS), cpu_memory=1 << 30,
+        adapter_store=str(scratch / "store"), max_active_adapters=len(ADAPTERS), cpu_memory=1 << 30, **settings,
     )  # fmt: skip
     texts, means = {}, {}
     for name, output in zip(parts(), outputs_of(config, requests), strict=True):
@@ -140,26 +135,26 @@ def test_greedy_texts_are_those_of_peft(tmp_path: Path) -> None:
     assert means == pytest.approx(likelihoods(logits), abs=1e-4)
 
 
-@cache
-def gguf_folder() -> Path:
-    """The folder that the launcher makes for the model's file."""
-    path = models.CACHE / NAME / "served-with-adapters"
-    shutil.rmtree(path, ignore_errors=True)
-    answer = answer_of(models.gguf_file(NAME), path)
-    assert "error" not in answer, answer
-    return path
+def test_likelihoods_over_the_blocks_of_a_file_are_those_of_peft(tmp_path: Path) -> None:
+    """In float32, with activations that are not rounded."""
+    folder = tmp_path / "served"
+    assert "error" not in answer_of(models.gguf_file(NAME), folder)
+    _, means = serve(folder, tmp_path, "float32", quantize_activations="none")
+    expected = likelihoods(logits_of_peft(models.folder(NAME, "float32"), parts().values()))
+    assert means == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("form", MOST)
+@pytest.mark.parametrize("form", ["bfloat16", "gguf"])
 def test_likelihoods_are_those_of_peft(form: str, tmp_path: Path) -> None:
-    """PEFT computes the same weights: those of the bfloat16 folder, or what the file's blocks hold."""
-    folder, values = (
-        (gguf_folder(), models.folder(NAME, "float32")) if form == "gguf" else (models.folder(NAME, form),) * 2
-    )
+    """PEFT computes the same weights in float32: those of the bfloat16 folder, or what the file's blocks hold."""
+    folder = values = models.folder(NAME, "bfloat16")
+    if form == "gguf":
+        folder, values = tmp_path / "served", models.folder(NAME, "float32")
+        assert "error" not in answer_of(models.gguf_file(NAME), folder)
     _, means = serve(folder, tmp_path, "bfloat16")
     expected = likelihoods(logits_of_peft(values, parts().values()))
     bare = likelihoods(logits_of_peft(values, parts().values(), bare=True))
-    print(form, {name: (round(means[name] - expected[name], 4), round(bare[name] - expected[name], 3)) for name in means})
-    for name, mean in means.items():
-        assert abs(mean - expected[name]) <= MOST[form], name
-        assert not name or bare[name] - expected[name] >= LEAST_LEARNED, name
+    assert min(bare[name] - expected[name] for name in ADAPTERS) >= LEAST_LEARNED
+    differences = {name: means[name] - expected[name] for name in means}
+    assert max(map(abs, differences.values())) <= MOST_OF_ONE, differences
+    assert abs(sum(differences.values())) <= MOST * len(differences), differences
