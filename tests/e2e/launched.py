@@ -17,6 +17,7 @@ from lorikeet.launcher.cli.launching import free_port
 __all__ = ["ROOT", "Launched", "alive", "free_port"]
 
 ROOT = Path(__file__).parents[2]
+TETHER = ROOT / "launcher" / "processes" / "tether.py"
 START_S = 180.0
 END_S = 60.0
 DEFECTS = ("unhandled_exception", "output_parser_failed")
@@ -49,13 +50,8 @@ class Launched:
         self._process = subprocess.Popen(
             [
                 *under,
-                sys.executable,
-                "-m",
-                "lorikeet.launcher",
-                "--hostname",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
+                *(sys.executable, str(TETHER), str(os.getpid())),  # a killed test leaves no server
+                *(sys.executable, "-m", "lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port)),
                 *arguments,
             ],
             env=kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"} | environment,

@@ -92,7 +92,7 @@ def test_receipts_are_of_every_kind_of_request() -> None:
 
 @pytest.mark.parametrize(("again", "said"), [([4, 5, 6, 7], []), ([4, 5], ["different from token 2 on"])])
 def test_replays_with_other_tokens_are_reported(again: list[int], said: list[str]) -> None:
-    given = [receipts.Receipt.read(receipt()) for _ in range(3)]
+    given = [receipts.SavedReceipt.read(receipt()) for _ in range(3)]
     answer = test_client.Scripted(body=json.dumps({"receipt": receipt(output=again)}).encode())
     with test_client.serving(answer) as client:
         found = differences(client, given)

@@ -25,6 +25,7 @@ from lorikeet.shard.grpc import codec as shard_codec
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.system.timing import PhaseTimer
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
@@ -97,14 +98,14 @@ class Shard:
         post = Post()
         post.send = self.say
         self.rig = Rig(self._setup, post)
-        forward = self.rig.model.forward
+        forward = self.rig.engine._forward
 
-        def checked_forward() -> Any:
-            self.begun = [each.request.key[1] for each in self._scheduled()]
+        def checked_forward(scheduled: list[ScheduledRequest], timer: PhaseTimer) -> Any:
+            self.begun = [item.request.key[1] for item in scheduled]
             self._before_step(self, self.begun)
-            return forward()
+            return forward(scheduled, timer)
 
-        self.rig.model.forward = checked_forward  # type: ignore[method-assign]
+        self.rig.engine._forward = checked_forward  # type: ignore[method-assign]
         self.begun, self.reported = [], []
         client, setup = self.link.client, self._setup
         client._outbox.clear()
@@ -159,10 +160,6 @@ class Shard:
             self.stream.on_output(pb.StepOutput.FromString(message.SerializeToString()))
         self.rig.outbox.sent(EPOCH, update)
         self.stream.on_quiet()
-
-    def _scheduled(self) -> list[ScheduledRequest]:
-        assert self.rig is not None
-        return self.rig.engine._launched[-1].scheduled
 
 
 class Unwired:

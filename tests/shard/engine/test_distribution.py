@@ -20,7 +20,7 @@ from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
-from lorikeet.shard.speculation.draft_network import Drafter
+from lorikeet.shard.speculation.draft_network import DraftNetwork
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.sampling import oracle
 from tests.shard.sampling.drawing import params
@@ -124,7 +124,7 @@ def run(requests: list[Request], running: Running) -> int:
     inbox, outbox = Inbox(), Outbox()
     sampler = Sampler(V, MAX_RUNNING, torch.device("cpu"))
     config = LoopConfig(running.commit_lag, max_waiting=MAX_RUNNING)
-    drafter = Drafter(MarkovModel(running.num_pages, DRAFT_LOGITS), sampler, V, V)
+    drafter = DraftNetwork(MarkovModel(running.num_pages, DRAFT_LOGITS), sampler, V, V)
     engine = Engine(MarkovModel(running.num_pages), sampler, scheduler, (inbox, outbox), config, drafter)
     outbox.open(EPOCH, wake=lambda: None)
     inbox.put(StreamOpened(EPOCH))
