@@ -26,7 +26,7 @@ from lorikeet.shard.model.quantization.integers import IntegerLinear, Rounding
 log = structlog.get_logger()
 
 EMBEDDING = "token_embd.weight"
-RECENT_BYTES = 8 << 20
+RECENT_BYTES = 2 << 20
 """Rows that are kept after they were read: a matrix that is packed for a check is packed again with others soon."""
 
 

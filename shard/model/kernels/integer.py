@@ -52,6 +52,8 @@ ROWS_OF_A_PART = 64
 """Parts of a weight have a multiple of so many rows: whole panels of any processor."""
 PART_ELEMENTS = 1 << 20
 """Most elements of a weight that are converted at once, if its rows are not longer."""
+NORM_ELEMENTS = 1 << 17
+"""Elements of a weight whose squares are summed at once."""
 MOST_AT_ONCE = 4
 """Parts that are packed at once, each by one thread: each takes memory."""
 MIDDLE = 8
@@ -133,8 +135,11 @@ class IntegerWeight:
         return sum(each.nbytes for each in (self.values, self.scales, self.minimums) if each is not None)
 
     def squared_norms(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out] float32: of the rows in a number format."""
-        return self.dense().to(dtype).float().square_().sum(1)
+        """[out] float32: of the rows in a number format. A few rows at a time: each takes 16 bytes per element."""
+        num_rows = max(1, NORM_ELEMENTS // self.shape[1])
+        starts = range(0, self.shape[0], num_rows)
+        parts = (self.read(start, start + num_rows) for start in starts)
+        return torch.cat([part.dense().to(dtype).float().square_().sum(1) for part in parts])
 
     def dense(self) -> torch.Tensor:
         """[out, in] float32."""
