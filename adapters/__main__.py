@@ -12,8 +12,7 @@ import structlog
 from lorikeet.adapters.loader import server
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs
-from lorikeet.proto.child import end_with_parent
-from lorikeet.proto.process import report_failure
+from lorikeet.proto.process import end_with_parent, report_failure
 
 log = structlog.get_logger()
 

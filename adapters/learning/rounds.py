@@ -34,7 +34,7 @@ from lorikeet.adapters.medusa.hidden import labels_of
 from lorikeet.adapters.medusa.model import MedusaHeads
 from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe
 from lorikeet.adapters.store import Store
-from lorikeet.proto.base_files import base_key
+from lorikeet.proto.digest import base_key
 from lorikeet.proto.learning import Job, Trained, TrainerSettings
 
 log = structlog.get_logger()

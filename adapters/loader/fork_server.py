@@ -14,7 +14,7 @@ from typing import Any
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.workers import NICENESS
 from lorikeet.proto import logs
-from lorikeet.proto.child import answer, end_with_parent, lower_priority, serve_forks
+from lorikeet.proto.process import answer, end_with_parent, lower_priority, serve_forks
 
 
 def main() -> None:

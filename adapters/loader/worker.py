@@ -30,8 +30,8 @@ from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
 from lorikeet.adapters.validation import AdapterValidator, read_headers
-from lorikeet.proto.base_files import base_hash, weights_hash
-from lorikeet.proto.child import limited_memory
+from lorikeet.proto.digest import base_hash, weights_hash
+from lorikeet.proto.process import limited_memory
 
 log = structlog.get_logger()
 

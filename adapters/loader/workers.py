@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
-from lorikeet.proto import child
-from lorikeet.proto.child import Forked, ProcessEnded
+from lorikeet.proto import process
+from lorikeet.proto.process import Forked, ProcessEnded
 
 MAX_LINE_BYTES = 4 << 20
 NICENESS = 9
@@ -72,7 +72,7 @@ class Worker(Forked):
 
     def raise_priority(self) -> bool:
         """To normal, even in the middle of a job; whether the system permits that."""
-        if self._steps_back and child.raise_priority(self._pid):
+        if self._steps_back and process.raise_priority(self._pid):
             self._steps_back = False
         return not self._steps_back
 
@@ -80,7 +80,7 @@ class Worker(Forked):
         """Below that of all other processes, after a job."""
         if not self._steps_back:
             with contextlib.suppress(OSError):
-                child.lower_priority(NICENESS, self._pid)
+                process.lower_priority(NICENESS, self._pid)
                 self._steps_back = True
 
     async def end(self) -> None:
@@ -92,7 +92,7 @@ class Worker(Forked):
             await self.status()
 
 
-class ForkServer(child.ForkServer):
+class ForkServer(process.ForkServer):
     """The process that forks workers."""
 
     def __init__(self, config_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import structlog
 
-from lorikeet.proto.child import LineProcess, ProcessEnded, limited_environment, python
+from lorikeet.proto.process import LineProcess, ProcessEnded, limited_environment, python
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from lorikeet.proto.child import Forked, ForkServer, ProcessEnded, limited_environment, lower_priority
+from lorikeet.proto.process import Forked, ForkServer, ProcessEnded, limited_environment, lower_priority
 from lorikeet.router.text.grammar_process import MAX_ANSWER_BYTES
 
 _STARTING_S = 60.0

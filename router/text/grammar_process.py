@@ -1,7 +1,7 @@
 """Checks grammars in processes that can be killed, because llguidance's own limits do not bound all of its work.
 
 `python -m lorikeet.router.text.grammar_process FD FOLDER` reads the model's tokenizer once and has one thread, so that
-it can fork (`lorikeet.proto.child`). A forked process answers each line of JSON with another. The check is what the
+it can fork (`lorikeet.proto.process`). A forked process answers each line of JSON with another. The check is what the
 shard does: it compiles the grammar and computes the first mask.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.proto.child import answer as send
-from lorikeet.proto.child import end_with_parent, serve_forks
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
+from lorikeet.proto.process import answer as send
+from lorikeet.proto.process import end_with_parent, serve_forks
 from lorikeet.router.text.json_schemas import enforced
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}

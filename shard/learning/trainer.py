@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from lorikeet.proto.child import python
 from lorikeet.proto.learning import Job, Trained, TrainerSettings, read_trained, write_line
+from lorikeet.proto.process import python
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lorikeet.proto.child import start_connected
+from lorikeet.proto.process import start_connected
 from lorikeet.shard.batch.inputs import RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.config import ShardConfig

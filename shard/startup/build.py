@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.base_files import base_key
+from lorikeet.proto.digest import base_key
 from lorikeet.proto.grammars import read_grammar_tokenizer
 from lorikeet.proto.learning import RowsLayout, TrainerSettings
 from lorikeet.proto.pooling import TOKEN_CLASSIFY

@@ -23,7 +23,7 @@ from lorikeet.adapters.formats import weights as weight_files
 from lorikeet.adapters.formats.base_values import BaseValues
 from lorikeet.adapters.formats.peft_plans import PlannedReader
 from lorikeet.adapters.formats.skeleton import Skeleton
-from lorikeet.proto.base_files import base_hash, weights_hash
+from lorikeet.proto.digest import base_hash, weights_hash
 
 LIMIT = 1 << 30
 ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "replace"})

@@ -128,7 +128,6 @@ def _is_ready(url: str) -> bool:
 
 
 @pytest.mark.skipif(not SERVER, reason="neither LLAMA_CPP nor PATH has llama.cpp's llama-server")
-@pytest.mark.xfail(reason="29 of 50 are equal: the file's answers have near ties, which round differently", strict=True)
 def test_answers_are_those_of_llama_cpp(url: str) -> None:
     """Their first tokens, for most questions."""
     with llama_server() as other:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from lorikeet.proto.child import LineProcess, ProcessEnded, python
+from lorikeet.proto.process import LineProcess, ProcessEnded, python
 from lorikeet.router.text.templates.chat_template import NO_OPTIONS, TemplateOptions
 
 

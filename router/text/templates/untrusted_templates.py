@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from lorikeet.proto.child import ProcessEnded
+from lorikeet.proto.process import ProcessEnded
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.text.templates.chat_template import Rendered, TemplateOptions
 from lorikeet.router.text.templates.template_process import TemplateProcess, question_of
