@@ -289,7 +289,7 @@ def rates(first: SpeculationCounts | None, after: SpeculationCounts | None) -> d
 def check_latencies(latencies: Sequence[str], planned: Sequence[Planned], max_concurrency: int | None) -> None:
     """Whether a load measures the kinds of --percentile-metrics. Raises ValueError with a sentence."""
     if unknown := set(latencies) - set(LATENCIES):
-        raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose of {', '.join(LATENCIES)}")
+        raise ValueError(f"--percentile-metrics has {', '.join(sorted(unknown))}: choose from {', '.join(LATENCIES)}")
     for name in ("client_queue_time", "e2el_including_client_queue"):
         if name in latencies and max_concurrency is None:
             raise ValueError(f"--percentile-metrics {name} needs --max-concurrency: without it no request waits here")

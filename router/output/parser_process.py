@@ -163,7 +163,7 @@ class ParserProcess(LineProcess):
         try:
             await self.start()
         except ProcessEnded as error:
-            raise ParserUnavailable("the process that parses outputs does not start") from error
+            raise ParserUnavailable("the process that parses outputs did not start") from error
         dropped, self._dropped = self._dropped, []
         is_known = [job.parse.epoch == self._epoch for job in jobs]
         questions = [self._question(job, known) for job, known in zip(jobs, is_known, strict=True)]

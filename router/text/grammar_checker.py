@@ -79,4 +79,4 @@ class Checkers(ForkServer):
             said = await self.start()
             if "ready" not in said:
                 self.close()
-                raise NoCheckers(said.get("failed", "their process does not start"))
+                raise NoCheckers(said.get("failed", "their process did not start"))

@@ -78,6 +78,16 @@ FAMILIES = {
 }
 
 
+def closed(**properties: Any) -> dict[str, Any]:
+    """A schema of an object with these properties, all of them required, and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
 def tokenizer_files(name: str) -> Path:
     """The folder of a tokenizer's files. Fails the test where npm cannot download them."""
     if name == "smollm2":

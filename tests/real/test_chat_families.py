@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lorikeet.router.output.formats import format_of
 from tests.real import families
+from tests.real.families import closed
 
 pytestmark = pytest.mark.real
 
@@ -30,18 +31,9 @@ FORCED: dict[str, dict[str, Any]] = {
 }
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-WEATHER = {**_object(city={"type": "string", "enum": ["Paris", "Rome", "a <b> \u6771\u4eac"]}, days={"type": "integer",
+WEATHER = {**closed(city={"type": "string", "enum": ["Paris", "Rome", "a <b> \u6771\u4eac"]}, days={"type": "integer",
            "minimum": 1, "maximum": 14}, exact={"type": "boolean"}), "required": ["city", "days"]}  # fmt: skip
-PARAMETERS = {"weather": WEATHER, "clock": _object(zone={"const": "</end>"})}
+PARAMETERS = {"weather": WEATHER, "clock": closed(zone={"const": "</end>"})}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": schema, "strict": True}}
     for name, schema in PARAMETERS.items()
@@ -53,24 +45,24 @@ LOOSE = [
 """The same, not strict."""
 SHORT = {"type": "string", "maxLength": 5}
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "enum": _object(word={"enum": ["<think>", "</tool_call>", "<|im_end|>", "plain", "\u6771\u4eac", "\U0001f600"]}),
-    "constant": _object(word={"const": "<|channel|>final"}),
-    "integer": _object(number={"type": "integer"}),
-    "bounded integer": _object(number={"type": "integer", "minimum": -3, "maximum": 4000}),
-    "large bounds": _object(number={"type": "integer", "minimum": 2**53 + 1, "maximum": 2**64}),
-    "number": _object(number={"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
-    "multiple": _object(number={"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700}),
-    "pattern": _object(code={"type": "string", "pattern": r"^\d{3}-\w{2}$"}),
-    "pattern of other scripts": _object(code={"type": "string", "pattern": "^[\u3041-\u3096]{2,4}$"}),
-    "string": _object(text=SHORT),
-    "long enough string": _object(text={"type": "string", "minLength": 4, "maxLength": 9}),
-    "date": _object(day={"type": "string", "format": "date"}),
-    "uuid": _object(id={"type": "string", "format": "uuid"}),
-    "boolean": _object(yes={"type": "boolean"}),
-    "null": _object(nothing={"type": "null"}),
-    "several types": _object(value={"type": ["boolean", "null"]}),
-    "array": _object(items={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}),
-    "array of arrays": _object(
+    "enum": closed(word={"enum": ["<think>", "</tool_call>", "<|im_end|>", "plain", "\u6771\u4eac", "\U0001f600"]}),
+    "constant": closed(word={"const": "<|channel|>final"}),
+    "integer": closed(number={"type": "integer"}),
+    "bounded integer": closed(number={"type": "integer", "minimum": -3, "maximum": 4000}),
+    "large bounds": closed(number={"type": "integer", "minimum": 2**53 + 1, "maximum": 2**64}),
+    "number": closed(number={"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
+    "multiple": closed(number={"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700}),
+    "pattern": closed(code={"type": "string", "pattern": r"^\d{3}-\w{2}$"}),
+    "pattern of other scripts": closed(code={"type": "string", "pattern": "^[\u3041-\u3096]{2,4}$"}),
+    "string": closed(text=SHORT),
+    "long enough string": closed(text={"type": "string", "minLength": 4, "maxLength": 9}),
+    "date": closed(day={"type": "string", "format": "date"}),
+    "uuid": closed(id={"type": "string", "format": "uuid"}),
+    "boolean": closed(yes={"type": "boolean"}),
+    "null": closed(nothing={"type": "null"}),
+    "several types": closed(value={"type": ["boolean", "null"]}),
+    "array": closed(items={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}),
+    "array of arrays": closed(
         rows={
             "type": "array",
             "items": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2},
@@ -78,26 +70,26 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "maxItems": 2,
         }
     ),
-    "prefix items": _object(
+    "prefix items": closed(
         pair={"type": "array", "prefixItems": [{"type": "boolean"}, {"const": "x"}], "items": False, "minItems": 2}
     ),
-    "nested": _object(inner=_object(kind={"const": "x"}), other={"anyOf": [{"type": "null"}, {"type": "boolean"}]}),
+    "nested": closed(inner=closed(kind={"const": "x"}), other={"anyOf": [{"type": "null"}, {"type": "boolean"}]}),
     "reference": {
-        **_object(tree={"$ref": "#/$defs/tree"}),
-        "$defs": {"tree": _object(leaf={"enum": [1, 2, "three"]})},
+        **closed(tree={"$ref": "#/$defs/tree"}),
+        "$defs": {"tree": closed(leaf={"enum": [1, 2, "three"]})},
     },
     "recursion": {
-        **_object(list={"$ref": "#/$defs/list"}),
-        "$defs": {"list": {"anyOf": [{"type": "null"}, _object(next={"$ref": "#/$defs/list"})]}},
+        **closed(list={"$ref": "#/$defs/list"}),
+        "$defs": {"list": {"anyOf": [{"type": "null"}, closed(next={"$ref": "#/$defs/list"})]}},
     },
-    "optional": {**_object(a={"type": "boolean"}, b=SHORT, c={"type": "null"}), "required": ["a"]},
-    "nothing required": {**_object(a={"type": "boolean"}), "required": []},
-    "any of objects": {"anyOf": [_object(kind={"const": "a"}, n={"enum": [1]}), _object(kind={"const": "b"})]},
-    "one of": _object(shape={"oneOf": [_object(side={"enum": [1]}), _object(radius={"enum": [2]})]}),
-    "all of": _object(n={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}),
+    "optional": {**closed(a={"type": "boolean"}, b=SHORT, c={"type": "null"}), "required": ["a"]},
+    "nothing required": {**closed(a={"type": "boolean"}), "required": []},
+    "any of objects": {"anyOf": [closed(kind={"const": "a"}, n={"enum": [1]}), closed(kind={"const": "b"})]},
+    "one of": closed(shape={"oneOf": [closed(side={"enum": [1]}), closed(radius={"enum": [2]})]}),
+    "all of": closed(n={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}),
     "map": {"type": "object", "additionalProperties": {"type": "boolean"}, "maxProperties": 2},
     "top level array": {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 2},
-    "escapes": _object(**{'a "quoted" \\ key': {"enum": ['"', "\\", "\n", "\u2028", "\u007f"]}}),
+    "escapes": closed(**{'a "quoted" \\ key': {"enum": ['"', "\\", "\n", "\u2028", "\u007f"]}}),
 }
 PATTERNS = (
     r"\d{4}-\d{2}",

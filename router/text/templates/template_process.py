@@ -36,7 +36,7 @@ class TemplateProcess(LineProcess):
         try:
             await super().start()
         except ProcessEnded:
-            raise RuntimeError("the process for chat templates does not start") from None
+            raise RuntimeError("the process for chat templates did not start") from None
 
 
 def question_of(

@@ -92,7 +92,7 @@ def test_settings_with_an_effect_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("name", "words", "sentence"),
     [
-        ("ttft,x", "", "has x: choose of ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue"),
+        ("ttft,x", "", "has x: choose from ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue"),
         ("client_queue_time", "", "client_queue_time needs --max-concurrency"),
         ("e2el_including_client_queue", "--max-concurrency 2", "needs --request-rate"),
     ],

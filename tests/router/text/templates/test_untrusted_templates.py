@@ -103,7 +103,7 @@ exec "$@"
     monkeypatch.setattr(template_process.TemplateProcess, "command", command)
     with structlog.testing.capture_logs() as logs:
         if ends == 2:
-            with pytest.raises(RuntimeError, match="does not start"):
+            with pytest.raises(RuntimeError, match="did not start"):
                 await render(templates, "{{ messages[0].content }}", "a")
         assert await render(templates, "{{ messages[0].content }}", "a") == "Hi"
     assert [each["event"] for each in logs] == ["template_process_not_started"] * ends
