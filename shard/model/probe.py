@@ -132,8 +132,9 @@ def _both_ways(
             copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
             trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
-    ours.load_state_dict(network.state_dict())
-    del network  # two layers of a large model are gigabytes
+    ours.load_state_dict(network.state_dict(), assign=True)  # two layers of a large model are gigabytes
+    ours.tie_weights()
+    del network
     backend = attention.create(config.attention, device, torch.float32, config.page_size)
     inputs = StepInputs(backend.page_size, device)
     ours = ours.eval().to(device)

@@ -50,7 +50,7 @@ SMALLEST = 2.0**-100
 _ALIGNMENT = 64
 ROWS_OF_A_PART = 64
 """Parts of a weight have a multiple of so many rows: whole panels of any processor."""
-PART_ELEMENTS = 1 << 20
+PART_ELEMENTS = 1 << 19
 """Most elements of a weight that are converted at once, if its rows are not longer."""
 NORM_ELEMENTS = 1 << 17
 """Elements of a weight whose squares are summed at once."""
