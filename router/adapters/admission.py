@@ -17,11 +17,10 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loading import LoaderClient, Loading
 from lorikeet.router.errors import RouterError, adapter_problem
 from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
-from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.shards.codec import adapter_pin
-from lorikeet.router.shards.link import ShardLink
-from lorikeet.router.shards.placement import Placement
+from lorikeet.router.requests.request import Adapter, Loaded
+from lorikeet.router.shards.link import ShardLink, adapter_pin
+from lorikeet.router.shards.members import Placement
 
 log = structlog.get_logger()
 

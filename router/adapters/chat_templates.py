@@ -11,7 +11,7 @@ from lorikeet.adapters.refs import Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.proto.sized_cache import SizedCache
 from lorikeet.router.errors import ChatTemplateError, adapter_problem
-from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.text.templates.chat_template import Rendered, TemplateOptions, template_of
 from lorikeet.router.text.templates.untrusted_templates import UntrustedTemplates

@@ -13,7 +13,7 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import Catalogue, CatalogueEntry, Version
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.requests.adapter_ref import Heads
+from lorikeet.router.requests.request import Heads
 
 MAX_ADDED = 16_384
 """Maximum aliases that administrators add while the server runs: every caller of the catalogue gets all of them."""

@@ -33,8 +33,8 @@ from lorikeet.adapters.errors import (
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.rights import rejected_versions
 from lorikeet.router.metrics.adapters import AdapterMetrics
-from lorikeet.router.requests.adapter_ref import Adapter, Loaded
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.request import Adapter, Loaded
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from lorikeet.adapters.errors import AdapterError, LoaderFailed, SourceUnreachab
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import Admission
 from lorikeet.router.adapters.selection import Selection
-from lorikeet.router.requests.adapter_ref import Heads
+from lorikeet.router.requests.request import Heads
 
 log = structlog.get_logger()
 

@@ -19,8 +19,8 @@ from lorikeet.adapters.sources.s3 import is_below
 from lorikeet.router.adapters.directory import Directory, Listed
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
-from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.request import Adapter, Heads
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields, checked_token
 
 _RealId = tuple[Source, str]

@@ -14,7 +14,7 @@ from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, Token
+from lorikeet.router.requests.request import Chunk, FinishReason, Token
 
 
 class VisibleTokens:

@@ -41,8 +41,8 @@ from lorikeet.router.errors import (
     TooManyFailedKeys,
 )
 from lorikeet.router.http.address import Addresses
+from lorikeet.router.kept_streams import KeptStream
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.streams.stream import KeptStream
 from lorikeet.router.usage.record import Ending
 
 _METHODS = ("GET", "POST")

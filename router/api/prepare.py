@@ -24,10 +24,9 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError
 from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.receipts.receipts import check_receipt
-from lorikeet.router.requests.adapter_ref import Adapter, Heads
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation, Timeline
-from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Heads
 from lorikeet.router.schemas.constraints import check_min_tokens
 from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.grammar import GrammarFields

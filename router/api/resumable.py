@@ -15,8 +15,7 @@ from lorikeet.proto.numbers import whole_number
 from lorikeet.router.api.disconnect import ClientGone, ClientWatch
 from lorikeet.router.api.sse import COMMENT, KEEP_ALIVE_SECONDS
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.streams.stream import KeptStream, Reader
-from lorikeet.router.streams.streams import MAX_TTL_S, Streams
+from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, Reader, Streams
 
 TTL_HEADER = "x-lorikeet-resumable"
 ID_HEADER = b"x-lorikeet-stream"

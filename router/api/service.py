@@ -18,6 +18,7 @@ from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.kept_streams import Streams
 from lorikeet.router.live.failures import RecentFailures
 from lorikeet.router.live.live import Live
 from lorikeet.router.live.snapshot import SnapshotMaker
@@ -33,7 +34,6 @@ from lorikeet.router.schemas.speculation import (
     fill_defaults,
     make_offer,
 )
-from lorikeet.router.streams.streams import Streams
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage.writer import Usage

@@ -32,14 +32,11 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts.receipts import Receipts
-from lorikeet.router.requests.adapter_ref import Loaded
 from lorikeet.router.requests.generation import Generation, Timeline
-from lorikeet.router.requests.types import GenerationRequest
-from lorikeet.router.shards import discovery
-from lorikeet.router.shards.codec import check_size, submit_message
-from lorikeet.router.shards.discovery import Members
-from lorikeet.router.shards.link import ShardLink
-from lorikeet.router.shards.placement import Placement
+from lorikeet.router.requests.request import GenerationRequest, Loaded
+from lorikeet.router.shards import members
+from lorikeet.router.shards.link import ShardLink, check_size, submit_message
+from lorikeet.router.shards.members import Members, Placement
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -384,7 +381,7 @@ class Dispatcher:
             if joined or left:
                 self._placement.on_membership_change()
                 self._send_loop.schedule()
-            await asyncio.sleep(discovery.POLL_SECONDS)
+            await asyncio.sleep(members.POLL_SECONDS)
 
     def incompatibility(self, info: pb.ShardInfo) -> str:
         """Why a shard cannot be used, in a sentence; "" if it can."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.router.metrics.histogram import Counter, Histogram, families, histogram_family
-from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.request import Adapter
 
 MAX_LABELS = 256
 """Maximum labels for adapters without an alias."""

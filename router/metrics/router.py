@@ -20,8 +20,8 @@ from lorikeet.router.metrics.adapters import OTHER, AdapterMetrics, MayName, eve
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
 from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation, num_emitted
+from lorikeet.router.requests.request import Adapter
 
 _DECISIONS = ("adopted", "rejected", "reverted", "failed")
 _COUNTERS = {

@@ -13,7 +13,7 @@ from lorikeet.router.metrics.adapters import AdapterLoad
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families
 from lorikeet.router.metrics.speculation import SpeculationMetrics
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.requests.request import FinishReason
 
 PREFIX = "vllm"
 ENGINE = "0"

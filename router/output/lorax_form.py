@@ -8,10 +8,9 @@ from typing import Any
 
 from lorikeet.router.errors import ToolError
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, whole_call
-from lorikeet.router.output.merged_schemas import MergedSchemas
-from lorikeet.router.output.parameters import EnforcedParameters
+from lorikeet.router.output.output_grammar import EnforcedParameters, MergedSchemas
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.requests.request import FinishReason
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 

@@ -16,16 +16,19 @@ import structlog
 
 from lorikeet.router.adapters.chat_templates import ChosenTemplate, Templates
 from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
-from lorikeet.router.output.call_syntax import syntax_of
-from lorikeet.router.output.formats import OutputFormat, format_of
+from lorikeet.router.output.formats import OutputFormat, format_of, reasoning_of, syntax_of, text_opening
 from lorikeet.router.output.lorax_form import LoraxReader, plain_turns, schema_of, with_tools
-from lorikeet.router.output.output_grammar import OutputGrammar, SpecialTokens
-from lorikeet.router.output.parameters import EnforcedParameters
-from lorikeet.router.output.parser_process import ParserFailed, ParserProcess, ParserUnavailable
-from lorikeet.router.output.reader import AnswerReader, ParsedReader, PlainReader, Reader
-from lorikeet.router.output.reasoning import reasoning_of, text_opening
-from lorikeet.router.output.tool_grammar import ToolGrammar
-from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.output.output_grammar import EnforcedParameters, OutputGrammar, SpecialTokens, ToolGrammar
+from lorikeet.router.output.reader import (
+    AnswerReader,
+    ParsedReader,
+    ParserFailed,
+    ParserProcess,
+    ParserUnavailable,
+    PlainReader,
+    Reader,
+)
+from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields

@@ -18,9 +18,8 @@ from lorikeet.proto.params import NUMBERS, Speculation
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import GenerationFailed, UnsupportedField
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import Adapter, GenerationRequest
 from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.usage.file import LineFile
 

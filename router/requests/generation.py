@@ -20,8 +20,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
-from lorikeet.router.requests.adapter_ref import Adapter, Loaded
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest, Token
+from lorikeet.router.requests.request import Adapter, Chunk, FinishReason, GenerationRequest, Loaded, Token
 from lorikeet.router.text.reasoning import AnswerFinder, Part
 from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer

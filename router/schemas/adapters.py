@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lorikeet.router.errors import TokenInvalid, ValidationError
-from lorikeet.router.requests.adapter_ref import Merging
+from lorikeet.router.requests.request import Merging
 from lorikeet.router.schemas.model import F32, Body, Rejected, Rule, Texts, broken_rule, fail_fast
 
 _PRUNING = ("ties", "dare_linear", "dare_ties")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.requests.generation import Generation, StepEvent
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import GenerationRequest
 
 Attributes = dict[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import GenerationRequest
 
 Texts = str | list[str] | None
 """One text as it is, several as a list, None where texts are not logged or there are none."""

@@ -260,14 +260,14 @@ MUTANTS = [
     ),
     Mutant(
         "shards with different KV cache dtypes count as compatible",
-        "router/shards/discovery.py",
+        "router/shards/members.py",
         '"kv_cache_dtype", ',
         "",
         f"{COMPATIBILITY_TEST}[change5]",
     ),
     Mutant(
         "shards with different numbers of ranks count as compatible",
-        "router/shards/discovery.py",
+        "router/shards/members.py",
         '"num_ranks", ',
         "",
         f"{COMPATIBILITY_TEST}[change6]",

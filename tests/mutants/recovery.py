@@ -8,14 +8,14 @@ LOST_TEST = "tests/router/dispatch/test_recovery.py"
 MUTANTS = [
     Mutant(
         "any caller can read a stream by its id",
-        "router/streams/streams.py",
+        "router/kept_streams.py",
         "stream = self._streams.get((owner, stream_id))",
         "stream = next((each for each in self._streams.values() if each.id == stream_id), None)",
         f"{STREAMS_TEST}::test_streams_belong_to_their_caller",
     ),
     Mutant(
         "a stream without readers drops its buffered events",
-        "router/streams/stream.py",
+        "router/kept_streams.py",
         "        if not self.readers:\n            return 0\n",
         "        if not self.readers:\n            self.readers = {Reader(self, self.num_events)}\n",
         f"{STREAMS_TEST}::test_a_stream_that_is_not_read_waits_at_the_bound_and_loses_nothing",
@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "the earlier output of a resumed request counts as prompt on the next shard",
-        "router/shards/codec.py",
+        "router/shards/link.py",
         "num_emitted=len(generation.emitted_ids)",
         "num_emitted=0",
         f"{LOST_TEST}::test_requests_of_a_lost_shard_continue_elsewhere",

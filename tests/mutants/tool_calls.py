@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         "output that is parsed again is delivered twice",
-        "router/output/parser_process.py",
+        "router/output/reader.py",
         'answer["pieces"][parse.num_pieces :]',
         'answer["pieces"]',
         f"{PROCESS}::test_a_process_that_is_killed_loses_nothing",

@@ -25,9 +25,8 @@ from lorikeet.router.api.prepare import (
 )
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import WrongTask
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.requests.request import Adapter, FinishReason
 from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.encoding import Encoded, Input

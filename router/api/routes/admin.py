@@ -28,7 +28,7 @@ from lorikeet.router.errors import (
     ValidationError,
     adapter_problem,
 )
-from lorikeet.router.requests.adapter_ref import Adapter, Loaded
+from lorikeet.router.requests.request import Adapter, Loaded
 from lorikeet.router.schemas.adapters import BASE_NAMES
 from lorikeet.router.schemas.admin import AdapterName, AdapterRefresh, AdapterUnload, LoadLora, UnloadLora
 from lorikeet.router.schemas.model import BodyType

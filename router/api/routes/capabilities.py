@@ -9,7 +9,7 @@ from starlette.responses import Response
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import MAX_ALTERNATIVES
 from lorikeet.router.api.service import Service
-from lorikeet.router.streams.streams import MAX_TTL_S
+from lorikeet.router.kept_streams import MAX_TTL_S
 
 
 class CapabilityRoutes:

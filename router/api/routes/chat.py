@@ -19,9 +19,8 @@ from lorikeet.router.output.events import (
     ToolCallBegin,
 )
 from lorikeet.router.output.outputs import Prepared
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.types import Chunk, FinishReason, Token
+from lorikeet.router.requests.request import Adapter, Chunk, FinishReason, Token
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields

@@ -10,9 +10,8 @@ from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, Op
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.types import Chunk, Token
+from lorikeet.router.requests.request import Adapter, Chunk, Token
 from lorikeet.router.schemas.openai import Completion, CompletionRequest
 
 Logprobs = dict[str, list[Any] | None]

@@ -20,7 +20,7 @@ from lorikeet.router.api.prepare import PreparedRequest, now, submit
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
 from lorikeet.router.metrics.adapters import MayName, everything
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.usage.post import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")

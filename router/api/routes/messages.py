@@ -20,9 +20,9 @@ from lorikeet.router.output.events import (
     ReasoningDelta,
     ToolCallBegin,
 )
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.dialects import anthropic
 from lorikeet.router.schemas.dialects.translated import Translated
 from lorikeet.router.schemas.openai import Chat

@@ -32,9 +32,8 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.api.sse import EventStream, event
 from lorikeet.router.error_bodies import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest, Token
+from lorikeet.router.requests.request import Adapter, GenerationRequest, Token
 from lorikeet.router.schemas.native import (
     CompatGenerateRequest,
     GenerateRequest,

@@ -35,7 +35,7 @@ from lorikeet.router.output.events import Event, ReasoningDelta
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason
+from lorikeet.router.requests.request import Chunk, FinishReason
 from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {

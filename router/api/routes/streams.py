@@ -7,7 +7,7 @@ from lorikeet.proto.numbers import whole_number
 from lorikeet.router.api.resumable import Replay
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import StreamTrimmed, ValidationError
-from lorikeet.router.streams.stream import KeptStream, OutOfRange, Trimmed
+from lorikeet.router.kept_streams import KeptStream, OutOfRange, Trimmed
 
 MAX_EVENTS = 10**15
 

@@ -25,7 +25,7 @@ from lorikeet.router.errors import (
     ValidationError,
 )
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.requests.request import FinishReason, GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard

@@ -20,7 +20,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import SamplingParams
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoShard, PoisonRequest, RouterError
 from lorikeet.router.requests.generation import ISOLATION_STEPS, Generation
-from lorikeet.router.requests.types import FinishReason, GenerationRequest
+from lorikeet.router.requests.request import FinishReason, GenerationRequest
 from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level

@@ -3,7 +3,7 @@
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.requests.adapter_ref import Adapter
+from lorikeet.router.requests.request import Adapter
 
 
 def adapter(alias: str = "") -> Adapter:

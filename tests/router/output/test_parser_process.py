@@ -12,9 +12,8 @@ import pytest
 
 from lorikeet.router.output.events import ContentDelta, Finish, FinishKind, Message
 from lorikeet.router.output.formats import format_of
-from lorikeet.router.output.parser_process import ParserFailed, ParserProcess
-from lorikeet.router.output.reader import ParsedReader
-from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.output.reader import ParsedReader, ParserFailed, ParserProcess
+from lorikeet.router.requests.request import FinishReason
 from tests.router.output.test_parser_worker import HERMES, PARIS, TOOLS
 
 pytestmark = pytest.mark.anyio
@@ -101,9 +100,9 @@ async def test_only_the_output_that_ends_the_process_is_given_up(
     process: ParserProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its text becomes content as it was written; the others are parsed."""
-    from lorikeet.router.output import parser_process
+    from lorikeet.router.output import reader
 
-    monkeypatch.setattr(parser_process.ParserProcess, "command", (sys.executable, "-c", _FRAGILE))
+    monkeypatch.setattr(reader.ParserProcess, "command", (sys.executable, "-c", _FRAGILE))
     fragile = ParserProcess()
     try:
         text = "Before. <tool_call>CRASH</tool_call> after"

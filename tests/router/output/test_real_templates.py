@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.output.call_syntax import syntax_of
-from lorikeet.router.output.formats import OutputFormat, format_of
+from lorikeet.router.output.formats import OutputFormat, format_of, syntax_of
 from lorikeet.router.output.parser_worker import OutputParser
 from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions
 from tests.package_environments import unpacked

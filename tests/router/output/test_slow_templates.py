@@ -11,7 +11,7 @@ import pytest
 
 from lorikeet.router.adapters.chat_templates import ChosenTemplate
 from lorikeet.router.output.outputs import Outputs, Prepared
-from lorikeet.router.requests.types import FinishReason
+from lorikeet.router.requests.request import FinishReason
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS
 from lorikeet.router.text.templates.chat_template import NO_OPTIONS, Rendered

@@ -14,13 +14,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, grammar_tokenizer
 from lorikeet.router.errors import ToolError
-from lorikeet.router.output.call_syntax import KEY, NAME, VALUE, Space, parts_of, syntax_of
-from lorikeet.router.output.formats import OutputFormat, format_of
-from lorikeet.router.output.output_grammar import SpecialTokens
-from lorikeet.router.output.parameters import EnforcedParameters
+from lorikeet.router.output.formats import (
+    KEY,
+    NAME,
+    VALUE,
+    OutputFormat,
+    Space,
+    format_of,
+    parts_of,
+    reasoning_of,
+    syntax_of,
+)
+from lorikeet.router.output.output_grammar import EnforcedParameters, SpecialTokens, ToolGrammar
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.output.reasoning import reasoning_of
-from lorikeet.router.output.tool_grammar import ToolGrammar
 from lorikeet.router.schemas.chat.tools import ToolFields, ToolGroup
 from lorikeet.router.schemas.grammar import GrammarFields
 from tests.router.output.test_parser_worker import CODER, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, THINKING

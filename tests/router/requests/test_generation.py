@@ -10,7 +10,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import Chunk, FinishReason, GenerationRequest
+from lorikeet.router.requests.request import Chunk, FinishReason, GenerationRequest
 from lorikeet.router.text.reasoning import Reasoning, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level

@@ -10,7 +10,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.router.requests.generation import Generation, num_emitted
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 

@@ -21,7 +21,7 @@ from lorikeet.router.api.collect import speculation_report
 from lorikeet.router.api.routes.native import token_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 from tests.router.unwired import Unwired

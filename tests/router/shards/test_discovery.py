@@ -13,9 +13,8 @@ from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import NoShard
-from lorikeet.router.requests.types import GenerationRequest
-from lorikeet.router.shards import discovery
-from lorikeet.router.shards.discovery import addresses_of, incompatibility
+from lorikeet.router.requests.request import GenerationRequest
+from lorikeet.router.shards.members import addresses_of, incompatibility
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
@@ -109,7 +108,7 @@ def info(**values: object) -> pb.ShardInfo:
 
 
 async def test_adjacent_versions_are_compatible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.router.shards.discovery.version", lambda: "1.4.2")
+    monkeypatch.setattr("lorikeet.router.shards.members.version", lambda: "1.4.2")
     found = {
         text: incompatibility(info(version=text), None)
         for text in ("1.4.9", "1.3.0", "1.5.0", "1.2.9", "1.6", "2.4.2", "x")

@@ -13,9 +13,8 @@ from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.requests.adapter_ref import Adapter
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.types import GenerationRequest
+from lorikeet.router.requests.request import Adapter, GenerationRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.scripted_loader import ScriptedLoader
 from tests.router.scripted_shard import Script, ScriptedShard

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lorikeet.adapters.keys import sha256
-from lorikeet.router.streams.streams import StreamLimits
+from lorikeet.router.kept_streams import StreamLimits
 from tests.router.serving import MODEL_ID, Serving, parse_events, serving
 
 pytestmark = pytest.mark.anyio

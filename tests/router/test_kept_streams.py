@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.router.errors import StreamExists, StreamNotFound, TooManyStreams
-from lorikeet.router.streams.stream import PART_OVERHEAD, KeptStream, OutOfRange, Reader, Trimmed, size_of
-from lorikeet.router.streams.streams import StreamLimits, Streams
+from lorikeet.router.kept_streams import (
+    PART_OVERHEAD,
+    KeptStream,
+    OutOfRange,
+    Reader,
+    StreamLimits,
+    Streams,
+    Trimmed,
+    size_of,
+)
 
 pytestmark = pytest.mark.anyio
 
