@@ -1,8 +1,14 @@
-"""TODO."""
+"""Answers of resumable requests, kept for a while: a client that lost its connection reads the rest on another one.
+
+Parts are kept as they were sent. A position in the answer is a number of events, because clients count events. Number
+and bytes are bounded, in total and per caller. Where there is no room, complete answers that nobody reads are dropped
+first, the oldest first. A running stream then drops what its connected readers have, and waits where that is not
+enough: its request goes on, and nothing is lost.
+"""
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from lorikeet.router.errors import StreamExists, StreamNotFound, TooManyStreams
@@ -29,7 +35,7 @@ class OutOfRange(Exception):
     """A reader asks for events that do not exist yet."""
 
 
-class Reader:
+class StreamReader:
     """One connection's position in a stream. It exists while the connection does."""
 
     def __init__(self, stream: "KeptStream", first_event: int) -> None:
@@ -46,7 +52,7 @@ class Reader:
             while self.part < stream.end:
                 body, self.part = stream.content(self.part, self._skipped)
                 self._skipped = 0
-                stream.on_change()
+                stream.streams.on_room()
                 if body:
                     yield body
             if stream.is_over:
@@ -61,7 +67,8 @@ class Reader:
 class KeptStream:
     """One request's answer. Lives in one event loop."""
 
-    def __init__(self, owner: str, stream_id: str, ttl_s: float) -> None:
+    def __init__(self, streams: "Streams", owner: str, stream_id: str, ttl_s: float) -> None:
+        self.streams = streams
         self.owner = owner
         """The identity of the caller, who alone may read it."""
         self.id = stream_id
@@ -78,13 +85,7 @@ class KeptStream:
         self.begun = asyncio.Event()
         """Set once the request was read, or its answer has begun."""
         self.cancelled = asyncio.Event()
-        self.readers: set[Reader] = set()
-        self.on_unread: Callable[[], None] = lambda: None
-        """Called when the last reader leaves."""
-        self.on_read: Callable[[], None] = lambda: None
-        """Called when the first reader comes."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when a reader has taken something, or the answer is complete."""
+        self.readers: set[StreamReader] = set()
         self._parts: deque[tuple[int, bytes]] = deque()
         """(number of the first event, content)."""
         self._num_dropped = 0
@@ -113,7 +114,7 @@ class KeptStream:
         self.is_over = True
         self.begun.set()
         self._notify()
-        self.on_change()
+        self.streams.on_room()
 
     def cancel(self) -> None:
         """End the request: nobody waits for it."""
@@ -166,16 +167,16 @@ class KeptStream:
             part += 1
         return b"".join(bodies), part
 
-    def add_reader(self, reader: Reader) -> None:
+    def add_reader(self, reader: StreamReader) -> None:
         self.readers.add(reader)
         if len(self.readers) == 1:
-            self.on_read()
+            self.streams.stop_timer(self)
 
-    def remove_reader(self, reader: Reader) -> None:
+    def remove_reader(self, reader: StreamReader) -> None:
         self.readers.discard(reader)
-        self.on_change()
+        self.streams.on_room()
         if not self.readers:
-            self.on_unread()
+            self.streams.start_timer(self)
 
     async def changed(self) -> None:
         """Wait for the next change."""
@@ -248,11 +249,8 @@ class Streams:
             raise TooManyStreams(f"{limits.num_per_caller} of one caller")
         if len(self._streams) >= limits.num_total and not self._evict(None):
             raise TooManyStreams(f"{limits.num_total} in all")
-        stream = self._streams[key] = KeptStream(owner, stream_id, ttl_s)
+        stream = self._streams[key] = KeptStream(self, owner, stream_id, ttl_s)
         self._num_of[owner] += 1
-        stream.on_read = lambda: self._stop_timer(stream)
-        stream.on_unread = lambda: self._start_timer(stream)
-        stream.on_change = self._notify
         return stream
 
     def find(self, owner: str, stream_id: str) -> KeptStream:
@@ -312,23 +310,25 @@ class Streams:
         if self._streams.get(key) is not stream:
             return
         del self._streams[key]
-        self._stop_timer(stream)
+        self.stop_timer(stream)
         self._count(stream, -stream.num_bytes)
         self._num_of[owner] -= 1
         if not self._num_of[owner]:
             del self._num_of[owner], self._bytes_of[owner]
-        self._notify()
+        self.on_room()
 
-    def _start_timer(self, stream: KeptStream) -> None:
+    def start_timer(self, stream: KeptStream) -> None:
+        """The last reader has left."""
         key = stream.owner, stream.id
         if self._streams.get(key) is stream:
             self._timers[key] = asyncio.get_running_loop().call_later(stream.ttl_s, self.cancel, stream)
 
-    def _stop_timer(self, stream: KeptStream) -> None:
+    def stop_timer(self, stream: KeptStream) -> None:
+        """A reader has come."""
         if (timer := self._timers.pop((stream.owner, stream.id), None)) is not None:
             timer.cancel()
 
-    def _notify(self) -> None:
+    def on_room(self) -> None:
         """A reader has taken something, or a stream is complete or gone: there may be room."""
         if self._num_waiting:
             freed, self._freed = self._freed, asyncio.Event()

@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
 FOLDERS = {
     "adapters": ("", "sources", "medusa", "formats", "loader", "learning"),
     "router": (
-        "http", "text/templates", "text", "requests", "streams", "schemas/chat", "schemas",
+        "http", "text/templates", "text", "requests", "schemas/chat", "schemas",
         "schemas/dialects", "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch",
         "live", "api/pooled", "api/routes", "api", "",
     ),

@@ -15,7 +15,7 @@ from lorikeet.proto.numbers import whole_number
 from lorikeet.router.api.disconnect import ClientGone, ClientWatch
 from lorikeet.router.api.sse import COMMENT, KEEP_ALIVE_SECONDS
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, Reader, Streams
+from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 
 TTL_HEADER = "x-lorikeet-resumable"
 ID_HEADER = b"x-lorikeet-stream"
@@ -67,7 +67,7 @@ class Replay(Response):
         """Raises Trimmed or OutOfRange."""
         super().__init__()
         self._stream = stream
-        self._reader = Reader(stream, first_event)
+        self._reader = StreamReader(stream, first_event)
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

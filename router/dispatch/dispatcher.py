@@ -60,8 +60,8 @@ class Dispatcher:
         self.config = self._config = config
         """With the lengths that all shards take."""
         self._tokenizer = tokenizer
-        self._members = Members(config)
-        self.links = self._members.links
+        self.members = Members(config)
+        self.links = self.members.links
         self._streams: dict[ShardLink, asyncio.Task[None]] = {}
         """The tasks that keep the shards' streams."""
         self.receipts = Receipts(config, tokenizer.digest, self.links)
@@ -73,7 +73,7 @@ class Dispatcher:
         self._loading: dict[int, asyncio.Task[None]] = {}
         """By number: requests that wait for adapters."""
         self.recovery = Recovery(config.recovery_timeout_s, self)
-        self._delivery = Delivery(self)
+        self.delivery = Delivery(self)
         self._send_loop = SendLoop(self)
         self._empty = asyncio.Event()
         self._empty.set()
@@ -98,7 +98,7 @@ class Dispatcher:
             self.recovery.on_all_down()
         for link in self.links:
             self._open_stream(link)
-        if not self._members.is_fixed:
+        if not self.members.is_fixed:
             self._tasks.append(asyncio.create_task(self._follow_members(), name="members"))
         if self._loader is not None:
             self._tasks.append(asyncio.create_task(self._loader.run(), name="loader"))
@@ -202,10 +202,14 @@ class Dispatcher:
         """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
         the caller that has the most requests. None where that one has hardly more than `caller`.
         """
-        waiting = [each for each in self._queued.values() if each.routing.sent_at is None]
-        running = [each for link in self.links for each in link.running.values()]
-        numbers = Counter(each.request.caller for each in [*self._queued.values(), *running])
-        newest = max(waiting, key=lambda each: (numbers[each.request.caller], each.routing.number), default=None)
+        waiting = [generation for generation in self._queued.values() if generation.routing.sent_at is None]
+        running = [generation for link in self.links for generation in link.running.values()]
+        numbers = Counter(generation.request.caller for generation in [*self._queued.values(), *running])
+        newest = max(
+            waiting,
+            key=lambda generation: (numbers[generation.request.caller], generation.routing.number),
+            default=None,
+        )
         return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
     def _enqueue(self, generation: Generation) -> None:
@@ -370,7 +374,7 @@ class Dispatcher:
     async def _follow_members(self) -> None:
         """Keep a stream to every shard that is listed."""
         while True:
-            joined, left = await self._members.poll()
+            joined, left = await self.members.poll()
             for link in joined:
                 self._open_stream(link)
             for link in left:
@@ -383,10 +387,6 @@ class Dispatcher:
                 self._send_loop.schedule()
             await asyncio.sleep(members.POLL_SECONDS)
 
-    def incompatibility(self, info: pb.ShardInfo) -> str:
-        """Why a shard cannot be used, in a sentence; "" if it can."""
-        return self._members.incompatibility(info)
-
     def on_serving_change(self) -> None:
         """A shard that shuts down accepts nothing new; without another one, requests wait."""
         if not self.ready:
@@ -396,7 +396,7 @@ class Dispatcher:
         """A new stream to a shard is open."""
         assert link.info is not None
         self.config = self._config.within(
-            min(each.info.max_total_tokens for each in self.links if each.info is not None)
+            min(link.info.max_total_tokens for link in self.links if link.info is not None)
         )
         if self.admission is not None:
             self.admission.on_connect(link)
@@ -465,7 +465,7 @@ class Dispatcher:
         # first: a request that the shard returns because of its adapter needs another content
         if output.adapters and self.admission is not None:
             self.admission.update(link, output.adapters)
-        num_tokens = self._delivery.deliver(link, output, now)
+        num_tokens = self.delivery.deliver(link, output, now)
         has_stepped = link.update(output, now)
         if output.HasField("credit"):
             self._note_credit()
@@ -476,11 +476,7 @@ class Dispatcher:
             if has_stepped:
                 self.send(now, {link})
             self._send_loop.schedule()
-        return self._delivery.num_updated
-
-    def on_quiet(self) -> None:
-        """No further message is at hand: wake the readers."""
-        self._delivery.wake_readers()
+        return len(self.delivery.updated)
 
     def _note_credit(self) -> None:
         gauges = self.metrics.gauges
@@ -490,14 +486,14 @@ class Dispatcher:
 
 
 class ShardStream:
-    """Receives the events of one shard's stream. Implements ShardListener."""
+    """Passes the events of one shard's stream to the dispatcher. Implements ShardListener."""
 
     def __init__(self, dispatcher: Dispatcher, link: ShardLink) -> None:
         self._dispatcher = dispatcher
         self._link = link
 
     def incompatibility(self, info: pb.ShardInfo) -> str:
-        return self._dispatcher.incompatibility(info)
+        return self._dispatcher.members.incompatibility(info)
 
     def on_serving_change(self) -> None:
         self._dispatcher.on_serving_change()
@@ -510,10 +506,10 @@ class ShardStream:
         return self._dispatcher.on_output(self._link, output)
 
     def on_quiet(self) -> None:
-        self._dispatcher.on_quiet()
+        self._dispatcher.delivery.wake_readers()
 
     def on_disconnect(self, reason: str) -> None:
-        self._dispatcher.on_quiet()
+        self._dispatcher.delivery.wake_readers()
         self._dispatcher.on_disconnect(self._link, self._link.disconnect(), reason)
 
 
@@ -567,12 +563,8 @@ class Delivery:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._metrics = dispatcher.metrics
-        self._updated: list[Generation] = []
+        self.updated: list[Generation] = []
         """Requests whose readers have not been woken for their last output."""
-
-    @property
-    def num_updated(self) -> int:
-        return len(self._updated)
 
     def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
         """Take a message of a shard; return the number of its tokens that count."""
@@ -594,7 +586,7 @@ class Delivery:
         return num_tokens
 
     def wake_readers(self) -> None:
-        updated, self._updated = self._updated, []
+        updated, self.updated = self.updated, []
         for generation in updated:
             generation.wake()
 
@@ -608,7 +600,7 @@ class Delivery:
             metrics.steps.has_failed = True
         if error:
             part.finish_reason = pb.FINISH_NONE
-        self._updated.append(generation)
+        self.updated.append(generation)
         routing.has_output = True
         if routing.poison_tracker.isolation_steps:
             routing.poison_tracker.record_steps(sum(part.step_ends))

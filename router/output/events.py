@@ -94,8 +94,8 @@ class Message:
 
     def add(self, events: list[Event]) -> None:
         """Take the next events."""
-        for each in events:
-            match each:
+        for event in events:
+            match event:
                 case ContentDelta(text):
                     self.content += text
                 case ReasoningDelta(text):
@@ -105,7 +105,7 @@ class Message:
                 case ArgumentsDelta(index, text):
                     self.tool_calls[index].arguments += text
                 case Finish():
-                    self.finish = each
+                    self.finish = event
 
 
 def whole_call(index: int, name: str, arguments: str) -> list[Event]:

@@ -1,7 +1,8 @@
 """How models write reasoning and tool calls: response templates in the form of transformers.
 
 A model or adapter has its own in tokenizer_config.json (`response_template`). For the others there is one per family
-here, chosen by what the chat template contains.
+here, chosen by what the chat template contains. From a template follow the syntax of a call, as parts that a grammar is
+built from, and how the reasoning is written.
 """
 
 import re
@@ -53,8 +54,8 @@ class OutputFormat:
     def text_field(self) -> dict[str, Any] | None:
         """The field of texts that are neither reasoning nor calls, where they have a mark of their own."""
         fields = self.template["fields"].items()
-        texts = [each for name, each in fields if name not in ("tool_calls", *REASONING)]
-        return next((each for each in texts if "open" in each or "open_pattern" in each), None)
+        texts = [region for name, region in fields if name not in ("tool_calls", *REASONING)]
+        return next((region for region in texts if "open" in region or "open_pattern" in region), None)
 
     def prefix(self, prompt: str, final_message: str = "") -> str:
         """The end of the prompt that the output continues, as far as the parser needs it: an open reasoning.
@@ -77,8 +78,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 @lru_cache(64)
@@ -315,8 +316,8 @@ def syntax_of(form: OutputFormat) -> CallSyntax | None:
 
 def literal_of(field: dict[str, Any], literal: str, pattern: str) -> tuple[Part, ...]:
     """The shortest text that opens or closes a region. Raises ValueError where there is no single one."""
-    if (found := field.get(literal)) is not None:
-        return (found if isinstance(found, str) else found[0],)
+    if (text := field.get(literal)) is not None:
+        return (text if isinstance(text, str) else text[0],)
     return parts_of(field[pattern]) if field.get(pattern) is not None else ()
 
 
@@ -429,7 +430,7 @@ def reasoning_of(form: OutputFormat, prompt: str, open_field: str | None) -> Rea
     is_closed = prompt.rstrip().endswith(closings)
     start = Start.OPEN if is_open else Start.CLOSED if is_closed else Start.FREE
     text_opening = _text(form.text_field or {}, "open")
-    return Reasoning(opening, closings, start, tuple(each for each in (form.next_part, text_opening) if each))
+    return Reasoning(opening, closings, start, tuple(text for text in (form.next_part, text_opening) if text))
 
 
 def text_opening(form: OutputFormat) -> str:
@@ -441,7 +442,7 @@ def _closings(field: dict[str, Any]) -> tuple[str, ...]:
     """The texts that close a region, none where a pattern has no single one."""
     close = field.get("close")
     if isinstance(close, list):
-        return tuple(each for each in close if isinstance(each, str) and each)
+        return tuple(text for text in close if isinstance(text, str) and text)
     text = _text(field, "close")
     return (text,) if text else ()
 

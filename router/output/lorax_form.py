@@ -96,12 +96,12 @@ def _answer(whole: str, finish: Finish) -> list[Event]:
 def _function(text: str) -> dict[str, Any] | None:
     """The function of a complete output."""
     try:
-        found = json.loads(text)["function"]
-        found["_name"].encode()
-        json.dumps(found, ensure_ascii=False).encode()
+        function = json.loads(text)["function"]
+        function["_name"].encode()
+        json.dumps(function, ensure_ascii=False).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return function if isinstance(function, dict) else None
 
 
 def _tool(function: Function) -> dict[str, Any]:
@@ -167,5 +167,5 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_call(name: str, arguments: dict[str, Any] | str) -> str:
     """A call as an output has it; arguments that are no object follow its name as they were written."""
-    given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
-    return json.dumps({"function": {"_name": name, **given}}, ensure_ascii=False)
+    written = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return json.dumps({"function": {"_name": name, **written}}, ensure_ascii=False)

@@ -1,4 +1,6 @@
-"""Grammars of outputs, in llguidance's variant of Lark: reasoning where the model may reason, and then the answer."""
+"""Grammars of outputs, in llguidance's variant of Lark: reasoning where the model may reason, and then the answer or
+tool calls. A strict function's schema is followed or rejected, another one's as far as the engine can.
+"""
 
 import json
 import re
@@ -141,9 +143,9 @@ class MergedSchemas:
         prefix = f"{self._num_schemas}_"
         moved: dict[str, Any] = _moved(schema, prefix)
         for place in _PLACES:
-            found = moved.pop(place, None)
-            for name, each in (found if isinstance(found, dict) else {}).items():
-                self._definitions[prefix + name] = each
+            definitions = moved.pop(place, None)
+            for name, definition in (definitions if isinstance(definitions, dict) else {}).items():
+                self._definitions[prefix + name] = definition
         moved.pop("$schema", None)
         moved.pop("x-guidance", None)
         return moved
@@ -155,10 +157,10 @@ class MergedSchemas:
 
 def _moved(value: Any, prefix: str) -> Any:
     if isinstance(value, list):
-        return [_moved(each, prefix) for each in value]
+        return [_moved(item, prefix) for item in value]
     if not isinstance(value, dict):
         return value
-    moved = {name: each if name in ("const", "enum") else _moved(each, prefix) for name, each in value.items()}
+    moved = {name: item if name in ("const", "enum") else _moved(item, prefix) for name, item in value.items()}
     target = value.get("$ref")
     if isinstance(target, str):
         place, _, name = target.removeprefix("#/").partition("/")
@@ -188,7 +190,7 @@ class EnforcedParameters:
             schema, left_out = enforced(function.parameters, function.is_strict)
         except SchemaError as problem:
             raise ToolError(f"the parameters of the strict function {function.name}: {problem}", "tools") from None
-        self.left_out += [f"{self.path(function)}.{each}" for each in left_out]
+        self.left_out += [f"{self.path(function)}.{path}" for path in left_out]
         made: dict[str, Any] = schema
         return made
 
@@ -267,7 +269,7 @@ class ToolGrammar(OutputGrammar):
         """Any of the functions; several of them where that is allowed."""
         functions, syntax = self._tools.allowed, self._syntax
         if syntax.is_list:
-            items = [self._item(index, each) for index, each in enumerate(functions)]
+            items = [self._item(index, function) for index, function in enumerate(functions)]
             self._rules.append(f"item: {' | '.join(items)}")
             opening, _ = self._literal(syntax.opening[1:] if after_trigger else syntax.opening, "")
             more = '(", " item)*' if self._tools.parallel else ""
@@ -338,7 +340,7 @@ class ToolGrammar(OutputGrammar):
         kind = schema.get("type") if isinstance(schema, dict) else None
         ending, _ = self._tokens.written(after)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None) if kind == "string" else None
-        if choices and all(isinstance(each, str) and each for each in choices):
+        if choices and all(isinstance(choice, str) and choice for choice in choices):
             return f"{_LINE} ({' | '.join(map(literal, choices))}) {_LINE} {ending}"
         if kind in ("integer", "number", "boolean", "null", "object", "array") and "$ref" not in json.dumps(schema):
             self._rules.append(f"{rule}_value: %json {schema_text(schema, function.is_strict)}")

@@ -58,7 +58,7 @@ class Prepared:
     left_out: tuple[str, ...] = ()
     """Paths of what the grammar leaves out of schemas that are not strict."""
     looser: "Callable[[], Prepared] | None" = None
-    """The same where `grammar` cannot be compiled: with any arguments for functions that are not strict."""
+    """What is generated if `grammar` cannot be compiled: any arguments for functions that are not strict."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Outputs:
 def _with_looser(made: Callable[[bool], Prepared], tools: ToolFields) -> Prepared:
     """What `made` makes, and where a function is not strict what it makes loosely."""
     prepared = made(False)
-    if all(each.is_strict for each in tools.allowed):
+    if all(function.is_strict for function in tools.allowed):
         return prepared
     return replace(prepared, looser=lambda: made(True))
 
@@ -278,5 +278,5 @@ def _with_looser(made: Callable[[bool], Prepared], tools: ToolFields) -> Prepare
 def _functions(tools: ToolFields) -> list[dict[str, Any]]:
     """What the parser needs of the functions that may be called."""
     return [
-        {"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools.allowed
+        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools.allowed
     ]

@@ -188,8 +188,8 @@ class OutputParser:
 def calls_of(value: Any, names: set[str]) -> list[tuple[str, str]] | None:
     """(name, arguments as JSON) of a region's value; None if one of them is not well-formed, or unknown."""
     calls = []
-    for each in value if isinstance(value, list) else [value]:
-        function = each.get("function", each) if isinstance(each, dict) else None
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         arguments = None if function is None else _arguments(function.get("arguments"))
         if not isinstance(name, str) or name not in names or arguments is None:

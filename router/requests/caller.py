@@ -29,33 +29,33 @@ class Caller:
         """What limits and turns per caller count by: the key, else the address."""
         return f"key:{self.key.name}" if self.key is not None else f"address:{self.address}"
 
-    def cache_salt(self, given: str | None) -> str:
-        """Requests share cached prefixes only under equal salts. `given` is that of the request."""
+    def cache_salt(self, salt: str | None) -> str:
+        """Requests share cached prefixes only under equal salts. `salt` is that of the request."""
         own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
-        return own if given is None else f"{own}\0{given}"
+        return own if salt is None else f"{own}\0{salt}"
 
-    def tenant(self, given: str | None) -> str:
+    def tenant(self, salt: str | None) -> str:
         """An opaque id; outputs are proposed as drafts to requests of the same tenant only. It is of the key's name;
-        without a key, of the request's salt, which is `given`. Empty for a key that is marked `isolate`.
+        without a key, of the request's `salt`. Empty for a key that is marked `isolate`.
         """
         if self.key is not None and self.key.is_marked_isolate:
             return ""
-        name = f"salt:{given or ''}" if self.key is None else f"key:{self.key.name}"
+        name = f"salt:{salt or ''}" if self.key is None else f"key:{self.key.name}"
         return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def caller(request: Request, keys: Keys) -> Caller:
     """The caller of `request`, by the keys in force at the first call."""
-    found: Caller | None = getattr(request.state, "caller", None)
-    if found is None:
+    sender: Caller | None = getattr(request.state, "caller", None)
+    if sender is None:
         token = bearer(request)
         if (key := keys.find(token)) is not None:
             token = None
         else:
             key = keys.find(request.headers.get(KEY_HEADER))
         address = getattr(request.state, "address", "")
-        request.state.caller = found = Caller(request.state.request_id, key, token, address)
-    return found
+        request.state.caller = sender = Caller(request.state.request_id, key, token, address)
+    return sender
 
 
 def offered(request: Request) -> tuple[str | None, str | None]:

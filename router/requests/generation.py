@@ -105,9 +105,9 @@ class ResolvedAdapters:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of all contents that are resolved."""
+        """Digests of all contents that are resolved."""
         heads = None if self._request.heads is None else self._request.heads.content
-        return tuple(each.digest for each in (self._adapter, self._heads, heads) if each is not None)
+        return tuple(content.digest for content in (self._adapter, self._heads, heads) if content is not None)
 
     @property
     def tier(self) -> str:
@@ -141,11 +141,11 @@ class ResolvedAdapters:
         return adapter, self._adapter.digest
 
 
-def last_occurrence(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """Where `wanted` begins for the last time in `token_ids`; -1 where it does not occur."""
-    size = len(wanted)
+def last_occurrence(token_ids: Sequence[int], invocation_ids: Sequence[int]) -> int:
+    """Where `invocation_ids` begin for the last time in `token_ids`; -1 where they do not occur."""
+    size = len(invocation_ids)
     for first in range(len(token_ids) - size, -1, -1):
-        if token_ids[first] == wanted[0] and tuple(token_ids[first : first + size]) == tuple(wanted):
+        if token_ids[first] == invocation_ids[0] and tuple(token_ids[first : first + size]) == tuple(invocation_ids):
             return first
     return -1
 
@@ -455,7 +455,9 @@ class Generation:
         if not any(request.stop_strings):
             return
         names = {token_id: tokenizer.vocabulary.raw(token_id) for token_id in self._hidden_ids - self.end_ids}
-        named = [each for each, name in names.items() if name and any(name in stop for stop in request.stop_strings)]
+        named = [
+            token_id for token_id, name in names.items() if name and any(name in stop for stop in request.stop_strings)
+        ]
         self._marks = dict(zip(sorted(named), MARKS, strict=False))
         marks = {names[token_id]: mark for token_id, mark in self._marks.items()}
         self._stop = StopMatcher(request.stop_strings, request.include_stop, marks)

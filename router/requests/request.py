@@ -1,4 +1,7 @@
-"""TODO."""
+"""What an HTTP route asks the dispatcher for, and what it gets back, token by token. Independent of HTTP.
+
+The name of a request's adapter is resolved and authorised; its content (the digest) may not be loaded yet.
+"""
 
 import hashlib
 import json
@@ -27,7 +30,7 @@ class Adapter:
     """An adapter, or several to merge, that a request uses."""
 
     name: str
-    """As given by the caller: an alias, an id, or several separated by commas."""
+    """What the caller wrote: an alias, an id, or several separated by commas."""
     pins: tuple[Pin, ...]
     merging: Merging | None = None
     token: str | None = field(default=None, repr=False, compare=False)
@@ -104,7 +107,7 @@ class Heads:
     """Medusa heads that propose draft tokens for a request in addition to its adapter."""
 
     adapter: Adapter
-    """That contains them; only its heads are used."""
+    """The adapter that contains them; only its heads are used."""
     content: Loaded | None = None
     """Content of the operator's default heads, which stay loaded; the adapter's own heads precede these."""
 
@@ -136,7 +139,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, in addition to the model's."""
     bad_words: tuple[str, ...] = ()
-    """Those of `sampling` as they were given."""
+    """Words of `sampling` as the request has them."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     shown_ids: frozenset[int] = frozenset()
@@ -152,7 +155,7 @@ class GenerationRequest:
     tenant: str = ""
     """An opaque id of the requests whose outputs are proposed as drafts to each other; empty for none."""
     learning_tenant: str = ""
-    """The same of requests from whose outputs heads are learned that draft for them."""
+    """An opaque id of the requests from whose outputs heads are learned that draft for them."""
     adapter: Adapter | None = None
     """None for the base model."""
     heads: Heads | None = None
@@ -165,7 +168,7 @@ class GenerationRequest:
     grammar_kind: str = ""
     """json_schema | regex | choice | grammar; "" without one."""
     grammar_value: Any = None
-    """As the request gave it: a JSON schema, a pattern, texts, or a grammar in Lark's or GBNF's syntax."""
+    """What the request has: a JSON schema, a pattern, texts, or a grammar in Lark's or GBNF's syntax."""
     pooling: Pooling | None = None
     receipt: bool = False
     """Whether the answer includes a receipt."""

@@ -88,7 +88,7 @@ _CHANNEL_OPTIONS = [
 
 
 class ShardListener(Protocol):
-    """Receives the events of a stream."""
+    """Receives the events of a stream: in the server the dispatcher's `ShardStream`, whose module imports this one."""
 
     def incompatibility(self, info: pb.ShardInfo) -> str:
         """Why this shard cannot be used, in a sentence; "" if it can."""

@@ -1,5 +1,5 @@
-"""One shard as the dispatcher sees it: its stream, the requests that run on it, its credit, what it has cached, and
-when batches are sent to it.
+"""One shard as the dispatcher sees it: its stream, the requests that run on it and their messages, its credit, what it
+has cached, and when batches are sent to it.
 
 Ids, credit and residency belong to one stream; each new one resets them. Requests that arrive within one step of the
 shard travel in at most two messages: during a step a new request could only wait in the shard, so one message gathers
@@ -224,7 +224,7 @@ class ShardLink:
         self.step_requests: frozenset[int] = frozenset()
         """Wire ids of the requests that the current step computes, as far as was reported."""
         self.load: pb.Load | None = None
-        """As last reported."""
+        """The last report."""
         self.step_detail: pb.StepDetail | None = None
         """Details of a recent step, while `watch` asks for them."""
         self._wire_ids = itertools.count(1)
@@ -286,7 +286,7 @@ class ShardLink:
 
     @property
     def known_digest(self) -> str:
-        """The same, "" before it has arrived."""
+        """The model's digest, "" before it has arrived."""
         call = self._digest
         if call is None or not call.done() or call.cancelled() or call.exception() is not None:
             return ""

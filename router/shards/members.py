@@ -1,4 +1,9 @@
-"""TODO."""
+"""The shards of one router: fixed addresses, those that a DNS name or a file lists, and the choice for a request.
+
+`dns:host:port` stands for every address of the name, `file:/path` for a JSON list of addresses. Both are polled, so
+shards join and leave while others serve. A request goes to the shard with its adapter, else with the beginning of its
+prompt, else with most room. A hash assigns adapters that no shard has loaded, so that routers and restarts agree.
+"""
 
 import asyncio
 import hashlib
@@ -93,7 +98,7 @@ async def addresses_of(source: str) -> dict[str, str]:
             listed = json.loads(await asyncio.to_thread(Path(source.removeprefix(FILE)).read_text))
         except (OSError, ValueError):
             return {}
-        return {each: "" for each in listed if isinstance(each, str)} if isinstance(listed, list) else {}
+        return {address: "" for address in listed if isinstance(address, str)} if isinstance(listed, list) else {}
     name, _, port = source.removeprefix(DNS).rpartition(":")
     name = name.removeprefix("[").removesuffix("]")
     try:

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-STREAMS_TEST = "tests/router/streams/test_streams.py"
+STREAMS_TEST = "tests/router/test_kept_streams.py"
 LOST_TEST = "tests/router/dispatch/test_recovery.py"
 
 MUTANTS = [

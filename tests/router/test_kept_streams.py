@@ -11,8 +11,8 @@ from lorikeet.router.kept_streams import (
     PART_OVERHEAD,
     KeptStream,
     OutOfRange,
-    Reader,
     StreamLimits,
+    StreamReader,
     Streams,
     Trimmed,
     size_of,
@@ -35,7 +35,7 @@ def begun(streams: Streams, owner: str, stream_id: str) -> KeptStream:
 
 
 async def rest(stream: KeptStream, first: int = 0) -> bytes:
-    reader = Reader(stream, first)
+    reader = StreamReader(stream, first)
     try:
         return b"".join([part async for part in reader.read()])
     finally:
@@ -49,7 +49,7 @@ def test_a_reader_gets_every_event_from_any_one_on(parts: list[int], data: st.Da
     num_before = data.draw(st.integers(0, len(parts)))
 
     async def run() -> None:
-        stream = KeptStream("me", "one", 30)
+        stream = KeptStream(Streams(), "me", "one", 30)
         stream.begin(200, EVENTS)
         numbers = iter(range(sum(parts)))
         bodies = [b"".join(event(next(numbers)) for _ in range(size)) for size in parts]
@@ -57,7 +57,7 @@ def test_a_reader_gets_every_event_from_any_one_on(parts: list[int], data: st.Da
             stream.add(body)
         if first > stream.num_events:
             with pytest.raises(OutOfRange):
-                Reader(stream, first)
+                StreamReader(stream, first)
             return
         reading = asyncio.ensure_future(rest(stream, first))
         for body in bodies[num_before:]:
@@ -70,7 +70,7 @@ def test_a_reader_gets_every_event_from_any_one_on(parts: list[int], data: st.Da
 
 
 async def test_an_answer_without_events_is_read_from_its_beginning(anyio_backend: str) -> None:
-    stream = KeptStream("me", "one", 30)
+    stream = KeptStream(Streams(), "me", "one", 30)
     stream.begin(200, [(b"content-type", b"application/json")])
     stream.add(b'{"text": "\\n\\n"}')
     stream.finish()
@@ -106,7 +106,7 @@ async def test_numbers_are_bounded_and_complete_streams_make_room(anyio_backend:
     with pytest.raises(TooManyStreams):
         begun(streams, "they", "a")
     first.finish()
-    reader = Reader(first, 0)
+    reader = StreamReader(first, 0)
     with pytest.raises(TooManyStreams):
         begun(streams, "they", "a")
     reader.close()
@@ -128,7 +128,7 @@ async def test_a_stream_that_is_not_read_waits_at_the_bound_and_loses_nothing(an
     stream.finish()
     assert await reading == 4 * body
     with pytest.raises(Trimmed) as trimmed:
-        Reader(stream, 0)
+        StreamReader(stream, 0)
     assert trimmed.value.first == 3
     assert await rest(stream, 3) == body
 
@@ -162,11 +162,11 @@ async def test_a_stream_ends_its_time_after_its_last_reader(anyio_backend: str) 
     streams = Streams(LIMITS)
     stream = streams.begin("me", "a", 0.05)
     stream.begin(200, EVENTS)
-    reader = Reader(stream, 0)
+    reader = StreamReader(stream, 0)
     await asyncio.sleep(0.1)
     assert streams.find("me", "a") is stream, "it is read"
     reader.close()
-    again = Reader(stream, 0)
+    again = StreamReader(stream, 0)
     await asyncio.sleep(0.1)
     assert streams.find("me", "a") is stream, "it is read again"
     again.close()
@@ -189,7 +189,7 @@ def test_counts_are_exact_and_bounds_hold(steps: list[tuple[str, int, int]]) -> 
     async def run() -> None:
         streams = Streams(LIMITS)
         open_streams: dict[int, KeptStream] = {}
-        readers: list[Reader] = []
+        readers: list[StreamReader] = []
         adding: list[asyncio.Future[None]] = []
         for what, number, size in steps:
             stream = open_streams.get(number)
@@ -205,7 +205,7 @@ def test_counts_are_exact_and_bounds_hold(steps: list[tuple[str, int, int]]) -> 
             elif what == "finish":
                 stream.finish()
             elif what == "read":
-                readers.append(Reader(stream, stream.num_events))
+                readers.append(StreamReader(stream, stream.num_events))
             elif what == "leave" and readers:
                 readers.pop().close()
             elif what == "cancel":

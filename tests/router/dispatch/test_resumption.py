@@ -323,7 +323,7 @@ class ResumptionMachine(RuleBasedStateMachine):
     def clean(self) -> None:
         assert all(reader.done() for reader in self.readers)
         assert not any(submitted.generation.timers for submitted in self.all)
-        assert not self.dispatcher._delivery.num_updated and not len(self.dispatcher.queue)
+        assert not self.dispatcher.delivery.updated and not len(self.dispatcher.queue)
         for shard in self.shards:
             for _ in range(2):
                 if shard.is_there:

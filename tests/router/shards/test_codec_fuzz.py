@@ -137,7 +137,7 @@ class ShardMessagesMachine(RuleBasedStateMachine):
             part.id = wire_ids[choice % len(wire_ids)]
             head.outputs.append(part)
         self.fleet.do(self.dispatcher.on_output, link, head)
-        self.fleet.do(self.dispatcher.on_quiet)
+        self.fleet.do(self.dispatcher.delivery.wake_readers)
 
     @rule(
         index=st.integers(0, 1),
@@ -161,7 +161,7 @@ class ShardMessagesMachine(RuleBasedStateMachine):
             return
         if self.dispatcher.links[index].client.connected:
             self.fleet.do(self.dispatcher.on_output, self.dispatcher.links[index], changed)
-            self.fleet.do(self.dispatcher.on_quiet)
+            self.fleet.do(self.dispatcher.delivery.wake_readers)
 
     @rule(index=st.integers(0, 1), is_taken_out=st.booleans())
     def ends_there(self, index: int, is_taken_out: bool) -> None:
@@ -201,7 +201,7 @@ class ShardMessagesMachine(RuleBasedStateMachine):
             b"".join(str(family).encode() for family in self.dispatcher.metrics.collect())
             self.fleet.do(self.dispatcher._fail_all, RouterError)
             self.every_request_has_one_owner_and_one_end()
-            assert not self.dispatcher.num_active and not self.dispatcher._delivery.num_updated
+            assert not self.dispatcher.num_active and not self.dispatcher.delivery.updated
             assert not any(made.timers for made in self.all)
         finally:
             self.fleet.close()

@@ -14,6 +14,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import NoShard
 from lorikeet.router.requests.request import GenerationRequest
+from lorikeet.router.shards import members
 from lorikeet.router.shards.members import addresses_of, incompatibility
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
@@ -30,7 +31,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_shards_of_a_file_join_and_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(members, "POLL_SECONDS", 0.05)
     file = tmp_path / "shards.json"
     addresses = [f"unix:{tmp_path}/{name}.sock" for name in "ab"]
     tokenizer = Tokenizer(byte_level(), eos_ids=frozenset({1}))
