@@ -55,7 +55,7 @@ from lorikeet.router.errors import (
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErrorAnswer:
     """Answer to one error: LoRAX's status and `error_type`, its name in metrics, OpenAI's status, `type` and `code`."""
 
     status: int
@@ -66,62 +66,70 @@ class Answer:
     openai_code: str | None = None
 
 
-ANSWERS: dict[type[RouterError], Answer] = {
-    NotJson: Answer(400, "invalid_json", "bad_request", 400),
-    WrongJsonType: Answer(422, "invalid_type", "bad_request", 400),
-    WrongMediaType: Answer(415, "unsupported_media_type", "bad_request", 415),
-    BodyTooLarge: Answer(413, "payload_too_large", "bad_request", 413),
-    BodyTooDetailed: Answer(413, "payload_too_large", "bad_request", 413),
-    BodyTimeout: Answer(408, "timeout", "bad_request", 408),
-    BadContentEncoding: Answer(400, "invalid_encoding", "bad_request", 400),
-    UnsupportedContentEncoding: Answer(415, "unsupported_content_encoding", "bad_request", 415),
-    ValidationError: Answer(422, "validation", "validation", 400),
-    TooManyTokens: Answer(413, "validation", "validation", 413, openai_code="context_length_exceeded"),
-    WrongTask: Answer(422, "wrong_task", "validation", 400, openai_code="wrong_task"),
-    TokenInvalid: Answer(422, "validation", "validation", 422, openai_code="invalid_token"),
-    UnsupportedField: Answer(422, "validation", "validation", 422),
-    ToolError: Answer(422, "tool_error", "tool", 400, openai_code="tool_error"),
-    ChatTemplateError: Answer(422, "template_error", "template", 400),
-    ModelNotFound: Answer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
-    StreamNotFound: Answer(404, "not_found", "bad_request", 404, openai_code="stream_not_found"),
-    StreamExists: Answer(409, "conflict", "bad_request", 409, openai_code="stream_exists"),
-    StreamTrimmed: Answer(410, "gone", "bad_request", 410, openai_code="stream_trimmed"),
-    ResponseNotFound: Answer(404, "not_found", "validation", 404),
-    UnknownRoute: Answer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
-    UnknownMethod: Answer(405, "method_not_allowed", "bad_request", 405),
-    AdapterUnknown: Answer(404, "generation", "download_adapter", 404, openai_code="model_not_found"),
-    AdapterUnauthorized: Answer(401, "generation", "download_adapter", 401, "authentication_error", "invalid_api_key"),
-    AdapterForbidden: Answer(403, "generation", "download_adapter", 403, "permission_error", "adapter_not_allowed"),
-    AdapterRefused: Answer(422, "generation", "load_adapter", 422, openai_code="adapter_refused"),
-    AdapterUnavailable: Answer(
+ANSWERS: dict[type[RouterError], ErrorAnswer] = {
+    NotJson: ErrorAnswer(400, "invalid_json", "bad_request", 400),
+    WrongJsonType: ErrorAnswer(422, "invalid_type", "bad_request", 400),
+    WrongMediaType: ErrorAnswer(415, "unsupported_media_type", "bad_request", 415),
+    BodyTooLarge: ErrorAnswer(413, "payload_too_large", "bad_request", 413),
+    BodyTooDetailed: ErrorAnswer(413, "payload_too_large", "bad_request", 413),
+    BodyTimeout: ErrorAnswer(408, "timeout", "bad_request", 408),
+    BadContentEncoding: ErrorAnswer(400, "invalid_encoding", "bad_request", 400),
+    UnsupportedContentEncoding: ErrorAnswer(415, "unsupported_content_encoding", "bad_request", 415),
+    ValidationError: ErrorAnswer(422, "validation", "validation", 400),
+    TooManyTokens: ErrorAnswer(413, "validation", "validation", 413, openai_code="context_length_exceeded"),
+    WrongTask: ErrorAnswer(422, "wrong_task", "validation", 400, openai_code="wrong_task"),
+    TokenInvalid: ErrorAnswer(422, "validation", "validation", 422, openai_code="invalid_token"),
+    UnsupportedField: ErrorAnswer(422, "validation", "validation", 422),
+    ToolError: ErrorAnswer(422, "tool_error", "tool", 400, openai_code="tool_error"),
+    ChatTemplateError: ErrorAnswer(422, "template_error", "template", 400),
+    ModelNotFound: ErrorAnswer(404, "model_not_found", "validation", 404, openai_code="model_not_found"),
+    StreamNotFound: ErrorAnswer(404, "not_found", "bad_request", 404, openai_code="stream_not_found"),
+    StreamExists: ErrorAnswer(409, "conflict", "bad_request", 409, openai_code="stream_exists"),
+    StreamTrimmed: ErrorAnswer(410, "gone", "bad_request", 410, openai_code="stream_trimmed"),
+    ResponseNotFound: ErrorAnswer(404, "not_found", "validation", 404),
+    UnknownRoute: ErrorAnswer(404, "not_found", "bad_request", 404, openai_code="unknown_url"),
+    UnknownMethod: ErrorAnswer(405, "method_not_allowed", "bad_request", 405),
+    AdapterUnknown: ErrorAnswer(404, "generation", "download_adapter", 404, openai_code="model_not_found"),
+    AdapterUnauthorized: ErrorAnswer(
+        401, "generation", "download_adapter", 401, "authentication_error", "invalid_api_key"
+    ),
+    AdapterForbidden: ErrorAnswer(
+        403, "generation", "download_adapter", 403, "permission_error", "adapter_not_allowed"
+    ),
+    AdapterRefused: ErrorAnswer(422, "generation", "load_adapter", 422, openai_code="adapter_refused"),
+    AdapterUnavailable: ErrorAnswer(
         503, "generation", "download_adapter", 503, "server_error", "adapter_source_unavailable"
     ),
-    AdapterSourceInvalid: Answer(502, "generation", "download_adapter", 502, "server_error", "adapter_source_invalid"),
-    AdapterLoadFailed: Answer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
-    AdminOnly: Answer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
-    KeyRequired: Answer(401, "unauthorized", "bad_request", 401, openai_code="invalid_api_key"),
-    TooManyFailedKeys: Answer(429, "unauthorized", "bad_request", 429, "requests", "rate_limit_exceeded"),
-    AlreadyLoaded: Answer(400, "validation", "validation", 400),
-    ReloadRefused: Answer(409, "validation", "validation", 409),
-    Overloaded: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
-    TooManyStreams: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
-    BodyMemoryFull: Answer(503, "overloaded", "overloaded", 503, "server_error", "overloaded"),
-    KeyLimitReached: Answer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
-    ShuttingDown: Answer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
-    NoShard: Answer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
-    Unhealthy: Answer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
-    NotServed: Answer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
-    GenerationFailed: Answer(424, "generation", "generation", 500, "server_error", "generation_failed"),
-    PoisonRequest: Answer(500, "request_crashes_shard", "generation", 500, "server_error", "request_crashes_shard"),
-    IncompleteGeneration: Answer(
+    AdapterSourceInvalid: ErrorAnswer(
+        502, "generation", "download_adapter", 502, "server_error", "adapter_source_invalid"
+    ),
+    AdapterLoadFailed: ErrorAnswer(500, "generation", "load_adapter", 500, "server_error", "adapter_load_failed"),
+    AdminOnly: ErrorAnswer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
+    KeyRequired: ErrorAnswer(401, "unauthorized", "bad_request", 401, openai_code="invalid_api_key"),
+    TooManyFailedKeys: ErrorAnswer(429, "unauthorized", "bad_request", 429, "requests", "rate_limit_exceeded"),
+    AlreadyLoaded: ErrorAnswer(400, "validation", "validation", 400),
+    ReloadRefused: ErrorAnswer(409, "validation", "validation", 409),
+    Overloaded: ErrorAnswer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    TooManyStreams: ErrorAnswer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    BodyMemoryFull: ErrorAnswer(503, "overloaded", "overloaded", 503, "server_error", "overloaded"),
+    KeyLimitReached: ErrorAnswer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
+    ShuttingDown: ErrorAnswer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
+    NoShard: ErrorAnswer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
+    Unhealthy: ErrorAnswer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
+    NotServed: ErrorAnswer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
+    GenerationFailed: ErrorAnswer(424, "generation", "generation", 500, "server_error", "generation_failed"),
+    PoisonRequest: ErrorAnswer(
+        500, "request_crashes_shard", "generation", 500, "server_error", "request_crashes_shard"
+    ),
+    IncompleteGeneration: ErrorAnswer(
         500, "incomplete_generation", "incomplete", 500, "server_error", "incomplete_generation"
     ),
-    DeadlineExceeded: Answer(504, "timeout", "timeout", 504, "server_error", "timeout"),
-    InternalError: Answer(500, "internal", "internal", 500, "server_error", "internal_error"),
+    DeadlineExceeded: ErrorAnswer(504, "timeout", "timeout", 504, "server_error", "timeout"),
+    InternalError: ErrorAnswer(500, "internal", "internal", 500, "server_error", "internal_error"),
 }
 
 
-def answer(error: RouterError) -> Answer:
+def answer(error: RouterError) -> ErrorAnswer:
     """The row of the table for `error`, by its class or the nearest ancestor that has one."""
     for ancestor in type(error).__mro__:
         row = ANSWERS.get(ancestor)

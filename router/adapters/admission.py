@@ -64,7 +64,7 @@ class Popularity:
 POLL_SECONDS = 0.02
 
 
-class Admission:
+class AdapterAdmission:
     """Admission for one dispatcher."""
 
     def __init__(

@@ -12,7 +12,7 @@ import structlog
 from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
 from lorikeet.adapters.refs import Ref
-from lorikeet.router.adapters.admission import Admission
+from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.requests.request import Heads
 
@@ -28,7 +28,7 @@ NUM_AT_ONCE = 16
 class AdapterPreloader:
     """Preloader of one router; works while `run` runs."""
 
-    def __init__(self, selection: Selection, admission: Admission) -> None:
+    def __init__(self, selection: Selection, admission: AdapterAdmission) -> None:
         self.settled = asyncio.Event()
         """Set once every entry was validated."""
         self._selection = selection

@@ -27,7 +27,7 @@ _RealId = tuple[Source, str]
 _SLASH = re.compile("/")
 
 
-class Access:
+class AdapterAccess:
     """Access rights of one router. Without `sources` only the base model is served."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Selection:
         self.rights = rights
         self.directory = directory
         self.keys = keys
-        self.access = Access(directory, None if rights is None else rights.sources, config.auth_cache_ttl_s)
+        self.access = AdapterAccess(directory, None if rights is None else rights.sources, config.auth_cache_ttl_s)
 
     async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
         """None for the base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""

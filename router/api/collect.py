@@ -14,7 +14,7 @@ from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Chunk, FinishReason, Token
+from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken
 
 
 class VisibleTokens:
@@ -33,10 +33,10 @@ class VisibleTokens:
         self._offset = len(echo)
         """Characters of the text before the next token."""
         self._text_length = len(echo)
-        self._waiting: deque[Token] = deque()
+        self._waiting: deque[OutputToken] = deque()
         """Tokens whose text is not shown yet, because it may become a stop string."""
 
-    def take(self, tokens: list[Token], text: str, finish: FinishReason | None) -> list[tuple[Token, int]]:
+    def take(self, tokens: list[OutputToken], text: str, finish: FinishReason | None) -> list[tuple[OutputToken, int]]:
         """(token, offset of its text) of the tokens whose text `text` shows, after those of earlier chunks."""
         self._text_length += len(text)
         self._waiting.extend(tokens)
@@ -66,7 +66,7 @@ class Completed:
     """One generation from its first to its last token."""
 
     seed: int
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[OutputToken] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason = FinishReason.LENGTH
     num_cached: int = 0
@@ -134,7 +134,7 @@ async def read_all(readers: list[Reader], sequences: list[Completed]) -> None:
     await asyncio.gather(*map(read, readers, sequences))
 
 
-async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int, OutputChunk], None]:
     """(index of the generation, chunk) as they come, until every generation has finished."""
     if len(generations) == 1:
         while True:
@@ -142,7 +142,7 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             yield 0, chunk
             if chunk.finish_reason is not None:
                 return
-    arrivals: asyncio.Queue[tuple[int, Chunk | BaseException]] = asyncio.Queue()
+    arrivals: asyncio.Queue[tuple[int, OutputChunk | BaseException]] = asyncio.Queue()
     tasks = [asyncio.ensure_future(_forward(index, each, arrivals)) for index, each in enumerate(generations)]
     num_running = len(tasks)
     try:
@@ -158,7 +158,7 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
 
 
 async def _forward(
-    index: int, generation: Generation, arrivals: "asyncio.Queue[tuple[int, Chunk | BaseException]]"
+    index: int, generation: Generation, arrivals: "asyncio.Queue[tuple[int, OutputChunk | BaseException]]"
 ) -> None:
     """Put each chunk, and a failure, into `arrivals`."""
     try:

@@ -64,7 +64,7 @@ _OTHER_ROUTES = _leaves(
 )  # fmt: skip
 
 
-class Kind(enum.Enum):
+class RouteKind(enum.Enum):
     """What an operation does, by which its errors are known."""
 
     GENERATE = frozenset(ANSWERS) - _OTHER_ROUTES
@@ -86,7 +86,7 @@ class Kind(enum.Enum):
 class Operation:
     """One route of the document."""
 
-    kind: Kind
+    kind: RouteKind
     method: str
     path: str
     summary: str
@@ -113,109 +113,111 @@ class InvocationBody(
 _COMPAT = (native.CompatGenerateRequest, answers.GenerateResponse, True, answers.StreamResponse)
 _BOTH = (ErrorStyle.LORAX, ErrorStyle.OPENAI)
 OPERATIONS = (
-    Operation(Kind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
-    Operation(Kind.GENERATE, "post", "/invocations", "For SageMaker: the body of another route",
+    Operation(RouteKind.GENERATE, "post", "/", "Generate, streaming when `stream` is true", *_COMPAT),
+    Operation(RouteKind.GENERATE, "post", "/invocations", "For SageMaker: the body of another route",
               InvocationBody, answers.InvocationAnswer, streams=answers.InvocationEvent,
               styles=_BOTH),
-    Operation(Kind.GENERATE, "post", "/generate", "Generate", native.GenerateRequest, answers.GenerateResponse),
-    Operation(Kind.GENERATE, "post", "/generate_stream", "Generate, one event per token", native.GenerateRequest,
+    Operation(RouteKind.GENERATE, "post", "/generate", "Generate", native.GenerateRequest, answers.GenerateResponse),
+    Operation(RouteKind.GENERATE, "post", "/generate_stream", "Generate, one event per token", native.GenerateRequest,
               streams=answers.StreamResponse),
-    Operation(Kind.GENERATE, "post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
+    Operation(RouteKind.GENERATE, "post", "/predict", "Generate, in the format of LLMSpeculativeSampling's server",
               native.PredictRequest, answers.PredictResponse),
-    Operation(Kind.TOKENIZE, "post", "/tokenize", "Tokenize, as in LoRAX or in vLLM",
+    Operation(RouteKind.TOKENIZE, "post", "/tokenize", "Tokenize, as in LoRAX or in vLLM",
               tokens.TokenizeBody, answers.TokenizeAnswer, styles=_BOTH),
-    Operation(Kind.TOKENIZE, "post", "/chat_tokenize", "Tokenize a chat, as in TGI",
+    Operation(RouteKind.TOKENIZE, "post", "/chat_tokenize", "Tokenize a chat, as in TGI",
               tokens.TokenizeChat, answers.ChatTokenizeAnswer),
-    Operation(Kind.TOKENIZE, "post", "/detokenize", "The text of token ids, as in vLLM",
+    Operation(RouteKind.TOKENIZE, "post", "/detokenize", "The text of token ids, as in vLLM",
               tokens.DetokenizeRequest, answers.DetokenizeAnswer),
-    Operation(Kind.READ, "get", "/tokenizer_info", "The tokenizer's configuration, as in vLLM", media=(JSON,)),
-    Operation(Kind.GENERATE, "post", "/v1/completions", "OpenAI's completions",
+    Operation(RouteKind.READ, "get", "/tokenizer_info", "The tokenizer's configuration, as in vLLM", media=(JSON,)),
+    Operation(RouteKind.GENERATE, "post", "/v1/completions", "OpenAI's completions",
               openai.CompletionRequest, answers.CompletionResponse, streams=answers.CompletionChunk),
-    Operation(Kind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
+    Operation(RouteKind.GENERATE, "post", "/v1/chat/completions", "OpenAI's chat completions",
               openai.ChatCompletionRequest, answers.ChatCompletionResponse, streams=answers.ChatCompletionChunk),
-    Operation(Kind.READ, "get", "/ui", "A page with a playground and a live view; at `/` for browsers", media=(HTML,)),
-    Operation(Kind.READ, "get", "/v1/capabilities", "What the caller may ask for, and its limits", media=(JSON,)),
-    Operation(Kind.WATCH, "get", "/v1/live", "What the server does now, as events without end", media=(EVENTS,)),
-    Operation(Kind.STREAM, "get", "/v1/streams/{stream_id}", "The answer of a resumable request, from an event on",
+    Operation(RouteKind.READ, "get", "/ui",
+              "A page with a playground and a live view; at `/` for browsers", media=(HTML,)),
+    Operation(RouteKind.READ, "get", "/v1/capabilities", "What the caller may ask for, and its limits", media=(JSON,)),
+    Operation(RouteKind.WATCH, "get", "/v1/live", "What the server does now, as events without end", media=(EVENTS,)),
+    Operation(RouteKind.STREAM, "get", "/v1/streams/{stream_id}", "The answer of a resumable request, from an event on",
               media=(EVENTS, JSON)),
-    Operation(Kind.STREAM, "delete", "/v1/streams/{stream_id}", "Cancel a resumable request, and forget its answer"),
-    Operation(Kind.GENERATE, "post", "/v1/responses", "OpenAI's responses; nothing is stored",
+    Operation(RouteKind.STREAM, "delete", "/v1/streams/{stream_id}",
+              "Cancel a resumable request, and forget its answer"),
+    Operation(RouteKind.GENERATE, "post", "/v1/responses", "OpenAI's responses; nothing is stored",
               responses.ResponsesRequest, answers.ResponsesAnswer, streams=answers.ResponsesEvent),
-    Operation(Kind.TOKENIZE, "post", "/v1/responses/input_tokens", "Tokens of a response's input",
+    Operation(RouteKind.TOKENIZE, "post", "/v1/responses/input_tokens", "Tokens of a response's input",
               responses.ResponsesRequest, answers.InputTokens),
-    *(Operation(Kind.MISSING, method, f"/v1/responses/{{response_id}}{path}", "404: no response is stored")
+    *(Operation(RouteKind.MISSING, method, f"/v1/responses/{{response_id}}{path}", "404: no response is stored")
       for method, path in (("get", ""), ("delete", ""), ("get", "/input_items"), ("post", "/cancel"))),
-    Operation(Kind.GENERATE, "post", "/v1/messages", "Anthropic's messages",
+    Operation(RouteKind.GENERATE, "post", "/v1/messages", "Anthropic's messages",
               anthropic.MessagesRequest, answers.MessageAnswer, streams=answers.MessageEvent),
-    Operation(Kind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
+    Operation(RouteKind.TOKENIZE, "post", "/v1/messages/count_tokens", "Tokens of a message's prompt",
               anthropic.CountTokensRequest, answers.CountedTokens),
-    Operation(Kind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
+    Operation(RouteKind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
               pooled.EmbeddingsRequest, answers.EmbeddingsResponse),
-    Operation(Kind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
+    Operation(RouteKind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
               cohere.CohereEmbedRequest, answers.CohereEmbedResponse),
-    Operation(Kind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
+    Operation(RouteKind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
               pooled.EmbedRequest, answers.EmbedResponse),
-    Operation(Kind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
+    Operation(RouteKind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
               pooled.ClassifyRequest, media=(JSON,), styles=_BOTH),
-    Operation(Kind.GENERATE, "post", "/classify_batch", "LoRAX's entities or labels of several texts",
+    Operation(RouteKind.GENERATE, "post", "/classify_batch", "LoRAX's entities or labels of several texts",
               pooled.ClassifyBatchRequest, media=(JSON,)),
-    Operation(Kind.GENERATE, "post", "/pooling", "vLLM's: what the model computes",
+    Operation(RouteKind.GENERATE, "post", "/pooling", "vLLM's: what the model computes",
               pooled.PoolingRequest, answers.PoolingResponse),
-    *(Operation(Kind.GENERATE, "post", path, "Scores of pairs of texts",
+    *(Operation(RouteKind.GENERATE, "post", path, "Scores of pairs of texts",
                 pooled.ScoreRequest, answers.ScoreResponse) for path in ("/score", "/v1/score")),
-    *(Operation(Kind.GENERATE, "post", path, "Documents by relevance to a query",
+    *(Operation(RouteKind.GENERATE, "post", path, "Documents by relevance to a query",
                 pooled.RerankRequest, answers.RerankResponse)
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-    Operation(Kind.READ, "get", "/v1/models", "The base model and the operator's adapters",
+    Operation(RouteKind.READ, "get", "/v1/models", "The base model and the operator's adapters",
               response=answers.ModelList),
-    Operation(Kind.READ, "get", "/v1/models/{model_id}", "One of them",
+    Operation(RouteKind.READ, "get", "/v1/models/{model_id}", "One of them",
               response=answers.Model),
-    Operation(Kind.ADMIN, "delete", "/v1/models/{model_id}", "Remove an adapter's name, and free its memory",
+    Operation(RouteKind.ADMIN, "delete", "/v1/models/{model_id}", "Remove an adapter's name, and free its memory",
               response=answers.DeletedModel),
-    Operation(Kind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
+    Operation(RouteKind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
               response=answers.AdapterList),
-    Operation(Kind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
+    Operation(RouteKind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
               admin.AdapterName, media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/admin/adapters/pin", "Load an adapter and keep it loaded",
+    Operation(RouteKind.ADMIN, "post", "/admin/adapters/pin", "Load an adapter and keep it loaded",
               admin.AdapterName, media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/admin/adapters/unpin", "Allow the eviction of an adapter",
+    Operation(RouteKind.ADMIN, "post", "/admin/adapters/unpin", "Allow the eviction of an adapter",
               admin.AdapterName, media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/admin/adapters/unload", "Free an adapter's memory",
+    Operation(RouteKind.ADMIN, "post", "/admin/adapters/unload", "Free an adapter's memory",
               admin.AdapterUnload, media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/admin/adapters/refresh", "Query the sources again",
+    Operation(RouteKind.ADMIN, "post", "/admin/adapters/refresh", "Query the sources again",
               admin.AdapterRefresh, media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/admin/catalogue/reload", "Reload the operator's files",
+    Operation(RouteKind.ADMIN, "post", "/admin/catalogue/reload", "Reload the operator's files",
               response=answers.Reloaded),
-    Operation(Kind.ADMIN, "get", "/admin/learning", "Medusa heads learned from traffic, with decisions",
+    Operation(RouteKind.ADMIN, "get", "/admin/learning", "Medusa heads learned from traffic, with decisions",
               media=(JSON,)),
-    Operation(Kind.ADMIN, "delete", "/admin/learning", "Delete what was learned from traffic", media=(JSON,)),
-    Operation(Kind.ADMIN, "post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM",
+    Operation(RouteKind.ADMIN, "delete", "/admin/learning", "Delete what was learned from traffic", media=(JSON,)),
+    Operation(RouteKind.ADMIN, "post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM",
               admin.LoadLora, media=(TEXT,)),
-    Operation(Kind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
+    Operation(RouteKind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
               admin.UnloadLora, media=(TEXT,)),
-    Operation(Kind.ADMIN, "post", "/adapters", "Name an adapter, for SageMaker",
+    Operation(RouteKind.ADMIN, "post", "/adapters", "Name an adapter, for SageMaker",
               admin.SageMakerAdapter, media=(TEXT,)),
-    Operation(Kind.ADMIN, "delete", "/adapters/{adapter_name}", "Remove a name, for SageMaker", media=(TEXT,)),
-    *(Operation(Kind.PROBE, "get", path, "Liveness: whether shards answer")
+    Operation(RouteKind.ADMIN, "delete", "/adapters/{adapter_name}", "Remove a name, for SageMaker", media=(TEXT,)),
+    *(Operation(RouteKind.PROBE, "get", path, "Liveness: whether shards answer")
       for path in ("/", "/health", "/healthz", "/livez", "/ping")),
-    Operation(Kind.PROBE, "post", "/ping", "Liveness, for SageMaker"),
-    *(Operation(Kind.PROBE, "get", path, "Readiness: whether new requests are accepted")
+    Operation(RouteKind.PROBE, "post", "/ping", "Liveness, for SageMaker"),
+    *(Operation(RouteKind.PROBE, "get", path, "Readiness: whether new requests are accepted")
       for path in ("/ready", "/readyz")),
-    *(Operation(Kind.PROBE, "get", path, "Startup: generates one token end to end")
+    *(Operation(RouteKind.PROBE, "get", path, "Startup: generates one token end to end")
       for path in ("/startup", "/health_generate")),
-    Operation(Kind.READ, "get", "/info", "Limits and effective configuration", media=(JSON,)),
-    Operation(Kind.READ, "get", "/version", "The version, as in vLLM", media=(JSON,)),
-    Operation(Kind.READ, "get", "/load", "The number of queued and running requests, as in vLLM", media=(JSON,)),
-    *(Operation(Kind.READ, "get", path, "Limits, as in SGLang", media=(JSON,))
+    Operation(RouteKind.READ, "get", "/info", "Limits and effective configuration", media=(JSON,)),
+    Operation(RouteKind.READ, "get", "/version", "The version, as in vLLM", media=(JSON,)),
+    Operation(RouteKind.READ, "get", "/load", "The number of queued and running requests, as in vLLM", media=(JSON,)),
+    *(Operation(RouteKind.READ, "get", path, "Limits, as in SGLang", media=(JSON,))
       for path in ("/server_info", "/get_server_info")),
-    *(Operation(Kind.READ, "get", path, "The model, as in SGLang", media=(JSON,))
+    *(Operation(RouteKind.READ, "get", path, "The model, as in SGLang", media=(JSON,))
       for path in ("/model_info", "/get_model_info")),
-    Operation(Kind.READ, "get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header",
+    Operation(RouteKind.READ, "get", "/metrics", "Metrics: Prometheus text, or JSON by the Accept header",
               media=(TEXT, JSON)),
-    Operation(Kind.READ, "get", "/openapi.json", "This document", media=(JSON,)),
-    Operation(Kind.READ, "get", "/api-doc/openapi.json", "This document, where LoRAX has it", media=(JSON,)),
-    Operation(Kind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
-    *(Operation(Kind.UNSUPPORTED, method.lower(), path, f"Not supported (501): {alternative}")
+    Operation(RouteKind.READ, "get", "/openapi.json", "This document", media=(JSON,)),
+    Operation(RouteKind.READ, "get", "/api-doc/openapi.json", "This document, where LoRAX has it", media=(JSON,)),
+    Operation(RouteKind.READ, "get", "/docs", "This document as a page", media=(HTML,)),
+    *(Operation(RouteKind.UNSUPPORTED, method.lower(), path, f"Not supported (501): {alternative}")
       for prefix, alternative in ALTERNATIVES.items()
       for path in (prefix, f"{prefix}/{{rest}}")
       for method in METHODS),
@@ -270,18 +272,18 @@ def _operation(operation: Operation) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", operation.path)
     ]
-    if operation.kind is Kind.STREAM and operation.method == "get":
+    if operation.kind is RouteKind.STREAM and operation.method == "get":
         parameters.append({"name": "from", "in": "query", "schema": {"type": "integer", "minimum": 0}})
     if parameters:
         shown["parameters"] = parameters
     return shown
 
 
-def _security(kind: Kind) -> list[dict[str, list[str]]]:
+def _security(kind: RouteKind) -> list[dict[str, list[str]]]:
     """Which keys a request may have; `{}` is none, which the server may be configured to reject."""
-    if kind is Kind.ADMIN:
+    if kind is RouteKind.ADMIN:
         return [{"admin": []}, {"apiKey": []}]
-    return [{}] if kind is Kind.PROBE else [{}, {"bearer": []}, {"apiKey": []}]
+    return [{}] if kind is RouteKind.PROBE else [{}, {"bearer": []}, {"apiKey": []}]
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
@@ -295,8 +297,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.streams is not None:
         content |= _content(EVENTS, _ref(operation.streams))
     responses: dict[str, Any] = {}
-    if operation.kind not in (Kind.UNSUPPORTED, Kind.MISSING):
-        success = "204" if operation.kind is Kind.STREAM and operation.method == "delete" else "200"
+    if operation.kind not in (RouteKind.UNSUPPORTED, RouteKind.MISSING):
+        success = "204" if operation.kind is RouteKind.STREAM and operation.method == "delete" else "200"
         responses[success] = {"description": "Success", **({"content": content} if content else {})}
     for status, media, schema in sorted(_failures(operation), key=lambda failure: failure[:2]):
         response = responses.setdefault(str(status), {"description": HTTPStatus(status).phrase, "content": {}})

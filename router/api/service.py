@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.registry import Sources
-from lorikeet.router.adapters.admission import Admission
+from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.adapters.preload import AdapterPreloader
@@ -23,20 +23,20 @@ from lorikeet.router.live.failures import RecentFailures
 from lorikeet.router.live.live import Live
 from lorikeet.router.live.snapshot import SnapshotMaker
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.output.outputs import Outputs
+from lorikeet.router.output.outputs import OutputPreparer
 from lorikeet.router.receipts.receipts import Receipts
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.body import BodyMemory, BodyReader
 from lorikeet.router.schemas.grammar import names_grammar
 from lorikeet.router.schemas.speculation import (
-    Offer,
+    SpeculationOffer,
     fill_defaults,
     make_offer,
 )
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
-from lorikeet.router.usage.writer import Usage
+from lorikeet.router.usage.writer import UsageLog
 
 if TYPE_CHECKING:
     from lorikeet.router.tracing.tracing import Tracing
@@ -53,12 +53,12 @@ class Service:
     metrics: Metrics
     selection: Selection
     templates: Templates
-    outputs: Outputs
+    outputs: OutputPreparer
     preloader: AdapterPreloader | None
     """None where the base model is served alone."""
     reloading: Reloading
     receipts: Receipts
-    usage: Usage
+    usage: UsageLog
     grammars: Grammars
     authentication: Authentication
     key_limits: KeyLimits
@@ -78,7 +78,7 @@ class Service:
         return self.dispatcher.config
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> AdapterAdmission:
         """Admission of requests with adapters, where those are served."""
         assert self.dispatcher.admission is not None
         return self.dispatcher.admission
@@ -90,7 +90,7 @@ class Service:
         return self.selection.rights
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> SpeculationOffer:
         """What speculation the server supports."""
         info = self.dispatcher.info
         return make_offer(self.config) if info is None else make_offer(self.config, info.draft_model_id, info.history)
@@ -171,11 +171,11 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         metrics=metrics,
         selection=selection,
         templates=templates,
-        outputs=Outputs(templates, tokenizer),
+        outputs=OutputPreparer(templates, tokenizer),
         preloader=preloader,
         reloading=Reloading(config, selection, preloader),
         receipts=dispatcher.receipts,
-        usage=Usage(config, metrics, lambda request: caller(request, selection.keys)),
+        usage=UsageLog(config, metrics, lambda request: caller(request, selection.keys)),
         grammars=Grammars(Path(config.model_path)),
         authentication=Authentication(config, selection),
         key_limits=KeyLimits(),

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters.admission import Admission
+from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.loading import LoaderClient
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
@@ -84,10 +84,10 @@ class Dispatcher:
         self._queue_seconds = 0.0
         """Moving average of the queue time of recent requests."""
         self._loader = None if config.loader_address is None else LoaderClient(config.loader_address)
-        self.admission: Admission | None = None
+        self.admission: AdapterAdmission | None = None
         """Admission of requests with adapters; None where only the base model is served."""
         if self._loader is not None:
-            self.admission = Admission(self._loader, self.links, self._placement, self.metrics.adapters)
+            self.admission = AdapterAdmission(self._loader, self.links, self._placement, self.metrics.adapters)
         self._tasks: list[asyncio.Task[None]] = []
 
     # Life

@@ -135,7 +135,7 @@ FIRST_PROBE_S = 0.05
 LAST_PROBE_S = 5.0
 
 
-class _Stop(Exception):
+class _ConnectionStop(Exception):
     """Ends the parser's run inside one of its callbacks."""
 
 
@@ -305,7 +305,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_answering:
             self.cycle.keep_alive = False
             self._ignores_input = True
-            raise _Stop
+            raise _ConnectionStop
         super().on_message_begin()
         self._head_size = self._num_fields = 0
 
@@ -324,7 +324,7 @@ class Protocol(HttpToolsProtocol):
         self._head_size += num_bytes
         if self._head_size > MAX_HEAD_BYTES or self._num_fields > MAX_HEADER_FIELDS:
             self._refuse_head()
-            raise _Stop
+            raise _ConnectionStop
 
     def on_headers_complete(self) -> None:
         if self._timer is not None:

@@ -74,7 +74,7 @@ Event = ContentDelta | ReasoningDelta | ToolCallBegin | ArgumentsDelta | ToolCal
 
 
 @dataclass
-class ToolCall:
+class MessageCall:
     """A call of a function."""
 
     id: str
@@ -89,7 +89,7 @@ class Message:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[MessageCall] = field(default_factory=list)
     finish: Finish = field(default_factory=lambda: Finish(FinishKind.STOP))
 
     def add(self, events: list[Event]) -> None:
@@ -101,7 +101,7 @@ class Message:
                 case ReasoningDelta(text):
                     self.reasoning += text
                 case ToolCallBegin(_, identity, name):
-                    self.tool_calls.append(ToolCall(identity, name, ""))
+                    self.tool_calls.append(MessageCall(identity, name, ""))
                 case ArgumentsDelta(index, text):
                     self.tool_calls[index].arguments += text
                 case Finish():

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.reasoning import Reasoning, Start
+from lorikeet.router.text.reasoning import ReasoningSyntax, Start
 
 Template = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -21,7 +21,7 @@ MAX_PREFIX = 1 << 16
 
 
 @dataclass(frozen=True)
-class OutputFormat:
+class ResponseTemplate:
     """One response template."""
 
     template: Template
@@ -83,12 +83,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 @lru_cache(64)
-def format_of(chat_template: str) -> OutputFormat | None:
+def format_of(chat_template: str) -> ResponseTemplate | None:
     """The format of a family, by its chat template; None for one that is not known."""
     for is_of_family, make in _FAMILIES:
         if is_of_family(chat_template):
             next_part = "<|start|>assistant" if make is _harmony else ""
-            return OutputFormat(make(chat_template), is_own=False, next_part=next_part)
+            return ResponseTemplate(make(chat_template), is_own=False, next_part=next_part)
     return None
 
 
@@ -306,7 +306,7 @@ class CallSyntax:
         return first if isinstance(first, str) else ""
 
 
-def syntax_of(form: OutputFormat) -> CallSyntax | None:
+def syntax_of(form: ResponseTemplate) -> CallSyntax | None:
     """None for a format whose calls cannot be constrained."""
     try:
         return _syntax(form.template["fields"]["tool_calls"])
@@ -412,7 +412,7 @@ def _is_space(nodes: Any) -> bool:
     )
 
 
-def reasoning_of(form: OutputFormat, prompt: str, open_field: str | None) -> Reasoning | None:
+def reasoning_of(form: ResponseTemplate, prompt: str, open_field: str | None) -> ReasoningSyntax | None:
     """None for a format without reasoning. `open_field` is the region in which the prompt ends.
 
     Raises ChatTemplateError where the prompt opens a reasoning of which no text is known that closes it.
@@ -430,10 +430,10 @@ def reasoning_of(form: OutputFormat, prompt: str, open_field: str | None) -> Rea
     is_closed = prompt.rstrip().endswith(closings)
     start = Start.OPEN if is_open else Start.CLOSED if is_closed else Start.FREE
     text_opening = _text(form.text_field or {}, "open")
-    return Reasoning(opening, closings, start, tuple(text for text in (form.next_part, text_opening) if text))
+    return ReasoningSyntax(opening, closings, start, tuple(text for text in (form.next_part, text_opening) if text))
 
 
-def text_opening(form: OutputFormat) -> str:
+def text_opening(form: ResponseTemplate) -> str:
     """What the text of an answer begins with, where it has a mark of its own."""
     return _text(form.text_field or {}, "open")
 

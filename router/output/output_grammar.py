@@ -10,12 +10,12 @@ from typing import Any
 import llguidance
 
 from lorikeet.router.errors import ToolError, ValidationError
-from lorikeet.router.output.formats import VALUE, CallSyntax, OutputFormat, Part, Slot, Space, text_opening
+from lorikeet.router.output.formats import VALUE, CallSyntax, Part, ResponseTemplate, Slot, Space, text_opening
 from lorikeet.router.schemas.chat.tools import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.text.grammar_process import OVERRIDES, literal
 from lorikeet.router.text.json_schemas import SchemaError, enforced
-from lorikeet.router.text.reasoning import MAX_GAP, Reasoning, Start
+from lorikeet.router.text.reasoning import MAX_GAP, ReasoningSyntax, Start
 
 TEXT = r"/(.|\n)*/"
 """Any text, for the inside of another lexeme."""
@@ -50,7 +50,7 @@ class SpecialTokens:
 class OutputGrammar:
     """Builds the grammar of one request."""
 
-    def __init__(self, tokens: SpecialTokens, reasoning: Reasoning | None, next_part: str = "") -> None:
+    def __init__(self, tokens: SpecialTokens, reasoning: ReasoningSyntax | None, next_part: str = "") -> None:
         """`next_part` follows the reasoning, before anything else."""
         self._tokens = tokens
         self._reasoning = reasoning
@@ -214,11 +214,11 @@ class ToolGrammar(OutputGrammar):
 
     def __init__(
         self,
-        form: OutputFormat,
+        form: ResponseTemplate,
         syntax: CallSyntax,
         tools: ToolFields,
         tokens: SpecialTokens,
-        reasoning: Reasoning | None,
+        reasoning: ReasoningSyntax | None,
         parameters: EnforcedParameters,
     ) -> None:
         super().__init__(tokens, reasoning, form.next_part)

@@ -16,7 +16,7 @@ import structlog
 
 from lorikeet.router.adapters.chat_templates import ChosenTemplate, Templates
 from lorikeet.router.errors import ChatTemplateError, InternalError, ToolError
-from lorikeet.router.output.formats import OutputFormat, format_of, reasoning_of, syntax_of, text_opening
+from lorikeet.router.output.formats import ResponseTemplate, format_of, reasoning_of, syntax_of, text_opening
 from lorikeet.router.output.lorax_form import LoraxReader, plain_turns, schema_of, with_tools
 from lorikeet.router.output.output_grammar import EnforcedParameters, OutputGrammar, SpecialTokens, ToolGrammar
 from lorikeet.router.output.reader import (
@@ -32,7 +32,7 @@ from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.text.reasoning import Reasoning
+from lorikeet.router.text.reasoning import ReasoningSyntax
 from lorikeet.router.text.templates.chat_template import Rendered
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class Prepared:
     """Makes the reader of one output."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that the reader needs in the text."""
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSyntax | None = None
     """How the output writes reasoning."""
     left_out: tuple[str, ...] = ()
     """Paths of what the grammar leaves out of schemas that are not strict."""
@@ -65,14 +65,14 @@ class Prepared:
 class _Output:
     """How the outputs of one conversation are parsed."""
 
-    form: OutputFormat
+    form: ResponseTemplate
     process: ParserProcess
     prefix: str
     owner: str
-    reasoning: Reasoning | None
+    reasoning: ReasoningSyntax | None
 
 
-class Outputs:
+class OutputPreparer:
     """Output readers and grammars of one router."""
 
     def __init__(self, templates: Templates, tokenizer: Tokenizer) -> None:
@@ -130,7 +130,7 @@ class Outputs:
     async def _with_format(
         self,
         chosen: ChosenTemplate,
-        form: OutputFormat,
+        form: ResponseTemplate,
         conversation: Conversation,
         tools: ToolFields,
         grammar: GrammarFields | None,
@@ -175,7 +175,7 @@ class Outputs:
     async def _as_lorax(
         self,
         chosen: ChosenTemplate,
-        form: OutputFormat | None,
+        form: ResponseTemplate | None,
         conversation: Conversation,
         tools: ToolFields,
         grammar: GrammarFields | None,
@@ -219,7 +219,7 @@ class Outputs:
         return Prepared(rendered, grammar, reader, output.form.shown(self._tokens.ids), output.reasoning)
 
     async def _output(
-        self, chosen: ChosenTemplate, form: OutputFormat, rendered: Rendered, conversation: Conversation
+        self, chosen: ChosenTemplate, form: ResponseTemplate, rendered: Rendered, conversation: Conversation
     ) -> "_Output":
         """How an output is parsed. Raises ChatTemplateError for a response template that cannot be used."""
         process = self._process(chosen, form)
@@ -244,7 +244,7 @@ class Outputs:
             options = replace(options, variables={**options.variables, "tools": list(tools.tools)})
         return await self._templates.render(chosen, conversation.messages, options, caller)
 
-    def _process(self, chosen: ChosenTemplate, form: OutputFormat) -> ParserProcess:
+    def _process(self, chosen: ChosenTemplate, form: ResponseTemplate) -> ParserProcess:
         if not form.is_own or not chosen.response_who:
             return self.parser
         since = self._slow.get(chosen.response_who)
@@ -259,12 +259,12 @@ class Outputs:
         while len(self._slow) > _MAX_OWNERS:
             self._slow.popitem(last=False)
 
-    def _format(self, chosen: ChosenTemplate) -> OutputFormat | None:
+    def _format(self, chosen: ChosenTemplate) -> ResponseTemplate | None:
         if chosen.response is None:
             return format_of(chosen.source)
         if not isinstance(chosen.response, dict):
             raise ChatTemplateError("the response template cannot be used: it must be an object")
-        return OutputFormat(chosen.response)
+        return ResponseTemplate(chosen.response)
 
 
 def _with_looser(made: Callable[[bool], Prepared], tools: ToolFields) -> Prepared:

@@ -220,7 +220,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-class Worker:
+class ParserWorker:
     """The outputs that are being parsed, by number."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _on_timeout)
-    worker = Worker()
+    worker = ParserWorker()
     for line in sys.stdin.buffer:
         sys.stdout.write(json.dumps(worker.answer(json.loads(line))) + "\n")
         sys.stdout.flush()

@@ -19,7 +19,7 @@ import structlog
 from lorikeet.proto.process import LineProcess, ProcessEnded, limited_environment, python
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, ReasoningDelta, whole_call
 from lorikeet.router.requests.request import FinishReason
-from lorikeet.router.text.reasoning import AnswerFinder, Part, Reasoning
+from lorikeet.router.text.reasoning import AnswerFinder, OutputPart, ReasoningSyntax
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class Parse:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _ParseJob:
     parse: Parse
     texts: list[str]
     is_last: bool
@@ -83,7 +83,7 @@ class ParserProcess(LineProcess):
         self._on_slow = on_slow
         self._epoch = 0
         self._numbers = itertools.count()
-        self._jobs: list[_Job] = []
+        self._jobs: list[_ParseJob] = []
         self._dropped: list[int] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -104,7 +104,7 @@ class ParserProcess(LineProcess):
 
     async def parse(self, parse: Parse, text: str, *, is_last: bool = False) -> list[list[str]]:
         """The pieces that more text gives. Raises ParserFailed."""
-        job = _Job(parse, [text] if text else [], is_last, asyncio.get_running_loop().create_future())
+        job = _ParseJob(parse, [text] if text else [], is_last, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -150,7 +150,7 @@ class ParserProcess(LineProcess):
                     raise
                 log.error("output_parser_failed", reason=str(error))
 
-    async def _run(self, jobs: list[_Job]) -> None:
+    async def _run(self, jobs: list[_ParseJob]) -> None:
         try:
             await self._batch(jobs)
         except (ProcessEnded, TimeoutError):
@@ -162,7 +162,7 @@ class ParserProcess(LineProcess):
                     self._on_slow(job.parse.owner)
                     _give_up(job, "parsing it ends the process")
 
-    async def _batch(self, jobs: list[_Job]) -> None:
+    async def _batch(self, jobs: list[_ParseJob]) -> None:
         jobs = [job for job in jobs if not job.answer.done()]
         try:
             await self.start()
@@ -176,13 +176,13 @@ class ParserProcess(LineProcess):
         for job, known, answer in zip(jobs, is_known, answers, strict=True):
             self._settle(job, known, answer)
 
-    def _question(self, job: _Job, is_known: bool) -> dict[str, Any]:
+    def _question(self, job: _ParseJob, is_known: bool) -> dict[str, Any]:
         question: dict[str, Any] = {"id": job.parse.number, "texts": job.texts, "last": job.is_last}
         if not is_known:
             question |= {"open": job.parse.opening, "texts": [*job.parse.texts, *job.texts]}
         return question
 
-    def _settle(self, job: _Job, was_known: bool, answer: dict[str, Any]) -> None:
+    def _settle(self, job: _ParseJob, was_known: bool, answer: dict[str, Any]) -> None:
         parse = job.parse
         if "error" in answer or (was_known and answer["seconds"] > SLOW_SECONDS):
             self._on_slow(parse.owner)
@@ -200,7 +200,7 @@ class ParserProcess(LineProcess):
             job.answer.set_result(pieces)
 
 
-def _give_up(job: _Job, reason: str) -> None:
+def _give_up(job: _ParseJob, reason: str) -> None:
     job.parse.epoch = -1
     if not job.answer.done():
         job.answer.set_exception(ParserFailed(reason))
@@ -241,7 +241,7 @@ class PlainReader:
 class AnswerReader:
     """Reasoning, and then an answer that follows a grammar: all of that is content, whatever it contains."""
 
-    def __init__(self, reasoning: Reasoning) -> None:
+    def __init__(self, reasoning: ReasoningSyntax) -> None:
         """`reasoning.is_once`, since nothing follows the answer."""
         self._finder = AnswerFinder(reasoning)
         self._space: str | None = None
@@ -253,9 +253,9 @@ class AnswerReader:
             parts.append(self._finder.flush())
         events: list[Event] = []
         for part, kind in parts:
-            shown = self._reasoning(part) if kind is Part.REASONING else part
-            if shown and kind is not Part.MARK:
-                events.append(ReasoningDelta(shown) if kind is Part.REASONING else ContentDelta(shown))
+            shown = self._reasoning(part) if kind is OutputPart.REASONING else part
+            if shown and kind is not OutputPart.MARK:
+                events.append(ReasoningDelta(shown) if kind is OutputPart.REASONING else ContentDelta(shown))
         if finish is not None:
             events.append(Finish(FINISH_KINDS[finish], stop_reason))
         return events

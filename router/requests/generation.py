@@ -20,8 +20,8 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
-from lorikeet.router.requests.request import Adapter, Chunk, FinishReason, GenerationRequest, Loaded, Token
-from lorikeet.router.text.reasoning import AnswerFinder, Part
+from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Loaded, OutputChunk, OutputToken
+from lorikeet.router.text.reasoning import AnswerFinder, OutputPart
 from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -429,7 +429,7 @@ class Generation:
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._choose_stops(request, tokenizer)
         self._on_cancel = on_cancel
-        self._tokens: list[Token] = []
+        self._tokens: list[OutputToken] = []
         self._text = ""
         self._is_mid_step = False
         """Whether the step of the last token continues in the next message."""
@@ -466,14 +466,14 @@ class Generation:
 
     # Reading
 
-    async def next(self) -> Chunk:
+    async def next(self) -> OutputChunk:
         """Everything new since the last chunk. Raises the error that ended the request."""
         if self._is_exhausted:
             raise StopAsyncIteration
         while not self._tokens and self.finish_reason is None:
             self._is_exhausted = self._error is not None
             await self._wait()
-        chunk = Chunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
+        chunk = OutputChunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
         if self._prefill is not None:
             self._add_prefill(chunk, self._prefill)
             self._prefill = None
@@ -507,7 +507,7 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> OutputChunk:
         return await self.next()
 
     def cancel(self) -> None:
@@ -609,7 +609,7 @@ class Generation:
             text = detokenizer.push(token_id)
             logprob = logprobs[index] if logprobs else 0.0
             source = sources[index] if sources else pb.SOURCE_TARGET
-            token = Token(token_id, text, logprob, token_id in special_ids, skipped, source)
+            token = OutputToken(token_id, text, logprob, token_id in special_ids, skipped, source)
             if num_alternatives:
                 span = slice(index * num_alternatives, (index + 1) * num_alternatives)
                 token.alternatives = self._scored(output.alternative_ids[span], output.alternative_logprobs[span])
@@ -638,11 +638,11 @@ class Generation:
     def _push(self, stop: StopMatcher, text: str, may_end: bool, *, is_last: bool = False) -> int:
         """Search the answer in more text for stop strings. Returns the characters after the one that was found."""
         finder = self._answer
-        parts = [(text, Part.ANSWER)] if finder is None else finder.push(text)
+        parts = [(text, OutputPart.ANSWER)] if finder is None else finder.push(text)
         if finder is not None and is_last:
             parts.append(finder.flush())
         for at, (part, kind) in enumerate(parts):
-            if kind is not Part.ANSWER:
+            if kind is not OutputPart.ANSWER:
                 self._text += stop.flush() + without_marks(part)
                 continue
             self._text += stop.push(part, may_end)
@@ -693,7 +693,7 @@ class Generation:
         if self._stop.matched is None:
             self._text += self._stop.flush()
 
-    def _add_prefill(self, chunk: Chunk, prefill: pb.RequestOutput) -> None:
+    def _add_prefill(self, chunk: OutputChunk, prefill: pb.RequestOutput) -> None:
         """Put the prompt's log probabilities into the first chunk."""
         text = self._tokenizer.token_text
         ids = self.request.prompt_ids

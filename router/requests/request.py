@@ -12,7 +12,7 @@ from typing import Any
 
 from lorikeet.adapters.refs import Pin
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, Pooling, SamplingParams, Speculation
-from lorikeet.router.text.reasoning import Reasoning
+from lorikeet.router.text.reasoning import ReasoningSyntax
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class GenerationRequest:
     """Whether special tokens are left out of the text."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text nevertheless."""
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSyntax | None = None
     """How the output writes reasoning, in which no stop string counts; None where all of it is the answer."""
     request_id: str = ""
     priority: int = 0
@@ -187,7 +187,7 @@ class GenerationRequest:
 
 
 @dataclass(slots=True)
-class Token:
+class OutputToken:
     """One emitted token."""
 
     id: int
@@ -207,10 +207,10 @@ class Token:
 
 
 @dataclass(slots=True)
-class Chunk:
+class OutputChunk:
     """What was added to a generation since the previous chunk."""
 
-    tokens: list[Token]
+    tokens: list[OutputToken]
     text: str
     """Text that can be shown (held back while it could be the beginning of a stop string)."""
     finish_reason: FinishReason | None = None

@@ -123,7 +123,7 @@ class OpenAIRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion(OpenAIRequest):
+class CompletionFields(OpenAIRequest):
     """What `/v1/completions` does."""
 
     prompts: list[str | list[int]]
@@ -132,7 +132,7 @@ class Completion(OpenAIRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(OpenAIRequest):
+class ChatFields(OpenAIRequest):
     """What `/v1/chat/completions` does."""
 
     conversation: Conversation
@@ -342,7 +342,7 @@ class CompletionRequest(PromptOnlyGroup, OpenAIGroup):
     )  # fmt: skip
     top_logprobs = Ignored("`logprobs` is the number")
 
-    def to_request(self, config: RouterConfig) -> Completion:
+    def to_request(self, config: RouterConfig) -> CompletionFields:
         """Raises ValidationError."""
         prompt = self.prompt_fields(config.max_input_length)
         prompts = _prompts(self.prompt, prompt, config)
@@ -363,7 +363,7 @@ class CompletionRequest(PromptOnlyGroup, OpenAIGroup):
             num_sequences=num_sequences,
             echo=self.echo,
         )
-        return Completion(**common, prompts=prompts, suffix=self.suffix)
+        return CompletionFields(**common, prompts=prompts, suffix=self.suffix)
 
     def _num_sequences(self, config: RouterConfig) -> int:
         """Sequences per prompt. Raises ValidationError."""
@@ -391,7 +391,7 @@ class ChatCompletionRequest(ConversationGroup, ToolGroup, OpenAIGroup):
     suffix = Rejected("is applied by /v1/completions", ("",))
     best_of = Rejected("is applied by /v1/completions", (1,))
 
-    def to_request(self, config: RouterConfig) -> Chat:
+    def to_request(self, config: RouterConfig) -> ChatFields:
         """Raises ToolError or ValidationError."""
         conversation, tools = self.conversation(config), self.tool_fields()
         limit = self.limit()
@@ -402,7 +402,7 @@ class ChatCompletionRequest(ConversationGroup, ToolGroup, OpenAIGroup):
         check_num_sequences(self.n, config)
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         common = self.common(config, max_tokens=limit, num_logprobs=num_logprobs)
-        return Chat(**common, conversation=conversation, tools=tools)
+        return ChatFields(**common, conversation=conversation, tools=tools)
 
 
 def check_texts(texts: list[str], length: TokenLength, config: RouterConfig, field: str) -> None:

@@ -53,7 +53,7 @@ class SpeculationFields:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SpeculationOffer:
     """What the server supports, and its defaults."""
 
     num_tokens: int
@@ -69,13 +69,13 @@ class Offer:
     """Whether shards propose earlier outputs by default."""
 
 
-def make_offer(config: RouterConfig, shards_draft_model: str = "", has_history: bool = True) -> Offer:
+def make_offer(config: RouterConfig, shards_draft_model: str = "", has_history: bool = True) -> SpeculationOffer:
     """`shards_draft_model` is the draft model that a shard reports, "" for none; `has_history` is reported too."""
     has_draft_model = bool(config.draft_model_id or shards_draft_model)
     num_tokens = config.speculative_tokens
     if num_tokens is None:
         num_tokens = min(DRAFT_MODEL_TOKENS, config.speculative_tokens_max) if has_draft_model else 0
-    return Offer(
+    return SpeculationOffer(
         num_tokens,
         config.speculative_tokens_max,
         METHODS[config.speculative_method],
@@ -185,7 +185,7 @@ def fill_defaults(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     return {**fields, **missing}
 
 
-def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: bool) -> Speculation:
+def resolve_speculation(wanted: SpeculationFields, offer: SpeculationOffer, *, is_seeded: bool) -> Speculation:
     """The request's settings with the server's defaults. Raises ValidationError.
 
     `is_seeded` is whether the client gave a seed, which promises a reproducible text. The rejection rule preserves the
@@ -224,13 +224,13 @@ def resolve_speculation(wanted: SpeculationFields, offer: Offer, *, is_seeded: b
     )
 
 
-def takes_history(wanted: SpeculationFields, offer: Offer, speculation: Speculation) -> bool:
+def takes_history(wanted: SpeculationFields, offer: SpeculationOffer, speculation: Speculation) -> bool:
     """Whether the outputs of earlier requests are proposed to a request."""
     history = offer.history if wanted.history is None else wanted.history
     return history and speculation.method in (Method.AUTO, Method.LOOKUP)
 
 
-def _check_history(wanted: SpeculationFields, offer: Offer, method: str) -> None:
+def _check_history(wanted: SpeculationFields, offer: SpeculationOffer, method: str) -> None:
     """Raises ValidationError where `speculative_history` asks for what is not done."""
     if not wanted.history:
         return
@@ -242,7 +242,7 @@ def _check_history(wanted: SpeculationFields, offer: Offer, method: str) -> None
         )
 
 
-def _num_tokens(wanted: SpeculationFields, offer: Offer) -> int:
+def _num_tokens(wanted: SpeculationFields, offer: SpeculationOffer) -> int:
     """Draft tokens per step at most, of lookup and of the draft model."""
     if wanted.num_tokens is not None:
         return wanted.num_tokens

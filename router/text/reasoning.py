@@ -16,7 +16,7 @@ class Start(Enum):
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningSyntax:
     """How one output writes its reasoning."""
 
     opening: str
@@ -30,7 +30,7 @@ class Reasoning:
     """Whether all that follows the first of the answer is answer, as where that follows a grammar."""
 
 
-class Part(Enum):
+class OutputPart(Enum):
     """What a piece of an output belongs to."""
 
     REASONING = "reasoning"
@@ -48,7 +48,7 @@ class AnswerFinder:
 
     __slots__ = ("_gap", "_has_parts", "_held", "_is_at_start", "_is_open", "_reasoning")
 
-    def __init__(self, reasoning: Reasoning) -> None:
+    def __init__(self, reasoning: ReasoningSyntax) -> None:
         self._reasoning = reasoning
         self._is_open = self._has_parts = reasoning.start is Start.OPEN
         self._is_at_start = reasoning.start is not Start.CLOSED or (reasoning.is_once and bool(reasoning.markers))
@@ -58,17 +58,17 @@ class AnswerFinder:
         self._held = ""
         """Text that may turn out to belong to a marker."""
 
-    def push(self, text: str) -> list[tuple[str, Part]]:
+    def push(self, text: str) -> list[tuple[str, OutputPart]]:
         """What is decided by now, in its order."""
         self._held += text
-        parts: list[tuple[str, Part]] = []
+        parts: list[tuple[str, OutputPart]] = []
         while marker := self._marker():
             start = self._held.find(marker)
             self._decide(parts, self._held[:start], at_marker=True)
             if not self._is_possible(marker):
                 self._held = self._held[start:]
                 continue
-            parts.append((marker, Part.MARK))
+            parts.append((marker, OutputPart.MARK))
             self._held = self._held[start + len(marker) :]
             self._is_open = not self._is_open and marker == self._reasoning.opening
             self._is_at_start = self._has_parts = True
@@ -78,10 +78,10 @@ class AnswerFinder:
             self._held = self._held[end:]
         return [part for part in parts if part[0]]
 
-    def flush(self) -> tuple[str, Part]:
+    def flush(self) -> tuple[str, OutputPart]:
         """The rest, at the end of the output."""
         held, self._held = self._held, ""
-        return held, Part.REASONING if self._is_open else Part.ANSWER
+        return held, OutputPart.REASONING if self._is_open else OutputPart.ANSWER
 
     @property
     def _markers(self) -> tuple[str, ...]:
@@ -103,21 +103,21 @@ class AnswerFinder:
         places = [(self._held.find(each), -len(each), each) for each in self._markers if each and each in self._held]
         return min(places)[2] if places else ""
 
-    def _decide(self, parts: list[tuple[str, Part]], text: str, at_marker: bool) -> None:
+    def _decide(self, parts: list[tuple[str, OutputPart]], text: str, at_marker: bool) -> None:
         if self._is_open:
-            parts.append((text, Part.REASONING))
+            parts.append((text, OutputPart.REASONING))
         elif not self._is_at_start:
-            parts.append((text, Part.ANSWER))
+            parts.append((text, OutputPart.ANSWER))
         elif self._reasoning.is_once and self._has_parts:
             num_ends = min(self._gap, len(text) - len(text.lstrip("\n")))
             self._gap -= num_ends
-            parts += [(text[:num_ends], Part.MARK), (text[num_ends:], Part.ANSWER)]
+            parts += [(text[:num_ends], OutputPart.MARK), (text[num_ends:], OutputPart.ANSWER)]
             self._is_at_start = not text[num_ends:]
         else:
             words = text.lstrip()
             is_dropped = self._has_parts or (at_marker and not words)
-            parts.append((text[: len(text) - len(words)], Part.MARK if is_dropped else Part.ANSWER))
-            parts.append((words, Part.ANSWER))
+            parts.append((text[: len(text) - len(words)], OutputPart.MARK if is_dropped else OutputPart.ANSWER))
+            parts.append((words, OutputPart.ANSWER))
             self._is_at_start = not words
 
 

@@ -39,7 +39,7 @@ LONG_TEXT = 1 << 16
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _TokenizeJob:
     """One piece of work and its caller's answer."""
 
     caller: str
@@ -53,12 +53,12 @@ class _Queue:
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._turns: Turns[_Job] = Turns()
+        self._turns: Turns[_TokenizeJob] = Turns()
         self._num_running = 0
 
     async def run(self, work: Callable[[], Any], caller: str, charge: float) -> Any:
         """A job whose caller leaves before it starts is never started."""
-        job = _Job(caller, work, asyncio.get_running_loop().create_future())
+        job = _TokenizeJob(caller, work, asyncio.get_running_loop().create_future())
         self._turns.push(caller, job, charge)
         self._start()
         try:
@@ -76,7 +76,7 @@ class _Queue:
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
             running.add_done_callback(partial(self._end, job))
 
-    def _end(self, job: _Job, done: asyncio.Future[Any]) -> None:
+    def _end(self, job: _TokenizeJob, done: asyncio.Future[Any]) -> None:
         self._num_running -= 1
         error = None if done.cancelled() else done.exception()
         if not job.answer.done():

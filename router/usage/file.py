@@ -4,7 +4,7 @@ import os
 
 import orjson
 
-from lorikeet.router.usage.record import Record, Unwritten
+from lorikeet.router.usage.record import Unwritten, UsageRecord
 
 
 class LineFile:
@@ -49,7 +49,7 @@ class UsageFile(LineFile):
         except OSError as error:
             raise OSError(f"--usage-log {path} cannot be opened: {error.strerror}") from None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: UsageRecord) -> None:
         """Raises Unwritten."""
         try:
             self.append(orjson.dumps(record) + b"\n")

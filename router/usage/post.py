@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import orjson
 
-from lorikeet.router.usage.record import Record, Unwritten
+from lorikeet.router.usage.record import Unwritten, UsageRecord
 
 TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.1, 0.4, 1.6)
@@ -26,7 +26,7 @@ class UsagePost:
         self._headers = {"content-type": "application/json", **_authorization(parts)}
         self._connection = _connection(parts)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: UsageRecord) -> None:
         """Raises Unwritten after the last attempt."""
         body = orjson.dumps(event(record))
         for delay in (*RETRY_DELAYS_S, None):
@@ -63,7 +63,7 @@ class _Retryable(Unwritten):
     """A failure that may be temporary."""
 
 
-def event(record: Record) -> dict[str, Any]:
+def event(record: UsageRecord) -> dict[str, Any]:
     """LoRAX's keys. `api_token` is always null, so that no caller's token leaves the server."""
     return {
         "tokens": record.prompt_tokens + record.generated_tokens,

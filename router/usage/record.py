@@ -21,7 +21,7 @@ class Unwritten(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class UsageRecord:
     """The keys of one line."""
 
     time: str
@@ -69,14 +69,14 @@ class Ending:
     ended_at: float
 
 
-def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str) -> Record:
+def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str) -> UsageRecord:
     """Usage record of one request. `state` is the request's, to which routes add `wanted` and `generations`."""
     wanted: list[GenerationRequest] = state.get("wanted", [])
     generations: list[Generation] = state.get("generations", [])
     adapter = wanted[0].adapter if wanted else None
     speculation_stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
     first_tokens = [each.first_token_at for each in generations if each.first_token_at is not None]
-    return Record(
+    return UsageRecord(
         time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         request_id=caller.request_id,
         route=ending.route,

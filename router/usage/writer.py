@@ -18,7 +18,7 @@ from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.usage.file import UsageFile
 from lorikeet.router.usage.post import UsagePost
-from lorikeet.router.usage.record import Ending, Record, Unwritten, record
+from lorikeet.router.usage.record import Ending, Unwritten, UsageRecord, record
 
 log = structlog.get_logger()
 
@@ -31,10 +31,10 @@ CLOSE_S = 5.0
 """How long the router waits at its end for queued records."""
 
 
-class Writer(Protocol):
+class UsageWriter(Protocol):
     """A destination of records. Each has its own thread, so it may block."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: UsageRecord) -> None:
         """Raises Unwritten."""
 
     def reopen(self) -> None:
@@ -47,12 +47,12 @@ class Writer(Protocol):
 class BackgroundWriter:
     """One backlog for all of `writers`."""
 
-    def __init__(self, name: str, writers: Sequence[Writer], dropped: Counter) -> None:
+    def __init__(self, name: str, writers: Sequence[UsageWriter], dropped: Counter) -> None:
         """`dropped` counts lost records by `name`."""
         self._name = name
         self._dropped = dropped
         self._dropped.add(0, name)  # adds the key now: the dictionary is read while threads count
-        self._waiting: deque[tuple[Record, int]] = deque()
+        self._waiting: deque[tuple[UsageRecord, int]] = deque()
         self._num_characters = 0
         self._num_to_reopen = 0
         self._is_closed = False
@@ -64,7 +64,7 @@ class BackgroundWriter:
         for thread in self._threads:
             thread.start()
 
-    def put(self, record: Record) -> None:
+    def put(self, record: UsageRecord) -> None:
         """Queue a record, or count it as lost; returns at once."""
         size = _num_characters(record)
         with self._changed:
@@ -95,7 +95,7 @@ class BackgroundWriter:
         if num_left:
             self._drop("the server ended before they were written", num_left)
 
-    def _work(self, writer: Writer) -> None:
+    def _work(self, writer: UsageWriter) -> None:
         num_reopened = 0
         while True:
             with self._changed:
@@ -115,7 +115,7 @@ class BackgroundWriter:
                 writer.close()
                 return
 
-    def _write(self, writer: Writer, record: Record) -> None:
+    def _write(self, writer: UsageWriter, record: UsageRecord) -> None:
         try:
             writer.write(record)
         except Unwritten as error:
@@ -132,7 +132,7 @@ class BackgroundWriter:
             log.warning("usage_dropped", to=self._name, reason=reason)
 
 
-class Usage:
+class UsageLog:
     """The usage log of one router."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics, caller: Callable[[Request], Caller]) -> None:
@@ -166,6 +166,6 @@ class Usage:
                 writer.close(CLOSE_S)
 
 
-def _num_characters(record: Record) -> int:
+def _num_characters(record: UsageRecord) -> int:
     texts = (record.input, record.output)
     return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts if text is not None)

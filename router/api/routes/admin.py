@@ -15,7 +15,7 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.refs import Ref
-from lorikeet.router.adapters.admission import Admission
+from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.directory import MAX_ADDED, single
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import (
@@ -72,11 +72,11 @@ class AdminRoutes:
 
     async def load(self, request: Request) -> Response:
         """Load an adapter, into shards too, before it is requested."""
-        return await self._each_content(request, "loaded", Admission.prefetch)
+        return await self._each_content(request, "loaded", AdapterAdmission.prefetch)
 
     async def pin(self, request: Request) -> Response:
         """Load an adapter and keep it loaded."""
-        return await self._each_content(request, "pinned", Admission.pin)
+        return await self._each_content(request, "pinned", AdapterAdmission.pin)
 
     async def unpin(self, request: Request) -> Response:
         """Allow the eviction of an adapter."""
@@ -210,7 +210,7 @@ class AdminRoutes:
             raise ValidationError(str(error), "lora_path") from None
 
     async def _each_content(
-        self, request: Request, key: str, act: Callable[[Admission, str, Adapter], object]
+        self, request: Request, key: str, act: Callable[[AdapterAdmission, str, Adapter], object]
     ) -> Response:
         """Load all versions of the adapter in the body and `act` on each content; lists them as `key`."""
         body = await self._read(request, AdapterName)

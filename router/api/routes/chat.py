@@ -20,11 +20,11 @@ from lorikeet.router.output.events import (
 )
 from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.request import Adapter, Chunk, FinishReason, Token
+from lorikeet.router.requests.request import Adapter, FinishReason, OutputChunk, OutputToken
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.openai import Chat, ChatCompletionRequest, check_texts
+from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields, check_texts
 
 
 async def render(
@@ -45,7 +45,7 @@ class ChatPrompt(OpenAIPrompts):
 
     needs_adapter = True
 
-    def __init__(self, service: Service, wanted: Chat, caller: Caller) -> None:
+    def __init__(self, service: Service, wanted: ChatFields, caller: Caller) -> None:
         super().__init__(service, wanted, caller)
         self._chat = wanted
 
@@ -60,27 +60,27 @@ class ChatPrompt(OpenAIPrompts):
         return [Prompt(ids, prepared.prompt.text, prepared, tuple(conversation.ignored(prepared.prompt.unread)))]
 
 
-class ChatRoute(OpenAIRoute[Chat]):
+class ChatRoute(OpenAIRoute[ChatFields]):
     """One prompt per request, rendered from its messages."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def _read(self, body: dict[str, Any], caller: Caller) -> Chat:
+    def _read(self, body: dict[str, Any], caller: Caller) -> ChatFields:
         config = self._service.config
         return ChatCompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: Chat, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: ChatFields, caller: Caller) -> Prompts:
         return ChatPrompt(self._service, wanted, caller)
 
-    def _prompt_fields(self, wanted: Chat, prompts: list[Prompt]) -> dict[str, Any]:
+    def _prompt_fields(self, wanted: ChatFields, prompts: list[Prompt]) -> dict[str, Any]:
         return {"prompt_token_ids": prompts[0].ids} if wanted.report.token_ids else {}
 
-    def _answer_fields(self, wanted: Chat, sequences: list[Completed]) -> dict[str, Any]:
+    def _answer_fields(self, wanted: ChatFields, sequences: list[Completed]) -> dict[str, Any]:
         return self._prompt_logprobs_of(wanted, sequences[0])
 
-    def _choice(self, wanted: Chat, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, wanted: ChatFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         return {
             "index": 0,
             "message": _message(whole.message),
@@ -94,7 +94,7 @@ class ChatRoute(OpenAIRoute[Chat]):
         return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
     def _chunk_choices(
-        self, wanted: Chat, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
+        self, wanted: ChatFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
@@ -110,7 +110,12 @@ class ChatRoute(OpenAIRoute[Chat]):
             yield _delta(index, {}, last.kind.value) | {"stop_reason": last.stop_reason}
 
     def _logprobs(
-        self, wanted: Chat, tokens: list[Token], text: str, finish: FinishReason | None, visible: VisibleTokens
+        self,
+        wanted: ChatFields,
+        tokens: list[OutputToken],
+        text: str,
+        finish: FinishReason | None,
+        visible: VisibleTokens,
     ) -> dict[str, Any] | None:
         """`logprobs` of a choice, for its visible tokens; None where they are not asked for."""
         if wanted.num_logprobs is None:
@@ -122,7 +127,7 @@ class ChatRoute(OpenAIRoute[Chat]):
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def _entry(self, wanted: Chat, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, wanted: ChatFields, token_id: int, logprob: float) -> dict[str, Any]:
         vocabulary = self._service.tokenizer.vocabulary
         text = self._service.tokenizer.token_text(token_id)
         raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()

@@ -11,8 +11,8 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
 from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.request import Adapter, Chunk, Token
-from lorikeet.router.schemas.openai import Completion, CompletionRequest
+from lorikeet.router.requests.request import Adapter, OutputChunk, OutputToken
+from lorikeet.router.schemas.openai import CompletionFields, CompletionRequest
 
 Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
@@ -21,7 +21,7 @@ Logprobs = dict[str, list[Any] | None]
 class CompletionPrompts(OpenAIPrompts):
     """Texts and token ids."""
 
-    def __init__(self, service: Service, wanted: Completion, caller: Caller) -> None:
+    def __init__(self, service: Service, wanted: CompletionFields, caller: Caller) -> None:
         super().__init__(service, wanted, caller)
         self._completion = wanted
 
@@ -52,20 +52,20 @@ class CompletionPrompts(OpenAIPrompts):
         return tokens.prompt(text, suffix)
 
 
-class CompletionsRoute(OpenAIRoute[Completion]):
+class CompletionsRoute(OpenAIRoute[CompletionFields]):
     """Prompts as text or token ids, which may be echoed with their log probabilities."""
 
     id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
-    def _read(self, body: dict[str, Any], caller: Caller) -> Completion:
+    def _read(self, body: dict[str, Any], caller: Caller) -> CompletionFields:
         config = self._service.config
         return CompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: Completion, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: CompletionFields, caller: Caller) -> Prompts:
         return CompletionPrompts(self._service, wanted, caller)
 
-    def _choice(self, wanted: Completion, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, wanted: CompletionFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         echoed = prompt.text if wanted.echo else ""
         tokens, text = ([], "") if wanted.only_prompt else (whole.tokens, whole.text)
         logprobs: Logprobs | None = None
@@ -89,7 +89,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
         }
 
     def _chunk_choices(
-        self, wanted: Completion, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
+        self, wanted: CompletionFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs: Logprobs | None = None
         if wanted.num_logprobs is not None:
@@ -108,7 +108,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
 
-    def _logprobs(self, tokens: list[tuple[Token, int]], wanted: Completion) -> Logprobs:
+    def _logprobs(self, tokens: list[tuple[OutputToken, int]], wanted: CompletionFields) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
         as_ids = wanted.report.tokens_as_ids
         shown = [self._shown(token.id, token.logprob, token.alternatives, as_ids) for token, _ in tokens]
@@ -124,7 +124,7 @@ class CompletionsRoute(OpenAIRoute[Completion]):
         prompt: str,
         prefill: list[tuple[int, str, float | None]],
         alternatives: list[Alternatives] | None,
-        wanted: Completion,
+        wanted: CompletionFields,
     ) -> Logprobs:
         """The same four lists for an echoed prompt; its first token has no probability."""
         given = (

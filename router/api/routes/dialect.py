@@ -21,20 +21,20 @@ from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
-from lorikeet.router.schemas.openai import Chat, ChatCompletionRequest
+from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields
 
 Logprobs = list[dict[str, Any]]
 """Log probabilities of the tokens of one chunk, as chat completions show them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DialectRequest(Chat):
+class DialectRequest(ChatFields):
     """A chat, and what its answer repeats of the body as it was."""
 
     shown: dict[str, Any]
 
 
-class Writer(Protocol):
+class DialectWriter(Protocol):
     """Builds the answer of one output from its events, and the events of its stream."""
 
     def begin(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class DialectRoute(ChatRoute):
         """Raises WrongJsonType or ValidationError."""
 
     @abstractmethod
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
+    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
         """The writer of one output."""
 
     async def count(self, request: Request) -> Response:
@@ -96,13 +96,13 @@ class DialectRoute(ChatRoute):
         given["ignored"] = [*translated.ignored, *chat.ignored]
         return DialectRequest(**given, shown=translated.shown)
 
-    async def _prepare(self, request: Request, wanted: Chat, prompts: Prompts, timing: Timing) -> PreparedRequest:
+    async def _prepare(self, request: Request, wanted: ChatFields, prompts: Prompts, timing: Timing) -> PreparedRequest:
         with in_words_of(self.names):
             return await super()._prepare(request, wanted, prompts, timing)
 
     async def _whole(
         self,
-        wanted: Chat,
+        wanted: ChatFields,
         prompts: list[Prompt],
         sequences: list[Completed],
         generations: list[Generation],
@@ -121,7 +121,7 @@ class DialectRoute(ChatRoute):
     async def _events(
         self,
         request: Request,
-        wanted: Chat,
+        wanted: ChatFields,
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],

@@ -8,7 +8,7 @@ import orjson
 
 from lorikeet.router.api.prepare import Prompt, Prompts
 from lorikeet.router.api.routes.chat import ChatPrompt
-from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, Logprobs, Writer
+from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, DialectWriter, Logprobs
 from lorikeet.router.error_bodies import anthropic_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import (
@@ -25,7 +25,7 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.dialects import anthropic
 from lorikeet.router.schemas.dialects.translated import Translated
-from lorikeet.router.schemas.openai import Chat
+from lorikeet.router.schemas.openai import ChatFields
 
 _STOP_REASONS = {
     FinishKind.STOP: "end_turn",
@@ -53,10 +53,10 @@ class MessagesRoute(DialectRoute):
         kind = anthropic.MessagesRequest if generates else anthropic.CountTokensRequest
         return kind.read(body).translated()
 
-    def _prompts(self, wanted: Chat, caller: Caller) -> Prompts:
+    def _prompts(self, wanted: ChatFields, caller: Caller) -> Prompts:
         return MessagesPrompt(self._service, wanted, caller)
 
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
+    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
         frame = self._envelope("message", wanted)
         return MessageWriter({"id": frame.id, "type": "message", "role": "assistant", "model": frame.model}, generation)
 

@@ -33,7 +33,7 @@ from lorikeet.router.api.sse import EventStream, event
 from lorikeet.router.error_bodies import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Adapter, GenerationRequest, Token
+from lorikeet.router.requests.request import Adapter, GenerationRequest, OutputToken
 from lorikeet.router.schemas.native import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -246,7 +246,7 @@ class NativeRoutes:
             **top_tokens,
         }
 
-    def _token_fields(self, token: Token, native: GenerateRequest) -> dict[str, Any]:
+    def _token_fields(self, token: OutputToken, native: GenerateRequest) -> dict[str, Any]:
         """`token`, and TGI's `top_tokens` where asked for."""
         parameters = native.parameters
         fields: dict[str, Any] = {"token": token_fields(token, parameters.return_k_alternatives or 0)}
@@ -258,7 +258,7 @@ class NativeRoutes:
             ]
         return fields
 
-    def _token_event(self, token: Token, native: GenerateRequest) -> bytes:
+    def _token_event(self, token: OutputToken, native: GenerateRequest) -> bytes:
         """The event of any token but the last."""
         if token.alternatives is None:
             return token_event(token)
@@ -310,7 +310,7 @@ async def _only(item: bytes) -> AsyncGenerator[bytes, None]:
     yield item
 
 
-def token_fields(token: Token, num_alternatives: int) -> dict[str, Any]:
+def token_fields(token: OutputToken, num_alternatives: int) -> dict[str, Any]:
     """LoRAX's token. A logprob of minus infinity becomes null, since JSON cannot represent it."""
     shown: dict[str, Any] = {
         "id": token.id,
@@ -328,7 +328,7 @@ def token_fields(token: Token, num_alternatives: int) -> dict[str, Any]:
     return shown
 
 
-def listed(report: ReportFields, num_alternatives: int | None, tokens: list[Token]) -> dict[str, Any]:
+def listed(report: ReportFields, num_alternatives: int | None, tokens: list[OutputToken]) -> dict[str, Any]:
     """The tokens of a choice of OpenAI's routes in the forms that its request asks for: ids, LoRAX's details."""
     ids = {"token_ids": [token.id for token in tokens]} if report.token_ids else {}
     if not report.tokens:
@@ -337,7 +337,7 @@ def listed(report: ReportFields, num_alternatives: int | None, tokens: list[Toke
     return {**ids, "tokens": [token_fields(token, count) for token in tokens]}
 
 
-def token_event(token: Token) -> bytes:
+def token_event(token: OutputToken) -> bytes:
     """The event of a token without alternatives: formatted by hand, which halves the time per token."""
     return _TOKEN_EVENT % (
         token.id,

@@ -35,7 +35,7 @@ from lorikeet.router.output.events import Event, ReasoningDelta
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Chunk, FinishReason
+from lorikeet.router.requests.request import FinishReason, OutputChunk
 from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {
@@ -100,7 +100,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
 
     @abstractmethod
     def _chunk_choices(
-        self, wanted: Wanted, index: int, chunk: Chunk, visible: VisibleTokens, events: list[Event]
+        self, wanted: Wanted, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         """The choices of a stream that `chunk` gives, one per event. `events` are those of its reader."""
 

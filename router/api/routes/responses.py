@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, Logprobs, Writer
+from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, DialectWriter, Logprobs
 from lorikeet.router.error_bodies import openai_body
 from lorikeet.router.errors import ResponseNotFound, RouterError
 from lorikeet.router.output.events import (
@@ -42,7 +42,7 @@ class ResponsesRoute(DialectRoute):
     def _counted(self) -> dict[str, Any]:
         return {"object": "response.input_tokens"}
 
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> Writer:
+    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
         frame = self._envelope("response", wanted)
         whole = {"id": frame.id, "object": "response", "created_at": frame.created, "model": frame.model}
         return ResponseWriter(whole | wanted.shown)

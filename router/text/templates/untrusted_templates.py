@@ -30,7 +30,7 @@ _MAX_BUDGETS = 4096
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _RenderJob:
     who: str
     question: bytes
     answer: asyncio.Future[tuple[dict[str, Any], float]]
@@ -64,19 +64,19 @@ class _Budgets:
             )
 
 
-class _Lane:
+class _RenderLane:
     """One process and the prompts that wait for it."""
 
     def __init__(self, seconds: float, budgets: _Budgets) -> None:
         self._seconds = seconds
         self._budgets = budgets
         self._process = TemplateProcess()
-        self._turns: Turns[_Job] = Turns()
+        self._turns: Turns[_RenderJob] = Turns()
         self._worker: asyncio.Task[None] | None = None
 
     async def render(self, who: str, question: bytes) -> tuple[dict[str, Any], float]:
         """The answer and the seconds that it took. Raises TimeoutError, ProcessEnded or ChatTemplateError."""
-        job = _Job(who, question, asyncio.get_running_loop().create_future())
+        job = _RenderJob(who, question, asyncio.get_running_loop().create_future())
         self._turns.push(who, job, 1.0)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -125,8 +125,8 @@ class UntrustedTemplates:
 
     def __init__(self) -> None:
         self._budgets = _Budgets()
-        self._fast_lane = _Lane(FAST_SECONDS, self._budgets)
-        self._other_lane = _Lane(SECONDS, self._budgets)
+        self._fast_lane = _RenderLane(FAST_SECONDS, self._budgets)
+        self._other_lane = _RenderLane(SECONDS, self._budgets)
         self._fast: OrderedDict[bytes, None] = OrderedDict()
         """Hashes of templates."""
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.output.formats import OutputFormat, format_of
-from lorikeet.router.output.parser_worker import OutputParser, Worker
+from lorikeet.router.output.formats import ResponseTemplate, format_of
+from lorikeet.router.output.parser_worker import OutputParser, ParserWorker
 
 TOOLS = [
     {
@@ -30,7 +30,7 @@ LLAMA = "<|python_tag|>"
 HARMONY = "<|channel|> <|message|> to=functions."
 
 
-def format_named(source: str) -> OutputFormat:
+def format_named(source: str) -> ResponseTemplate:
     found = format_of(source)
     assert found is not None
     return found
@@ -154,7 +154,7 @@ def test_no_text_is_lost_where_parsing_stops(tail: str) -> None:
 
 
 def test_a_pattern_that_takes_too_long_fails_its_own_output_only() -> None:
-    worker = Worker()
+    worker = ParserWorker()
     slow = {"start_anchor": "x", "fields": {"tool_calls": {"open_pattern": "(?:a|a)+$", "close": "x"}, "content": {}}}
     good = format_named(HERMES).template
 
@@ -177,5 +177,5 @@ def test_a_pattern_that_takes_too_long_fails_its_own_output_only() -> None:
 
 def test_a_template_that_is_not_valid_is_an_error_with_its_reason() -> None:
     opening = {"template": {"fields": {"content": {"open": 3}}}, "prefix": "", "tools": []}
-    [answer] = Worker().answer({"drop": [], "jobs": [{"id": 1, "open": opening, "texts": [], "last": False}]})
+    [answer] = ParserWorker().answer({"drop": [], "jobs": [{"id": 1, "open": opening, "texts": [], "last": False}]})
     assert "must be a string or list of strings" in answer["error"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.output.formats import OutputFormat, format_of, syntax_of
+from lorikeet.router.output.formats import ResponseTemplate, format_of, syntax_of
 from lorikeet.router.output.parser_worker import OutputParser
 from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions
 from tests.package_environments import unpacked
@@ -103,7 +103,7 @@ def rendered(template: ChatTemplate, messages: list[dict[str, Any]], *, prompts:
     return template.render(messages, TemplateOptions({"tools": TOOLS, "add_generation_prompt": prompts}))
 
 
-def check(path: str, form: OutputFormat) -> None:
+def check(path: str, form: ResponseTemplate) -> None:
     """The call as the template writes it is parsed back, in the first and in a later turn, in any parts."""
     template = ChatTemplate(source(path), TOKENS)
     assert not template.problem
@@ -130,7 +130,7 @@ def test_a_call_is_parsed_back_from_a_real_template(family: str) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_call_is_parsed_back_with_a_published_response_template(name: str) -> None:
-    check(f"trl/chat_templates/{OWN[name]}", OutputFormat(own_templates()[name]))
+    check(f"trl/chat_templates/{OWN[name]}", ResponseTemplate(own_templates()[name]))
 
 
 def test_there_are_at_least_eight_families() -> None:

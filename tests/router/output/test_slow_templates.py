@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.router.adapters.chat_templates import ChosenTemplate
-from lorikeet.router.output.outputs import Outputs, Prepared
+from lorikeet.router.output.outputs import OutputPreparer, Prepared
 from lorikeet.router.requests.request import FinishReason
 from lorikeet.router.schemas.chat.messages import Conversation
 from lorikeet.router.schemas.chat.tools import NO_TOOLS
@@ -41,35 +41,35 @@ class Templates:
 
 
 @pytest.fixture
-async def outputs() -> AsyncIterator[Outputs]:
+async def outputs() -> AsyncIterator[OutputPreparer]:
     vocabulary = SimpleNamespace(raw=lambda token_id: "")
     tokenizer: Any = SimpleNamespace(vocabulary=vocabulary, special_ids=(), eos_ids=(1,))
     templates: Any = Templates()
-    made = Outputs(templates, tokenizer)
+    made = OutputPreparer(templates, tokenizer)
     yield made
     await made.close()
 
 
-async def prepared(outputs: Outputs, template: dict[str, Any], owner: str) -> Prepared:
+async def prepared(outputs: OutputPreparer, template: dict[str, Any], owner: str) -> Prepared:
     templates: Any = outputs._templates
     templates.chosen = ChosenTemplate("chat", owner, template, owner)
     return await outputs.prepare(None, Conversation([], NO_OPTIONS), NO_TOOLS, None, "caller")
 
 
-async def read_slowly(outputs: Outputs, owner: str) -> None:
+async def read_slowly(outputs: OutputPreparer, owner: str) -> None:
     reader = (await prepared(outputs, SLOW, owner)).reader()
     await reader.read("<r>" + "a" * 40 + "!", None)
 
 
 @pytest.mark.long
-async def test_a_slow_template_is_parsed_apart_from_then_on(outputs: Outputs) -> None:
+async def test_a_slow_template_is_parsed_apart_from_then_on(outputs: OutputPreparer) -> None:
     await read_slowly(outputs, "eve|hub:eve")
     assert outputs.slow_parser.pid is None
     await read_slowly(outputs, "eve|hub:eve")
     assert outputs.slow_parser.pid is not None
 
 
-async def test_others_do_not_wait_for_a_slow_template(outputs: Outputs) -> None:
+async def test_others_do_not_wait_for_a_slow_template(outputs: OutputPreparer) -> None:
     """The process of slow templates stands still meanwhile."""
     await read_slowly(outputs, "eve|hub:eve")
     await read_slowly(outputs, "eve|hub:eve")

@@ -18,7 +18,7 @@ from lorikeet.router.output.formats import (
     KEY,
     NAME,
     VALUE,
-    OutputFormat,
+    ResponseTemplate,
     Space,
     format_of,
     parts_of,
@@ -126,7 +126,7 @@ def wanted(*tools: dict[str, Any], **more: Any) -> ToolFields:
     return ToolGroup.read({"tools": list(tools), **more}).tool_fields()
 
 
-def form_of(family: str) -> OutputFormat:
+def form_of(family: str) -> ResponseTemplate:
     found = format_of(FAMILIES[family])
     assert found is not None
     return found

@@ -10,8 +10,8 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Chunk, FinishReason, GenerationRequest
-from lorikeet.router.text.reasoning import Reasoning, Start
+from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk
+from lorikeet.router.text.reasoning import ReasoningSyntax, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 
@@ -41,7 +41,7 @@ class Fed:
         fields.setdefault("logprobs", [-0.5] * len(ids))
         return self.generation.feed(pb.RequestOutput(token_ids=ids, **fields), now=5.0)
 
-    def chunk(self) -> Chunk:
+    def chunk(self) -> OutputChunk:
         return asyncio.run(self.generation.next())
 
 
@@ -167,7 +167,7 @@ def test_held_back_text_comes_with_the_end_even_without_tokens(tokenizer: Tokeni
     fed.feed(fed.ids("the fox"))
     assert fed.chunk().text == "the "
     fed.feed([], finish_reason=pb.FINISH_LENGTH)
-    assert fed.chunk() == Chunk([], "fox", FinishReason.LENGTH)
+    assert fed.chunk() == OutputChunk([], "fox", FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 100])
@@ -343,7 +343,9 @@ def test_counts_continue_when_a_request_is_retried(tokenizer: Tokenizer) -> None
 def test_a_stop_string_counts_in_the_answer_alone(
     tokenizer: Tokenizer, stop: str, start: Start, text: str, shown: str, is_stopped: bool, per_message: int
 ) -> None:
-    fed = Fed(tokenizer, stop_strings=(stop,), include_stop=False, reasoning=Reasoning("<think>", ("</think>",), start))
+    fed = Fed(
+        tokenizer, stop_strings=(stop,), include_stop=False, reasoning=ReasoningSyntax("<think>", ("</think>",), start)
+    )
     ids = fed.ids(text)
     for at in range(0, len(ids), per_message):
         if not fed.generation.is_over:

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.router.text.reasoning import AnswerFinder, Part, Reasoning, Start
+from lorikeet.router.text.reasoning import AnswerFinder, OutputPart, ReasoningSyntax, Start
 
-THINK = {start: Reasoning("<think>", ("</think>", "<end>"), start) for start in Start}
+THINK = {start: ReasoningSyntax("<think>", ("</think>", "<end>"), start) for start in Start}
 ONCE = {start: replace(reasoning, is_once=True) for start, reasoning in THINK.items()}
-HARMONY = Reasoning(
+HARMONY = ReasoningSyntax(
     "<|channel|>analysis<|message|>",
     ("<|end|>",),
     Start.FREE,
     ("<|start|>assistant", "<|channel|>final<|message|>"),
 )
-CASES: list[tuple[Reasoning, str, str]] = [
+CASES: list[tuple[ReasoningSyntax, str, str]] = [
     (THINK[Start.OPEN], "\n a <think> b\n</think>\n\n c d ", "c d "),
     (THINK[Start.OPEN], "a<end>b", "b"),
     (THINK[Start.OPEN], "a</thin", ""),
@@ -35,7 +35,7 @@ CASES: list[tuple[Reasoning, str, str]] = [
 
 
 @pytest.mark.parametrize(("reasoning", "text", "answer"), CASES, ids=range(len(CASES)))
-def test_the_answer_is_found_in_any_chunks(reasoning: Reasoning, text: str, answer: str) -> None:
+def test_the_answer_is_found_in_any_chunks(reasoning: ReasoningSyntax, text: str, answer: str) -> None:
     generator = random.Random(text)
     for number in range(60):
         cuts = sorted(generator.choices(range(len(text) + 1), k=number % 12)) if number else []
@@ -44,4 +44,4 @@ def test_the_answer_is_found_in_any_chunks(reasoning: Reasoning, text: str, answ
         parts = [part for chunk in chunks for part in finder.push(chunk)]
         parts.append(finder.flush())
         assert "".join(part for part, _ in parts) == text
-        assert "".join(part for part, kind in parts if kind is Part.ANSWER) == answer, chunks
+        assert "".join(part for part, kind in parts if kind is OutputPart.ANSWER) == answer, chunks

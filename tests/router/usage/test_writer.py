@@ -7,10 +7,10 @@ import time
 import structlog
 
 from lorikeet.router.metrics.histogram import Counter
-from lorikeet.router.usage.record import Record, Unwritten
+from lorikeet.router.usage.record import Unwritten, UsageRecord
 from lorikeet.router.usage.writer import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter
 
-RECORD = Record(
+RECORD = UsageRecord(
     time="2026-01-01T00:00:00.000Z",
     request_id="a",
     route="/generate",
@@ -44,7 +44,7 @@ class Slow:
         self.num_reopened = 0
         self.is_closed = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: UsageRecord) -> None:
         self.may_write.wait(60)
         self.written.append(record.request_id)
 
@@ -55,7 +55,7 @@ class Slow:
         self.is_closed = True
 
 
-def named(name: str) -> Record:
+def named(name: str) -> UsageRecord:
     return dataclasses.replace(RECORD, request_id=name)
 
 
@@ -129,7 +129,7 @@ def test_unwritten_records_are_counted_at_the_end() -> None:
 class Broken(Slow):
     """Fails with Unwritten, and with another exception."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: UsageRecord) -> None:
         if record.request_id == "known":
             raise Unwritten("the disk is full")
         if record.request_id == "unknown":

@@ -36,7 +36,7 @@ async def render(templates: UntrustedTemplates, source: str, who: str) -> str:
     return (await templates.render(source, {}, MESSAGES, NO_OPTIONS, who)).text
 
 
-def kill(lane: untrusted_templates._Lane) -> None:
+def kill(lane: untrusted_templates._RenderLane) -> None:
     process = lane._process._process
     if process is not None:
         with contextlib.suppress(ProcessLookupError):
