@@ -39,7 +39,7 @@ WITHOUT_TORCH = (
 )
 
 FOLDERS = {
-    "adapters": ("", "sources", "medusa", "formats", "loader", "learning"),
+    "adapters": ("", "sources", "formats", "medusa", "loader", "learning"),
     "router": (
         "http", "text/templates", "text", "requests", "schemas/chat", "schemas",
         "schemas/dialects", "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch",

@@ -201,3 +201,18 @@ def _check_archive(path: Path, size: int, name: str) -> None:
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
     if sum(entry.file_size for entry in entries) > size:
         raise AdapterInvalid(f"{name} claims to hold more bytes than it has")
+
+
+def not_finite(where: str, was_finite: bool, dtype: torch.dtype) -> str:
+    """The message for numbers that are not finite in `dtype`; `was_finite` is whether they were in the file."""
+    if was_finite:
+        return f"a number of {where} is too large for {str(dtype).removeprefix('torch.')}"
+    return f"it holds numbers that are not finite (NaN or infinite), in {where}"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are."""
+    if tensor.numel() == 0:
+        return True
+    lowest, highest = tensor.aminmax()
+    return math.isfinite(lowest.item()) and math.isfinite(highest.item())

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lorikeet.adapters.errors import HeadsError, NotServed
-from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.medusa.target import transforms
 
 

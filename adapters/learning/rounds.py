@@ -23,15 +23,13 @@ from safetensors import safe_open
 
 from lorikeet.adapters.errors import AdapterError, HeadsError
 from lorikeet.adapters.formats import heads as served_heads
-from lorikeet.adapters.formats.base_values import BaseValues
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
+from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads, expected_shapes
 from lorikeet.adapters.formats.layout import Base, Layout, served_file
-from lorikeet.adapters.formats.skeleton import Skeleton
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rows import HeldOut, JobRows
-from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa.format import HeadsShape, expected_shapes
-from lorikeet.adapters.medusa.hidden import labels_of
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa import training
+from lorikeet.adapters.medusa.texts import labels_of
 from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe
 from lorikeet.adapters.store import Store
 from lorikeet.proto.digest import base_key
@@ -192,8 +190,8 @@ class Rounds:
             hashed.update(tensors[name].contiguous().numpy().tobytes())
         digest = hashed.hexdigest()
         parsed = served_heads.ParsedHeads(heads.shape, tensors, ())
-        laid_out = served_heads.lay_out(parsed, 0, base.dtype)
-        file = served_file(Layout(laid_out, {}, served_heads.metadata(heads.shape)), digest, base)
+        laid_out = served_heads.lay_out_heads(parsed, 0, base.dtype)
+        file = served_file(Layout(laid_out, {}, served_heads.heads_metadata(heads.shape)), digest, base)
         self._store.add(digest, file.num_bytes, file.write)
         return digest
 
@@ -274,7 +272,5 @@ def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead, thro
         if not len(right):
             break
         accepted[right] += 1
-    chains = [
-        measurement.replay_accepted(part.tolist()) for part in accepted.split(list(map(len, held_out.output_ids)))
-    ]
+    chains = [training.replay_accepted(part.tolist()) for part in accepted.split(list(map(len, held_out.output_ids)))]
     return sum(chain.tokens for chain in chains) / max(1, sum(chain.steps for chain in chains))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lorikeet.adapters.medusa.hidden import NOTHING, labels_of
+from lorikeet.adapters.medusa.texts import NOTHING, labels_of
 from lorikeet.proto.learning import BLOCK_ROWS, Job, RowArrays, row_indices
 
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 2048

@@ -13,12 +13,11 @@ from typing import Any
 
 import structlog
 
-from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterError, LoaderFailed
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.jobs import Job, Jobs
 from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, ForkServer
-from lorikeet.adapters.refs import Pin
+from lorikeet.adapters.refs import Merge, Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
 

@@ -16,20 +16,16 @@ from typing import Any
 
 import structlog
 
-from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.check import AdapterValidator, read_headers
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
-from lorikeet.adapters.formats import configuration, contents, tokenizer
-from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.layout import Base, Layout, decide, lay_out, served_file, without_unchanged
-from lorikeet.adapters.formats.peft_plans import PlannedReader
-from lorikeet.adapters.formats.peft_reading import ModuleChange
-from lorikeet.adapters.formats.skeleton import Skeleton, choose_dtype
+from lorikeet.adapters.formats import configuration, tokenizer
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton, choose_dtype
+from lorikeet.adapters.formats.changes import ModuleChange, PlannedReader, merge
+from lorikeet.adapters.formats.layout import Base, Layout, decide, lay_out, open_adapter, served_file, without_unchanged
 from lorikeet.adapters.loader.config import LoaderConfig
-from lorikeet.adapters.merging import merge
-from lorikeet.adapters.refs import Pin
+from lorikeet.adapters.refs import Merge, Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
-from lorikeet.adapters.validation import AdapterValidator, read_headers
 from lorikeet.proto.digest import base_hash, weights_hash
 from lorikeet.proto.process import limited_memory
 
@@ -99,7 +95,7 @@ class WorkerJobs:
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
-        with self._limited_memory([folder]), contents.opened(folder, self._max_bytes) as opened:
+        with self._limited_memory([folder]), open_adapter(folder, self._max_bytes) as opened:
             digest = opened.digest
             if (stored := self._stored(digest)) is not None:
                 return {"entry": stored.as_dict()}
@@ -119,7 +115,7 @@ class WorkerJobs:
         folders = [Path(folder) for folder in job["folders"]]
         with self._limited_memory(folders), ExitStack() as held:
             for folder in folders:
-                opened = held.enter_context(contents.opened(folder, self._max_bytes))
+                opened = held.enter_context(open_adapter(folder, self._max_bytes))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
                 if configuration.invocation_ids(opened.values):

@@ -1,20 +1,25 @@
-"""Worker processes as the loader's event loop uses them: start, call, change priority, end.
+"""The loader's worker processes: the process that forks them, and how the loader starts, calls and ends them.
 
-`jobs` decides which job is next.
+`python -m lorikeet.adapters.loader.workers FD CONFIG.json` loads what workers need once, then forks them. It has one
+thread, so that forking is safe: a worker costs milliseconds and few pages of its own. `jobs` decides which job is next.
 """
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
-from lorikeet.proto import process
-from lorikeet.proto.process import Forked, ProcessEnded
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.proto import logs, process
+from lorikeet.proto.process import Forked, ProcessEnded, answer, end_with_parent, lower_priority, serve_forks
 
 MAX_LINE_BYTES = 4 << 20
 NICENESS = 9
@@ -97,7 +102,7 @@ class ForkServer(process.ForkServer):
 
     def __init__(self, config_path: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        super().__init__("lorikeet.adapters.loader.fork_server", str(config_path), start_s=_STARTING_S, env=environment)
+        super().__init__("lorikeet.adapters.loader.workers", str(config_path), start_s=_STARTING_S, env=environment)
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end the workers of cancelled callers."""
 
@@ -133,3 +138,42 @@ class ForkServer(process.ForkServer):
 async def _end_forked(forking: "asyncio.Task[Worker]") -> None:
     with contextlib.suppress(LoaderFailed):
         await (await forking).end()
+
+
+def main() -> None:
+    """Serve the parent until it closes the socket."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # the loader decides when its workers end
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    warnings.simplefilter("ignore")
+    try:
+        config = LoaderConfig.read(sys.argv[2])
+        logs.configure(config.json_output, config.log_level, "loader")
+        # after the parent's end is watched for: these take seconds
+        import torch
+
+        from lorikeet.adapters.loader import worker
+
+        torch.set_num_threads(1)
+        logs.adopt_libraries()
+        context = worker.WorkerContext(config)
+        logs.adopt_libraries()  # for the libraries that the base's code imported
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        answer(control, {"failed": " ".join(str(error).split())[:500]})
+        return
+    gc.collect()
+    gc.freeze()
+    answer(control, {"base": context.base_key()})
+
+    def work(connection: socket.socket, options: dict[str, Any]) -> None:
+        if options["steps_back"]:
+            lower_priority(NICENESS)
+        worker.serve(context, connection)
+
+    serve_forks(control, work)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from lorikeet.adapters.errors import HeadsError
 from lorikeet.proto import server_url
 
 if TYPE_CHECKING:
-    from lorikeet.adapters.medusa.run import TargetOptions
+    from lorikeet.adapters.medusa.training import TargetOptions
 
 BAD = 2
 STOPPED = 130
@@ -132,7 +132,7 @@ def _fields(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _target(options: argparse.Namespace) -> "TargetOptions":
     import torch
 
-    from lorikeet.adapters.medusa.run import OWN_PROMPTS, TargetOptions
+    from lorikeet.adapters.medusa.training import OWN_PROMPTS, TargetOptions
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return TargetOptions(
@@ -144,24 +144,26 @@ def _target(options: argparse.Namespace) -> "TargetOptions":
 
 
 def _train(options: argparse.Namespace) -> int:
-    from lorikeet.adapters.medusa import measurement, run
+    from lorikeet.adapters.medusa import training
     from lorikeet.adapters.medusa.training import HeadsRecipe
 
     names = ("num_heads", "num_layers", "epochs", "rows_per_step", "lr", "seed")
     recipe = HeadsRecipe(**_fields(options, *names), bf16=options.dtype != "float32")
     work = options.work or options.out.with_name(options.out.name + ".work")
     fields = _fields(options, "out", "held_out", "join", "base_name")
-    measured, digest = run.train(run.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields))
-    print(measurement.table(measured))
+    measured, digest = training.train(
+        training.TrainOptions(target=_target(options), work=work, recipe=recipe, **fields)
+    )
+    print(training.table(measured))
     print(json.dumps({"out": str(options.out), **measured.as_json(), "heads_sha256": digest}), flush=True)
     return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from lorikeet.adapters.medusa import measurement, run
+    from lorikeet.adapters.medusa import training
 
-    measured = run.evaluate(_target(options), options.heads, options.work)
-    print(measurement.table(measured))
+    measured = training.evaluate(_target(options), options.heads, options.work)
+    print(training.table(measured))
     print(json.dumps({"heads": options.heads, **measured.as_json()}), flush=True)
     return 0
 
@@ -178,3 +180,7 @@ def _number(parse: Callable[[str], Any], fits: Callable[[Any], bool], meaning: s
 _positive = _number(int, lambda value: value >= 1, "1 or more")
 _share = _number(float, lambda value: 0 < value < 1, "between 0 and 1")
 _above_zero = _number(float, lambda value: math.isfinite(value) and value > 0, "a number above 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

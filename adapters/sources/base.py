@@ -3,17 +3,14 @@
 The router calls `resolve` and `small_files` with the caller's token; the loader's process calls `fetch`.
 """
 
-import asyncio
-import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
-from lorikeet.adapters.errors import AdapterChanged, AdapterInvalid, AdapterNotFound, AdapterTooLarge
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.refs import Pin, Ref
 
 CONFIG = "adapter_config.json"
 SMALL_NAMES = frozenset(
@@ -99,82 +96,6 @@ class AdapterSource(Protocol):
 
     async def close(self) -> None:
         """Close connections."""
-
-
-@dataclass(frozen=True)
-class ListedFile:
-    """One file of a listing."""
-
-    size: int
-    state: str
-    """Changes whenever the file does."""
-    handle: Any
-    """For the source: the real path, or the store's metadata."""
-
-
-class ListedSource(ABC):
-    """A source whose pins are hashes of its file listing, and whose files anyone may use who reaches the server."""
-
-    source: ClassVar[Source]
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-
-    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
-        files = await asyncio.to_thread(self._listed, ref.id)
-        return Resolved(Pin(self.source, ref.id, self._revision(files)), is_public=True)
-
-    async def small_files(
-        self, pin: Pin, token: str | None, names: frozenset[str] = SMALL_NAMES, max_bytes: int = MAX_SMALL_BYTES
-    ) -> dict[str, bytes]:
-        return await asyncio.to_thread(self._small_files, pin.id, names, max_bytes)
-
-    def heads(self, pin: Pin, token: str | None, num_bytes: int) -> dict[str, FileHead]:
-        files = self._listed(pin.id)
-        return {name: self._head(pin.id, files[name], num_bytes) for name in parts(self._chosen(pin.id, files))}
-
-    async def close(self) -> None:  # noqa: B027 (nothing is kept open)
-        """Nothing is kept open."""
-
-    @abstractmethod
-    def real_ids(self, id: str) -> frozenset[str]:
-        """What `id` may name, as AdapterSource describes it."""
-
-    @abstractmethod
-    def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
-        """The error for a name that does not exist."""
-
-    @abstractmethod
-    def _listed(self, id: str) -> dict[str, ListedFile]:
-        """The files of an adapter by name."""
-
-    @abstractmethod
-    def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
-        """The first bytes of a file."""
-
-    def _revision(self, files: Mapping[str, ListedFile]) -> str:
-        """Changes whenever a file is written, replaced, added or removed."""
-        lines = (f"{name}\0{files[name].size}\0{files[name].state}\n" for name in sorted(files))
-        return hashlib.sha256("".join(lines).encode(errors="replace")).hexdigest()
-
-    def _chosen(self, id: str, files: Mapping[str, ListedFile]) -> list[str]:
-        sizes = {name: file.size for name, file in files.items()}
-        return choose(sizes, id, self._max_bytes, lambda name: self._head(id, files[name], PEEK_BYTES).content)
-
-    def unchanged(self, pin: Pin) -> dict[str, ListedFile]:
-        """The files of a pin. Raises AdapterChanged if they are no longer those that were pinned. Blocks."""
-        files = self._listed(pin.id)
-        if self._revision(files) != pin.revision:
-            raise AdapterChanged(f"{pin.id} has changed since it was looked up")
-        return files
-
-    def _small_files(self, id: str, names: frozenset[str], max_bytes: int) -> dict[str, bytes]:
-        files, contents = self._listed(id), {}
-        for name in sorted(names & set(files)):
-            if files[name].size > max_bytes:
-                raise AdapterTooLarge(f"{name} of {id} has more than {max_bytes} bytes")
-            contents[name] = self._head(id, files[name], max_bytes).content
-        return contents
 
 
 def parts(chosen: Iterable[str]) -> list[str]:

@@ -1,15 +1,23 @@
-"""All sources of one server and their settings. Imports no torch, and each source's library only at its first use."""
+"""All sources of one server, their settings, and the cache of their answers: which caller may use which adapter.
 
+Imports no torch, and each source's library only at its first use.
+"""
+
+import asyncio
+import hashlib
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from lorikeet.adapters.errors import NotServed
-from lorikeet.adapters.refs import Source
-from lorikeet.adapters.sources.base import AdapterSource
+from lorikeet.adapters.errors import AdapterNotAllowed, AdapterNotFound, NotServed, SourceUnreachable, from_dict
+from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.sources.base import AdapterSource, Resolved
 from lorikeet.adapters.sources.hub import HubSource
-from lorikeet.adapters.sources.local import LocalSource
-from lorikeet.adapters.sources.s3 import S3Source
+from lorikeet.adapters.sources.listed import LocalSource, S3Source
 from lorikeet.proto.config_file import ConfigFile
+from lorikeet.proto.sized_cache import SizedCache
 
 DEFAULT_MAX_ADAPTER_BYTES = 8 << 30
 
@@ -65,3 +73,128 @@ class Sources:
     async def close(self) -> None:
         for source in self._sources.values():
             await source.close()
+
+
+MAX_RESOLVED_BYTES = 32 << 20
+MAX_REFUSED_BYTES = 8 << 20
+"""Refusals have a cache of their own: names that do not exist must not displace those that do."""
+
+
+LOOKUP_S = 5.0
+"""A source that is not a folder of this machine is asked once in this time about a version that cannot be served."""
+MAX_REJECTED_BYTES = 4 << 20
+
+RejectedVersions = SizedCache[Pin, float]
+"""Versions that cannot be served, and when that was found."""
+
+
+def rejected_versions() -> RejectedVersions:
+    """An empty cache of them."""
+    return SizedCache(MAX_REJECTED_BYTES, lambda pin, _: len(pin.id) + len(pin.revision))
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedAnswer:
+    """One positive answer of a source and its time."""
+
+    at: float
+    resolved: Resolved
+
+
+_Key = tuple[Ref, bytes | None]
+
+
+class Rights:
+    """The cache of answers, for one event loop.
+
+    A positive answer is both a right and a version. Answers, positive or negative, are cached for `ttl_s` per caller
+    and name. While a source does not answer, a public adapter's last version stays valid, and a private one's for
+    `stale_s` after the caller's right was proved. A version that cannot be served is looked up again, since an upload
+    may have ended meanwhile, and folders that do not exist are too. Only hashes of tokens are stored, and of a refusal
+    only its words.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        ttl_s: float = 60.0,
+        stale_s: float = 900.0,
+        clock: Callable[[], float] = time.monotonic,
+        rejected: RejectedVersions | None = None,
+    ) -> None:
+        """Whoever loads the versions adds those that cannot be served to `rejected`, with the time of `clock`."""
+        self._rejected = rejected_versions() if rejected is None else rejected
+        self.sources, self._clock = sources, clock
+        self._ttl_s, self._stale_s = ttl_s, stale_s
+        self._answers: SizedCache[_Key, _CachedAnswer] = SizedCache(
+            MAX_RESOLVED_BYTES, lambda key, answer: 3 * len(key[0].id) + len(answer.resolved.real_id)
+        )
+        """Without a token's hash: for everyone, as the adapter is public."""
+        self._refusals: SizedCache[_Key, dict[str, Any]] = SizedCache(
+            MAX_REFUSED_BYTES, lambda key, refusal: len(key[0].id) + len(refusal["message"]), ttl_s, clock
+        )
+        self._asking: dict[_Key, asyncio.Task[Resolved]] = {}
+
+    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
+        """The version that `ref` names, for the holder of `token`. Raises a leaf of AdapterError."""
+        everyone, caller = (ref, None), (ref, _hash(token))
+        now = self._clock()
+        for key in (everyone, caller):
+            answer = self._answers.get(key)
+            if answer is not None and now - answer.at < self._ttl_s and not self._is_rejected(answer, now):
+                return answer.resolved
+        if (refusal := self._refusals.get(caller)) is not None:
+            raise from_dict(refusal)
+        if (task := self._asking.get(caller)) is None:
+            task = self._asking[caller] = asyncio.create_task(self._ask(ref, token, caller))
+            task.add_done_callback(lambda _: self._asking.pop(caller, None))
+        # a caller that disconnects must not cancel the request for others that wait for the same answer
+        return await asyncio.shield(task)
+
+    def forget(self, ref: Ref | None = None) -> bool:
+        """Ask the source again at the next request for `ref`, or for all. Returns whether one was known to exist."""
+        is_known = False
+        for cache in (self._answers, self._refusals):
+            for key, _ in cache.items():
+                if ref is None or key[0] == ref:
+                    cache.pop(key)
+                    is_known = is_known or cache is self._answers
+        return is_known
+
+    def _is_rejected(self, answer: _CachedAnswer, now: float) -> bool:
+        """Whether the version cannot be served, and another one may have replaced it."""
+        pin = answer.resolved.pin
+        rejected_at = self._rejected.get(pin)
+        if rejected_at is None or rejected_at < answer.at:
+            return False
+        return pin.source is Source.LOCAL or now - answer.at >= LOOKUP_S
+
+    async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
+        try:
+            resolved = await self.sources[ref.source].resolve(ref, token)
+        except (AdapterNotFound, AdapterNotAllowed) as error:
+            self._answers.pop(caller)
+            if ref.source is not Source.LOCAL:
+                self._refusals.put(caller, error.as_dict())
+            raise
+        except SourceUnreachable as error:
+            return self._without_source(ref, caller, error)
+        key = (ref, None) if resolved.is_public else caller
+        if not resolved.is_public:
+            self._answers.pop((ref, None))
+        self._refusals.pop(caller)
+        self._answers.put(key, _CachedAnswer(self._clock(), resolved))
+        return resolved
+
+    def _without_source(self, ref: Ref, caller: _Key, error: SourceUnreachable) -> Resolved:
+        public = self._answers.get((ref, None))
+        if public is not None:
+            return public.resolved
+        answer = self._answers.get(caller)
+        if answer is not None and self._clock() - answer.at <= self._stale_s:
+            return answer.resolved
+        raise error
+
+
+def _hash(token: str | None) -> bytes:
+    return b"" if token is None else hashlib.sha256(token.encode(errors="surrogatepass")).digest()

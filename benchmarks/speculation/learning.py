@@ -226,10 +226,9 @@ def _offline(
     """Heads trained by `lorikeet-heads`' own code on these texts, while no server runs."""
     import torch
 
-    from lorikeet.adapters.medusa import format as files
-    from lorikeet.adapters.medusa.hidden import HiddenFiles
+    from lorikeet.adapters.formats import heads as files
     from lorikeet.adapters.medusa.target import DevicePlacement, Target
-    from lorikeet.adapters.medusa.texts import Text
+    from lorikeet.adapters.medusa.texts import HiddenFiles, Text
     from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsTrainer
 
     folder = servers.LOGS.parent / "learning"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa import measurement, texts
-from lorikeet.adapters.medusa.measurement import HeadsReport
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats import heads as heads_format
+from lorikeet.adapters.formats.heads import MedusaHeads
+from lorikeet.adapters.medusa import texts, training
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text, TextStore, Writing
+from lorikeet.adapters.medusa.training import HeadsReport
 from lorikeet.demo.training import lora
 from lorikeet.demo.training.commands import add_device_argument
 from lorikeet.demo.training.heads import ALL, HEADS_FOLDER
@@ -63,8 +63,7 @@ def measure(kind: str, options: argparse.Namespace) -> list[HeadsResult]:
     target = Target(str(options.base), folder, DevicePlacement(torch.device(options.device), torch.float32))
     written = write(target, kind, options.texts)
     return [
-        HeadsResult(name, kind, measurement.measure(target, load(options.heads / name, target), written))
-        for name in names
+        HeadsResult(name, kind, training.measure(target, load(options.heads / name, target), written)) for name in names
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lorikeet.adapters.medusa import measurement
+from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.demo.evaluation.heads import NUM_TEXTS, load, write
 from lorikeet.demo.training import lora
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> None:
         adapter = options.adapters / str(ALL[name].adapter)
         target = Target(str(options.base), str(adapter), DevicePlacement(torch.device(options.device), torch.float32))
         written = write(target, name, options.texts)
-        by_tool = measurement.measure(target, load(Path(folder) / "heads", target), written)
-        committed = measurement.measure(target, load(options.heads / name, target), written)
+        by_tool = training.measure(target, load(Path(folder) / "heads", target), written)
+        committed = training.measure(target, load(options.heads / name, target), written)
     share = by_tool.tokens_per_step / committed.tokens_per_step
     print(
         f"{name}: {by_tool.tokens_per_step:.3f} tokens per step after {seconds / 60:.1f} minutes of the tool, "

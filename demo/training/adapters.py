@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lorikeet.adapters.medusa import format as heads_format
+from lorikeet.adapters.formats import heads as heads_format
 from lorikeet.demo.data.tasks import tool_chat
 from lorikeet.demo.data.tasks.example import Example, training_examples
 from lorikeet.demo.training import lora

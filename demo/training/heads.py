@@ -11,11 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa import run as tool
-from lorikeet.adapters.medusa.measurement import HeadsReport
-from lorikeet.adapters.medusa.run import TargetOptions, TrainOptions
-from lorikeet.adapters.medusa.training import HeadsRecipe
+from lorikeet.adapters.medusa import training
+from lorikeet.adapters.medusa import training as tool
+from lorikeet.adapters.medusa.training import HeadsRecipe, HeadsReport, TargetOptions, TrainOptions
 from lorikeet.demo.data import corpus
 from lorikeet.demo.data.pieces import pieces
 from lorikeet.demo.data.tasks import citation
@@ -99,5 +97,5 @@ def train(name: str, options: argparse.Namespace, out: Path, work: Path) -> tupl
     )
     recipe = replace(heads.recipe, seed=options.seed)
     measured, digest = tool.train(TrainOptions(target, out, work, recipe, base_name=lora.BASE_NAME))
-    print(f"{name}\n\n{measurement.table(measured)}\n", flush=True)
+    print(f"{name}\n\n{training.table(measured)}\n", flush=True)
     return measured, digest

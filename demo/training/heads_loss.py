@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats import heads as heads_format
+from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads
 from lorikeet.demo.data.packing import NO_LABEL, Batch
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorikeet.adapters.refs import Source
-from lorikeet.adapters.sources import s3
+from lorikeet.adapters.sources import listed
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings
@@ -128,7 +128,7 @@ def _sha256(key: str) -> str:
 
 def _s3_prefixes(settings: Settings, environment: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
     """Where callers may name adapters in S3, and a warning if that is wherever this server's credentials reach."""
-    prefixes = tuple(settings["s3-prefix"]) or tuple(filter(None, [s3.home(environment)]))
+    prefixes = tuple(settings["s3-prefix"]) or tuple(filter(None, [listed.s3_home(environment)]))
     if prefixes or rules.is_closed(settings):
         return prefixes, ""
     if not any(environment.get(name) for name in _S3_VARIABLES):

@@ -31,7 +31,7 @@ from lorikeet.adapters.errors import (
     from_dict,
 )
 from lorikeet.adapters.refs import Ref
-from lorikeet.adapters.rights import rejected_versions
+from lorikeet.adapters.sources.registry import rejected_versions
 from lorikeet.router.metrics.adapters import AdapterMetrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, Loaded

@@ -12,10 +12,9 @@ from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.rights import Rights
 from lorikeet.adapters.sources.base import Resolved
-from lorikeet.adapters.sources.registry import Sources
-from lorikeet.adapters.sources.s3 import is_below
+from lorikeet.adapters.sources.listed import is_below
+from lorikeet.adapters.sources.registry import Rights, Sources
 from lorikeet.router.adapters.directory import Directory, Listed
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem

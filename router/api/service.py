@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from starlette.requests import Request
 
-from lorikeet.adapters.rights import Rights
-from lorikeet.adapters.sources.registry import Sources
+from lorikeet.adapters.sources.registry import Rights, Sources
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory

@@ -20,9 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
-from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.peft_plans import PlannedReader
-from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
+from lorikeet.adapters.formats.changes import PlannedReader
 from lorikeet.proto.digest import base_hash, weights_hash
 
 LIMIT = 1 << 30

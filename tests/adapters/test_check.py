@@ -14,8 +14,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from lorikeet.adapters import check
-from lorikeet.adapters.medusa import format as heads_files
-from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.formats import heads as heads_files
+from lorikeet.adapters.formats.heads import HeadsShape
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.medusa import small

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from lorikeet.adapters import catalogue
-from lorikeet.adapters.digests import Merge
+from lorikeet.adapters.check import AdapterValidator, Headers
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid
-from lorikeet.adapters.formats import configuration, contents
+from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats.tokenizer import Tokenizers
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Merge, Pin, Source
 from lorikeet.adapters.sources.base import FileHead
-from lorikeet.adapters.validation import AdapterValidator, Headers
 from lorikeet.proto.numbers import is_number, whole_number
 from tests import tiny
 from tests.adapters import making
@@ -135,7 +134,7 @@ def tried(case: Any, base: Any, sound: Path, folder: Path) -> None:
 
 
 def _read(folder: Path, model: Path, reader: Any, facts: Any) -> None:
-    with contents.opened(folder, making.LIMIT) as opened:
+    with layout.open_adapter(folder, making.LIMIT) as opened:
         assert len(opened.digest) == 64
         Tokenizers(model).check(folder)
         opened.lay_out(reader, facts)

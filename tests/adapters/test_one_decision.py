@@ -20,7 +20,7 @@ from lorikeet.adapters.loader import worker
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.local import LocalSource
+from lorikeet.adapters.sources.listed import LocalSource
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.hostile import CASES, CONFIG, WEIGHTS

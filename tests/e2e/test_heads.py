@@ -25,7 +25,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
         [
             sys.executable,
             "-m",
-            "lorikeet.adapters.medusa",
+            "lorikeet.adapters.medusa.cli",
             "train",
             *given,
             "--work",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape
 from lorikeet.launcher import Client, launch
 from lorikeet.launcher.cli.client import Answer, ServerError
 from tests.e2e.launched import ROOT

@@ -11,11 +11,11 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa.hidden import batches, written_rows
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats import heads as heads_format
+from lorikeet.adapters.formats.heads import MedusaHeads
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text as WrittenText
+from lorikeet.adapters.medusa.texts import batches, written_rows
 from tests.oracles.family import BASE, DRAFT, DRAFTING, FAMILY, LOOKUP, Kind
 from tests.oracles.replay import Chain, LongestSuffix, Rule, Table, Text, coupled_chance, rejection_chance
 

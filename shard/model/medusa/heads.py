@@ -2,7 +2,7 @@
 
 A head is a few residual blocks, `x + SiLU(W x + b)`; version 2 then uses the base's output head, version 1 a matrix of
 each head (Cai et al. 2024). Draft rows go through the output head with the request's LoRA, as in training. A row's bits
-do not depend on its neighbours. adapters/medusa/model.py is the specification.
+do not depend on its neighbours. adapters/formats/heads.py is the specification.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.formats import layout
+from lorikeet.adapters.formats.changes import ModuleChange
 from lorikeet.adapters.formats.configuration import SERVED_KINDS
-from lorikeet.adapters.formats.peft_reading import ModuleChange
 from tests import tiny
 from tests.adapters import making
 
@@ -254,7 +254,7 @@ def test_the_second_adapter_of_equal_shapes_is_read_without_peft(
         for seed in (1, 2)
     )
     making.lay_out(reader, facts, first)
-    monkeypatch.setattr("lorikeet.adapters.formats.peft_plans.read", None)
+    monkeypatch.setattr("lorikeet.adapters.formats.changes.read", None)
     served = making.lay_out(reader, facts, second)
     torch.testing.assert_close(
         making.of_layout(base.folder, served), making.of_peft(base.folder, second), rtol=1e-4, atol=1e-4

@@ -13,11 +13,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge, NotServed
-from lorikeet.adapters.formats import contents, layout
-from lorikeet.adapters.formats.heads import resized
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats import layout
+from lorikeet.adapters.formats.heads import HeadsShape, resized
 from lorikeet.adapters.formats.layout import Layout
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.sources.base import choose, find_heads
 from lorikeet.adapters.store import Entry, Store
 from tests import tiny
@@ -42,13 +41,13 @@ class Base:
         self.facts = replace(facts, kinds=facts.kinds | {"heads"})
 
     def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[Layout, tuple[str, ...]]:
-        with contents.opened(folder, limit) as opened:
+        with layout.open_adapter(folder, limit) as opened:
             served, found = opened.lay_out(self.reader, self.facts)
             tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
             return Layout(tensors, found.modules, found.heads), served.warnings
 
     def digest(self, folder: Path) -> str:
-        with contents.opened(folder, making.LIMIT) as opened:
+        with layout.open_adapter(folder, making.LIMIT) as opened:
             return opened.digest
 
 
@@ -97,10 +96,10 @@ def test_heads_and_a_lora_in_one_folder_are_one_adapter(base: Base, lora: Path, 
 
 
 def test_the_digest_of_an_adapter_without_heads_is_unchanged(base: Base, lora: Path) -> None:
-    with contents.opened(lora, making.LIMIT) as opened:
+    with layout.open_adapter(lora, making.LIMIT) as opened:
         assert opened.changes is not None and opened.values is not None
-        canonical = contents.configuration.canonical(opened.values)
-        assert opened.digest == contents.digests.of_adapter(canonical, opened.changes.hash.digest())
+        canonical = layout.configuration.canonical(opened.values)
+        assert opened.digest == layout.refs.adapter_digest(canonical, opened.changes.hash.digest())
 
 
 @pytest.mark.parametrize("num_rows", [tiny.VOCAB - 5, tiny.VOCAB + 7])
@@ -263,7 +262,7 @@ def test_overflow_in_the_bases_dtype_is_distinguished_from_infinity(base: Base, 
     files.write(tmp_path, heads)
     base.lay_out(tmp_path)
     with (
-        contents.opened(tmp_path, making.LIMIT) as opened,
+        layout.open_adapter(tmp_path, making.LIMIT) as opened,
         pytest.raises(AdapterInvalid, match=r"0\.0\.linear\.bias is too large for float16"),
     ):
         opened.lay_out(base.reader, replace(base.facts, dtype=torch.float16))
@@ -272,7 +271,7 @@ def test_overflow_in_the_bases_dtype_is_distinguished_from_infinity(base: Base, 
 def test_kinds_that_no_shard_supports_are_rejected(base: Base, lora: Path, tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(SHAPES[0]))
     files.join(tmp_path, lora)
-    with contents.opened(tmp_path, making.LIMIT) as opened, pytest.raises(NotServed, match="Medusa heads"):
+    with layout.open_adapter(tmp_path, making.LIMIT) as opened, pytest.raises(NotServed, match="Medusa heads"):
         opened.lay_out(base.reader, replace(base.facts, kinds=frozenset({"linear"})))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.loader.gate import HALF_LIFE_S, Gate, Ticket, Uses
+from lorikeet.adapters.loader.jobs import HALF_LIFE_S, Gate, Ticket, Uses
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -21,11 +21,11 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HeadsShape
 from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsShape
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.local import LocalSource
+from lorikeet.adapters.sources.listed import LocalSource
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.loading import ROOT, Caller, Running, loader

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text
 from tests import tiny

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from lorikeet.adapters.medusa import format as files
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HeadsShape
 from lorikeet.adapters.medusa.cli import main
-from lorikeet.adapters.medusa.format import HeadsShape
 from tests.adapters.medusa import small
 
 ROOT = Path(__file__).parents[3]
+CLI = "lorikeet.adapters.medusa.cli"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,14 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     environment = kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:lorikeet.adapters", "-m", "lorikeet.adapters.medusa", *arguments],
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning:lorikeet.adapters",
+            "-m",
+            "lorikeet.adapters.medusa.cli",
+            *arguments,
+        ],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -6,12 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa.format import HeadsShape
-from lorikeet.adapters.medusa.measurement import replay
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads
+from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
+from lorikeet.adapters.medusa.training import replay
 from tests.adapters.medusa import small
 
 
@@ -51,7 +50,7 @@ def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
     heads = MedusaHeads.of(small.heads(HeadsShape(3, 1, target.hidden_size), scale=0.02))
     counted = [live(target, heads, text) for text in texts]
     assert [tuple(output) for _, _, output in counted] == [text.output_ids for text in texts]
-    found = measurement.measure(target, heads, texts)
+    found = training.measure(target, heads, texts)
     tokens, steps = sum(t for t, _, _ in counted), sum(s for _, s, _ in counted)
     assert found.tokens_per_step == tokens / steps
     assert found.num_texts == len(texts)
@@ -72,7 +71,7 @@ def test_top1_is_each_heads_share_of_right_positions(tmp_path: Path) -> None:
                 if place + 2 + head < len(whole):
                     places[head] += 1
                     right[head] += proposed == whole[place + 2 + head]
-    assert measurement.measure(target, heads, texts).top1 == tuple(r / p for r, p in zip(right, places, strict=True))
+    assert training.measure(target, heads, texts).top1 == tuple(r / p for r, p in zip(right, places, strict=True))
 
 
 def test_text_of_another_model_lowers_the_greedy_agreement(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_text_of_another_model_lowers_the_greedy_agreement(tmp_path: Path) -> No
     text = small.texts(target, num_tokens=10)[0]
     changed = Text(text.prompt_ids, (*text.output_ids[:9], (text.output_ids[9] + 1) % 300))
     heads = MedusaHeads(HeadsShape(1, 1, target.hidden_size))
-    assert measurement.measure(target, heads, [changed]).greedy_agreement == 0.9
+    assert training.measure(target, heads, [changed]).greedy_agreement == 0.9
 
 
 def test_replay_by_hand() -> None:

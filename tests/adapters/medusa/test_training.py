@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lorikeet.adapters.medusa import hidden, training
-from lorikeet.adapters.medusa.hidden import NOTHING, HiddenFiles
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats.heads import MedusaHeads
+from lorikeet.adapters.medusa import texts as texts_module
+from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.target import Target
-from lorikeet.adapters.medusa.texts import Text
+from lorikeet.adapters.medusa.texts import NOTHING, HiddenFiles, Text
 from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe, HeadsTrainer
 from tests.adapters.medusa import small
 
@@ -66,7 +66,7 @@ def test_a_shard_holds_the_row_and_labels_of_each_generated_token(
 def test_a_stopped_computation_of_rows_resumes(
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden, "SHARD_BYTES", 2 * target.hidden_size * 40)
+    monkeypatch.setattr(texts_module, "SHARD_BYTES", 2 * target.hidden_size * 40)
     files = rows_of(target, texts, tmp_path)
     paths = sorted(tmp_path.glob("rows-*.safetensors"))
     assert len(paths) == len(files.num_rows) > 3
@@ -106,7 +106,7 @@ def test_the_loss_is_cross_entropy_and_its_gradient_that_of_the_plain_computatio
 def test_every_row_is_used_once_per_epoch(
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_rows: int
 ) -> None:
-    monkeypatch.setattr(hidden, "SHARD_BYTES", 2 * target.hidden_size * shard_rows)
+    monkeypatch.setattr(texts_module, "SHARD_BYTES", 2 * target.hidden_size * shard_rows)
     files = rows_of(target, texts, tmp_path)
     trainer = trainer_of(target, files)
     batches = list(trainer._batches(0))
@@ -134,7 +134,7 @@ def test_training_learns_and_equal_seeds_give_equal_heads(target: Target, texts:
 def test_a_resumed_run_ends_with_the_same_heads(
     target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden, "SHARD_BYTES", 2 * target.hidden_size * 40)
+    monkeypatch.setattr(texts_module, "SHARD_BYTES", 2 * target.hidden_size * 40)
     files = rows_of(target, texts, tmp_path / "rows")
     whole = trainer_of(target, files)
     list(whole.run())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterError, InvalidAnswer
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.sources.s3 import S3Source
+from lorikeet.adapters.sources.listed import S3Source
 
 STATUSES = {404, 422, 502, 503}
 WEIGHTS = b"x" * 700

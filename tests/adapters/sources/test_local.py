@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.local import LocalSource
+from lorikeet.adapters.sources.listed import LocalSource
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from lorikeet.adapters.errors import (
     SourceUnreachable,
 )
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.adapters.sources.s3 import S3Source, is_below
+from lorikeet.adapters.sources.listed import S3Source, is_below
 
 pytestmark = pytest.mark.anyio
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.adapters.medusa import format as heads_format
-from lorikeet.adapters.medusa import measurement
+from lorikeet.adapters.formats import heads as heads_format
+from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.demo.evaluation.heads import load, write
 from lorikeet.demo.training import lora
@@ -24,7 +24,7 @@ def test_heads_draft_several_tokens_per_step(kind: str, least: float) -> None:
     folder = None if adapter is None else str(lora.ADAPTERS_FOLDER / adapter)
     target = Target(str(BASE_FOLDER), folder, DevicePlacement(torch.device("cpu"), torch.float32))
     written = write(target, kind, NUM_SAMPLED)
-    found = measurement.measure(target, load(HEADS_FOLDER / kind, target), written)
+    found = training.measure(target, load(HEADS_FOLDER / kind, target), written)
     assert found.tokens_per_step >= least  # over a dozen texts; `lorikeet.demo.evaluation heads` takes a hundred
     heads = heads_format.read(HEADS_FOLDER / kind, print)
     assert (heads.shape.num_heads, heads.shape.hidden_size) == (3, target.hidden_size)

@@ -12,8 +12,8 @@ import peft
 import pytest
 from transformers import AutoConfig
 
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsShape
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HeadsShape
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.router.requests.generation import last_occurrence
 from lorikeet.shard.config import ShardConfig

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, row_indices

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, JobRows
-from lorikeet.adapters.medusa.hidden import NOTHING
+from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, Job, RowsLayout, row_indices
 from lorikeet.shard.learning.rings import Pair, Rings
 

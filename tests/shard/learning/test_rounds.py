@@ -9,16 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.formats.base_values import BaseValues
-from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
+from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads
 from lorikeet.adapters.learning import rounds as module
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rounds import BUSY_SHARE, Rounds, Throttle
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
-from lorikeet.adapters.medusa import measurement
-from lorikeet.adapters.medusa.format import HeadsShape
-from lorikeet.adapters.medusa.hidden import NOTHING
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.medusa import training
+from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import Job, RowsLayout, TrainerSettings
 from lorikeet.shard.learning.rings import Rings
 from tests import tiny
@@ -82,7 +80,7 @@ def test_a_replay_head_by_head_equals_one_of_all_proposals(head: BaseHead, has_m
         first += count
     tokens = steps = first = 0
     for ids in output_ids:
-        chain = measurement.replay(ids, proposals[first : first + len(ids)].tolist())
+        chain = training.replay(ids, proposals[first : first + len(ids)].tolist())
         tokens, steps, first = tokens + chain.tokens, steps + chain.steps, first + len(ids)
     found = module._tokens_per_step(heads, HeldOut(rows, output_ids), head, Throttle())
     assert found == tokens / steps > 1.2

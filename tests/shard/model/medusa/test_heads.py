@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.adapters.formats import contents, layout
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats import layout
+from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads
 from lorikeet.shard.adapters.manager import ModelSlots
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Bounds
@@ -147,7 +146,7 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     reading = AdapterFiles(model.lora_targets, Destination(torch.float32, Arena(1 << 20)), model.heads)
     slots = ModelSlots(model.heads)
     for slot, name in ((3, "both"), (5, "alone")):
-        with contents.opened(tmp_path / name, making.LIMIT) as opened:
+        with layout.open_adapter(tmp_path / name, making.LIMIT) as opened:
             served = layout.served_file(opened.lay_out(reader, facts)[1], "d", facts)
             with (tmp_path / f"{name}.served").open("wb") as file:
                 served.write(file)

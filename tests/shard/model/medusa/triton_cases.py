@@ -1,4 +1,4 @@
-"""The kernels for heads against adapters/medusa/model.py: run by test_triton.py in a process of its own, on CUDA
+"""The kernels for heads against adapters/formats/heads.py: run by test_triton.py in a process of its own, on CUDA
 or, with TRITON_INTERPRET=1, on CPU.
 """
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorikeet.adapters.medusa.format import HeadsShape as Shape
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats.heads import HeadsShape as Shape
+from lorikeet.adapters.formats.heads import MedusaHeads
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.model.adapters.tables import DeviceKernels

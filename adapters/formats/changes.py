@@ -1,23 +1,33 @@
-"""An adapter's changes to its base, as PEFT reads them: factors and scaling per module, taken from PEFT's layers.
+"""An adapter's changes to its base, as PEFT reads them (`read`, `PlannedReader`) and merges them (`merge`).
 
 PEFT matches the targets, converts the names and sets ranks and scalings. This module rejects what PEFT would ignore.
 """
 
+import hashlib
+import json
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.lora.layer import Conv2d, Conv3d, Embedding, Linear, LoraLayer, ParamWrapper
+from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
-from lorikeet.adapters.formats.skeleton import Skeleton
+from lorikeet.adapters.formats import configuration
+from lorikeet.adapters.formats.base_model import Skeleton
+from lorikeet.adapters.formats.configuration import MAX_RANK
+from lorikeet.adapters.formats.weights import Weights
+from lorikeet.adapters.refs import Merge
+from lorikeet.proto.pooling import EMBED
 
 NAME = "default"
 """The adapter's name in PEFT's network: PEFT's own default, which some files contain in the names of their tensors."""
@@ -231,3 +241,184 @@ def first_sentence(error: BaseException) -> str:
     """The first sentence of a library's error, to end one of our sentences."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.!?])\s", text)[0].rstrip(".")[:240]
+
+
+_MAX_PLANS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedChange:
+    """One module: the result without tensors, and the file's tensor for each field."""
+
+    change: ModuleChange
+    keys: dict[str, str]
+
+
+class PlannedReader:
+    """Reads adapters of one base, and caches how PEFT read one for others with equal settings and shapes.
+
+    Many adapters of a base are trained with the same settings, so PEFT's result differs in the numbers only. A cached
+    plan lists which tensor of the file goes where; there is one only if PEFT changed none of the tensors.
+    """
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        self._plans: OrderedDict[bytes, list[_PlannedChange]] = OrderedDict()
+
+    def warm(self) -> None:
+        """Read a made-up adapter, so that all imports and caches of PEFT's first use are done."""
+        with self.skeleton.borrowed() as network:
+            linears = (
+                (name, module) for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)
+            )
+            name, linear = next(linears, (None, None))
+        if name is None or linear is None:
+            return
+        num_out, num_in = linear.weight.shape
+        key = f"base_model.model.{name}"
+        tensors = {f"{key}.lora_A.weight": torch.zeros(1, num_in), f"{key}.lora_B.weight": torch.zeros(num_out, 1)}
+        read(self.skeleton, {"r": 1, "target_modules": [name]}, tensors)
+
+    def read(self, values: dict[str, Any], weights: Weights) -> list[ModuleChange]:
+        """The adapter's changes per module. `values` is its configuration from `configuration.parse`."""
+        settings = configuration.served(values)
+        configuration.check_task(values, self.skeleton.task)
+        if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
+            weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
+        form = _form(settings, weights.tensors)
+        if (plan := self._plans.get(form)) is not None:
+            self._plans.move_to_end(form)
+            return [_filled(step, weights.tensors) for step in plan]
+        changes = read(self.skeleton, settings, weights.tensors)
+        if (plan := _plan(changes, weights.tensors) if weights.share_no_memory else None) is not None:
+            self._plans[form] = plan
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return changes
+
+
+def _without_head(tensors: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    """Named as in the base without its output head. An adapter on that head has no meaning, and is found unexpected."""
+    start = "base_model.model."
+    return {
+        f"{start}{key.removeprefix(start).removeprefix(prefix)}" if key.startswith(start) else key: tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def _filled(step: _PlannedChange, tensors: Tensors) -> ModuleChange:
+    values: dict[str, Any] = {field: tensors[key] for field, key in step.keys.items()}
+    return replace(step.change, **values)
+
+
+def _form(settings: dict[str, Any], tensors: Tensors) -> bytes:
+    """Everything that PEFT's result depends on: the settings, and names and shapes of the tensors."""
+    shapes = sorted([key, *tensor.shape] for key, tensor in tensors.items())
+    return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).digest()
+
+
+def _plan(changes: Sequence[ModuleChange], tensors: Tensors) -> list[_PlannedChange] | None:
+    """None if a tensor of the result is not a tensor of the file, unchanged."""
+    keys = {tensor.data_ptr(): key for key, tensor in tensors.items()}
+    steps = []
+    for change in changes:
+        chosen: dict[str, str] = {}
+        for field in TENSORS:
+            if (tensor := getattr(change, field)) is None:
+                continue
+            key = keys.get(tensor.data_ptr())
+            if key is None or tensors[key].shape != tensor.shape or tensors[key].stride() != tensor.stride():
+                return None
+            chosen[field] = key
+        empty: dict[str, Any] = dict.fromkeys(chosen)
+        steps.append(_PlannedChange(replace(change, **empty), chosen))
+    return steps
+
+
+_MERGED = ("linear", "embedding")
+
+
+@dataclass(frozen=True)
+class _WeightedChange:
+    """One adapter's change to one module."""
+
+    change: ModuleChange
+    weight: float
+    """Weight of the part's adapter in the merge."""
+
+    @property
+    def scale(self) -> float:
+        return self.weight * self.change.scaling
+
+
+def merge(adapters: Sequence[Sequence[ModuleChange]], merging: Merge, digest: str) -> list[ModuleChange]:
+    """Merge adapters factor by factor: one list each, in the order of `merging.pins`.
+
+    DARE's masks are drawn from the merge's digest, so that the same merge is the same adapter everywhere.
+    Raises AdapterInvalid or NotServed with the reason.
+    """
+    modules: dict[str, list[_WeightedChange]] = {}
+    for number, adapter in enumerate(adapters):
+        for change in adapter:
+            _check(change, str(merging.pins[number].id))
+            modules.setdefault(change.module, []).append(_WeightedChange(change, merging.weights[number]))
+    if merging.strategy != "cat":
+        _check_ranks(adapters, merging)
+    return [_merged(module, parts, merging, digest) for module, parts in sorted(modules.items())]
+
+
+def _check(change: ModuleChange, name: str) -> None:
+    if change.kind not in _MERGED or change.weight is not None:
+        raise NotServed(
+            f"merging adapters that change other than linear layers ({change.module} of {name}) is not served"
+        )
+    if change.magnitude is not None:
+        raise NotServed(f"merging DoRA adapters ({name}) is not served")
+    if change.b_bias is not None or change.new_bias is not None:
+        raise NotServed(f"merging adapters with biases ({change.module} of {name}) is not served")
+
+
+def _check_ranks(adapters: Sequence[Sequence[ModuleChange]], merging: Merge) -> None:
+    ranks = [sorted({change.rank for change in adapter}) for adapter in adapters]
+    if len({rank for module_ranks in ranks for rank in module_ranks}) > 1:
+        pairs = zip(merging.pins, ranks, strict=True)
+        named = ", ".join(f"{pin.id} has {' and '.join(map(str, module_ranks))}" for pin, module_ranks in pairs)
+        raise AdapterInvalid(f"`{merging.strategy}` merges only adapters of equal rank: {named}; use `cat`")
+
+
+def _merged(module: str, parts: list[_WeightedChange], merging: Merge, digest: str) -> ModuleChange:
+    kinds = {part.change.kind for part in parts}
+    if len(kinds) > 1:
+        raise AdapterInvalid(f"the adapters contain different kinds of changes to {module}")
+    every_a, every_b = _factors(parts)
+    if merging.strategy == "cat":
+        a = torch.cat([factor * part.scale for factor, part in zip(every_a, parts, strict=True)])
+        b = torch.cat(every_b, dim=1)
+    else:
+        # the sign goes to one factor only, or it would cancel out
+        roots = torch.tensor([math.sqrt(abs(part.scale)) for part in parts])
+        signs = torch.tensor([1.0 if part.scale >= 0 else -1.0 for part in parts])
+        a = _combined(every_a, roots * signs, merging, f"{digest} {module} A")
+        b = _combined(every_b, roots, merging, f"{digest} {module} B")
+    if a.shape[0] > MAX_RANK:
+        raise AdapterInvalid(f"the merged adapter has rank {a.shape[0]} on {module}; the limit is {MAX_RANK}")
+    return ModuleChange(module, kinds.pop(), rank=a.shape[0], a=a, b=b)
+
+
+def _combined(tensors: list[torch.Tensor], weights: torch.Tensor, merging: Merge, seed: str) -> torch.Tensor:
+    if merging.strategy == "linear":
+        return task_arithmetic(tensors, weights)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # about a density of 1, which prunes nothing
+        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "little"))
+        if merging.strategy == "dare_linear":
+            return dare_linear(tensors, weights, merging.density)
+        merged = ties if merging.strategy == "ties" else dare_ties
+        return merged(tensors, weights, merging.density, merging.majority_sign_method)
+
+
+def _factors(parts: list[_WeightedChange]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every A and every B in float32."""
+    optional = [(part.change.a, part.change.b) for part in parts]
+    pairs = [(a.float(), b.float()) for a, b in optional if a is not None and b is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from lorikeet.adapters.digests import Merge
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
-from lorikeet.adapters.formats.peft_reading import TENSORS, ModuleChange
-from lorikeet.adapters.merging import merge
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, merge
+from lorikeet.adapters.refs import Merge, Pin, Source
 from tests import tiny
 from tests.adapters import making
 

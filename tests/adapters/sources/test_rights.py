@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
 from lorikeet.adapters.refs import Pin, Ref, Source
-from lorikeet.adapters.rights import LOOKUP_S, Rights, rejected_versions
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
-from lorikeet.adapters.sources.local import LocalSource
+from lorikeet.adapters.sources.listed import LocalSource
+from lorikeet.adapters.sources.registry import LOOKUP_S, Rights, rejected_versions
 
 pytestmark = pytest.mark.anyio
 

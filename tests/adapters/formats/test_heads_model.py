@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.adapters.medusa.format import HeadsFile, HeadsShape
-from lorikeet.adapters.medusa.model import MedusaHeads
+from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads
 from tests.adapters.medusa import small
 
 HIDDEN, VOCAB = 16, 40

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import HeadsError
-from lorikeet.adapters.medusa import format as files
-from lorikeet.adapters.medusa.format import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, HeadsShape
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, HeadsShape
 from tests.adapters.medusa import small
 
 SHAPES = [HeadsShape(3, 1, 8), HeadsShape(2, 2, 8), HeadsShape(2, 1, 8, 20), HeadsShape(4, 0, 8, 20)]
