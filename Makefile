@@ -135,7 +135,7 @@ proto: $(VENV)/.installed-$(DEV)
 docs: $(VENV)/.installed
 	$(PY) -m lorikeet.router.error_document > docs/reference/errors.md
 	$(PY) -m lorikeet.proto.wire_document > docs/reference/wire.md
-	$(PY) -m lorikeet.launcher.config.reference > docs/launcher.md
+	$(PY) -m lorikeet.launcher.config.flags > docs/launcher.md
 	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
 	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
 	$(PY) -m lorikeet.proto.draft_sources > docs/reference/draft-sources.md

@@ -1,8 +1,8 @@
 """Processes: this one (its end with the parent, the reason of its failure, open files, freed memory) and its children.
 
-A child is `python -m MODULE`, connected by lines or by a socket, and perhaps a process that forks others once it has
-loaded what all of them need. It calls `end_with_parent` before anything else: the kernel then ends it with the thread
-that started it.
+A child is `python -m MODULE`. `Child` is one with a configuration, which the launcher supervises. `LineProcess` answers
+lines, and a `ForkServer` forks processes once it has loaded what all of them need. No child outlives the thread that
+started it: the kernel ends it, as `tethered` or `end_with_parent` asks.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import structlog
 
@@ -170,6 +171,132 @@ def _data_bytes() -> int:
     """What RLIMIT_DATA limits."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+
+
+_TETHER = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+os.getppid() == int(sys.argv[1]) or sys.exit(1)  # the parent ended before the line above
+os.execv(sys.argv[2], sys.argv[2:])  # keeps what prctl has set
+"""
+"""A program that becomes its command, which is killed when the parent ends. It imports nothing of the project: code
+between fork and exec would run in a copy of the parent, where another thread may have held any lock."""
+
+
+def tethered(command: Sequence[str], parent_pid: int | None = None) -> list[str]:
+    """The command of a child that is killed when `parent_pid`, by default this process, ends. Linux only."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-ISc", _TETHER, str(parent_pid or os.getpid()), *command]
+
+
+def environment_of_children(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child: it imports the same code as this process, whatever the working directory holds."""
+    # gRPC's own log lines have another format, and are repeated with every attempt to connect
+    environment = {"GRPC_VERBOSITY": "NONE"} | dict(base) | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    if "PYTORCH_CUDA_ALLOC_CONF" not in base:  # torch's older name for the same
+        # joined weights leave holes in CUDA memory, which only such segments give back
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    root = str(Path(__file__).parents[2])
+    if root != sysconfig.get_path("purelib"):
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [base.get("PYTHONPATH")])])
+    return environment
+
+
+class Child:
+    """`python -m MODULE ARGUMENT…` in a new process group, so that a terminal's Ctrl-C reaches the launcher only.
+
+    Standard output and error go to `output`, or to those of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Path | list[str],
+        environment: Mapping[str, str],
+        output: IO[bytes] | None = None,
+        inherits: Sequence[int] = (),
+        standard_input: bytes = b"",
+        failure_file: Path | None = None,
+    ) -> None:
+        """`inherits`: file descriptors that stay open in the child; `failure_file`: where it leaves why it fails."""
+        self.name = name
+        self._failure_file = failure_file
+        if failure_file is not None:
+            failure_file.unlink(missing_ok=True)
+        words = arguments if isinstance(arguments, list) else [str(arguments)]
+        self._process = subprocess.Popen(
+            tethered(python(module, *words)),
+            stdin=subprocess.PIPE if standard_input else subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env=dict(environment),
+            process_group=0,
+            pass_fds=inherits,
+        )
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has exited, which the supervisor sees
+                self._process.stdin.write(standard_input)
+                self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal, as in subprocess."""
+        return self._process.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it exited, for a log line."""
+        code = self.exit_code
+        if code is None:
+            return f"{self.name} is running"
+        if code < 0:
+            return f"{self.name} was ended by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}" + (f" ({self.reason})" if self.reason else "")
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in its own words; empty if it did not say."""
+        try:
+            return "" if self._failure_file is None else self._failure_file.read_text()
+        except FileNotFoundError:
+            return ""
+
+    def terminate(self) -> None:
+        """Ask it to exit."""
+        self._send(signal.SIGTERM)
+
+    def reload(self) -> None:
+        """Ask a router to reload its files."""
+        self._send(signal.SIGHUP)
+
+    def hand_over(self) -> None:
+        """Ask a router to finish its requests and accept no new connections."""
+        self._send(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kill it and the other processes of its group, even after its own exit."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it exits within `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.exit_code is None:
+            self._process.send_signal(number)
 
 
 class LineProcess:

@@ -51,7 +51,7 @@ FOLDERS = {
         "model/adapters", "model/fusion", "model/pooling", "model/gguf", "model", "ranks", "grpc", "grammar",
         "learning", "engine", "adapters", "startup", "",
     ),
-    "launcher": ("config/flags", "config", "models", "processes", "cli", "bench", ""),
+    "launcher": ("config", "models", "processes", "cli", "bench", ""),
     "demo": ("data/tasks", "data", "training", "evaluation", ""),
     "proto": ("",),
 }  # fmt: skip
@@ -70,7 +70,6 @@ SHORT = {
     "shard/batch/device_tokens_triton.py": SPECIALIZED,
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/operators.py": "used by the Triton modules of every folder",
-    "launcher/processes/tether.py": "runs as a script, without imports of the package",
     "router/api/docs.py": "one route",
     "router/api/routes/live.py": "one route",
     "router/api/routes/unsupported.py": "one table of routes",

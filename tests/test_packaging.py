@@ -99,7 +99,7 @@ def test_no_module_is_loaded_twice() -> None:
 
     Modules that import Triton are left out where it is not installed.
     """
-    apart = ("ray_", "__main__", "tether", "rank_main", "triton", "demo.")
+    apart = ("ray_", "__main__", "rank_main", "triton", "demo.")
     for found in pkgutil.walk_packages(lorikeet.__path__, "lorikeet."):
         if any(part in found.name for part in apart):
             continue

@@ -21,7 +21,7 @@ from benchmarks.cuda.kv_room import CONTEXT, GRAPHS
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
 from benchmarks.load.servers import REPOSITORY, stop, tail
-from lorikeet.launcher.processes.process import environment_of_children
+from lorikeet.proto.process import environment_of_children
 
 TIMEOUT_S = 240.0
 CAPTURED = "graphs_captured"

@@ -10,9 +10,7 @@ from typing import Any
 
 import orjson
 
-from lorikeet.launcher.bench.apis import Completions, Seen
-from lorikeet.launcher.bench.connection import ConnectionPool, Pieces, events
-from lorikeet.launcher.bench.load import LoadGenerator, Sample
+from lorikeet.launcher.bench.load import Completions, ConnectionPool, LoadGenerator, Pieces, Sample, Seen, events
 from lorikeet.launcher.bench.workload import Planned
 
 TIMEOUT_S = 3600.0

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorikeet.proto.process import tethered
+
 REPOSITORY = Path(__file__).parents[2]
-TETHER = REPOSITORY / "launcher" / "processes" / "tether.py"
 LOGS = Path(__file__).parents[1] / ".runs" / "logs"
 STOP_S = 40.0
 
@@ -87,10 +88,9 @@ def running(name: str, command: Command, timeout_s: float = 400.0) -> Iterator[R
     log = LOGS / f"{name}-{os.getpid()}-{port}.log"
     arguments = [argument.replace("{port}", str(port)) for argument in command.arguments]
     start = time.monotonic()
-    tied = [sys.executable, str(TETHER), str(os.getpid())]  # or a measurement that is killed leaves its servers behind
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*tied, *arguments],
+            tethered(arguments),  # a measurement that is killed leaves no server
             env={**os.environ, **command.environment},
             cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,

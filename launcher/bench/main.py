@@ -13,9 +13,8 @@ from typing import Any
 
 import uvloop
 
-from lorikeet.launcher.bench import apis, compare, presentation, printed, result, workload
-from lorikeet.launcher.bench.connection import ConnectionPool
-from lorikeet.launcher.bench.load import LoadGenerator, LoadResult
+from lorikeet.launcher.bench import load, presentation, result, workload
+from lorikeet.launcher.bench.load import ConnectionPool, LoadGenerator, LoadResult
 from lorikeet.launcher.cli.client import URL_HELP
 from lorikeet.proto import server_url
 
@@ -64,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_server(group: Any) -> None:
     group.add_argument("--url", help=URL_HELP)
-    group.add_argument("--api", choices=tuple(apis.APIS), default="openai", help="default: %(default)s")
+    group.add_argument("--api", choices=tuple(load.APIS), default="openai", help="default: %(default)s")
     group.add_argument("--model", help="the model's name (default: the first that /v1/models lists)")
     group.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE", help="may be repeated")
@@ -152,7 +151,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    print(compare.compared(*(compare.read(Path(name)) for name in (options.first, options.second))))
+    print(presentation.compared(*(presentation.read(Path(name)) for name in (options.first, options.second))))
     return 0
 
 
@@ -166,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     print(f"lorikeet-bench: sends {workload.summary(plan)}", file=sys.stderr)
     loaded, about = uvloop.run(_measure(options, plan, headers))
     measured = about | result.measured(loaded, percentiles, objectives, latencies)
-    block = printed.block(measured, latencies, percentiles)
+    block = presentation.block(measured, latencies, percentiles)
     print(block)
     _write(options, measured, block)
     if errors := sorted({error for error in measured["errors"] if error}):
@@ -205,13 +204,13 @@ async def _measure(
     connections = ConnectionPool(options.url, headers, options.timeout_s)
     try:
         model = options.model or ("" if options.api == "lorax" else await _first_model(connections))
-        api = apis.APIS[options.api](model, options.extra_body, not options.stop_at_eos)
-        load = LoadGenerator(connections, api, options.max_concurrency, shows_progress=not options.no_progress)
-        await load.warm_up([plan[index % len(plan)] for index in range(options.num_warmups)])
+        api = load.APIS[options.api](model, options.extra_body, not options.stop_at_eos)
+        generator = LoadGenerator(connections, api, options.max_concurrency, shows_progress=not options.no_progress)
+        await generator.warm_up([plan[index % len(plan)] for index in range(options.num_warmups)])
         counts_before = await result.counts(connections)
         gc.collect()
         gc.freeze()  # the collector would pause the client for every thousand events
-        loaded = await load.run(plan)
+        loaded = await generator.run(plan)
         rates = result.rates(counts_before, await result.counts(connections))
     finally:
         await connections.close()

@@ -1,17 +1,24 @@
-"""The result of a load as one HTML file without links to other files or hosts, and as CSV."""
+"""Shows the result of a load: the block that `vllm bench serve` prints, one HTML file without links to other files or
+hosts, CSV, and a comparison of two results (`lorikeet-bench compare A.json B.json`), with intervals if both list their
+requests.
+"""
 
 import csv
 import io
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
-from lorikeet.launcher.bench.result import Result
+from lorikeet.launcher.bench.result import LATENCIES, Result, percentile_word
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
@@ -225,3 +232,213 @@ def table(result: Result) -> str:
     for index, row in enumerate(zip(*(result[key] for key in columns.values()), strict=True)):
         writer.writerow([index, ours["request_adapters"][index] or "", ours["request_tiers"][index], *row])
     return text.getvalue()
+
+
+BLOCK_WIDTH = 50
+_HEADINGS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+    "client_queue_time": "Client-side Queueing",
+    "e2el_including_client_queue": "Queue-inclusive End-to-end Latency",
+}
+_SHOWN_ADAPTERS = 5
+
+
+def block(result: Result, latencies: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The printed text; `latencies` are the kinds of latency in it."""
+    return "\n".join(_block_lines(result, latencies, percentiles))
+
+
+def _block_lines(result: Result, latencies: Sequence[str], percentiles: Sequence[float]) -> Iterator[str]:
+    yield f"{' Serving Benchmark Result ':=^{BLOCK_WIDTH}}"
+    yield _line("Successful requests:", result["completed"])
+    yield _line("Failed requests:", result["failed"])
+    if result.get("max_concurrency") is not None:
+        yield _line("Maximum request concurrency:", result["max_concurrency"])
+    if isinstance(result.get("request_rate"), float):
+        yield _line("Request rate configured (RPS):", result["request_rate"])
+    yield _line("Benchmark duration (s):", result["duration"])
+    yield _line("Total input tokens:", result["total_input_tokens"])
+    yield _line("Total generated tokens:", result["total_output_tokens"])
+    yield _line("Request throughput (req/s):", result["request_throughput"])
+    if result["request_goodput"] is not None:
+        yield _line("Request goodput (req/s):", result["request_goodput"])
+    yield _line("Output token throughput (tok/s):", result["output_throughput"])
+    yield _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
+    yield _line("Peak concurrent requests:", float(result["max_concurrent_requests"]))
+    yield _line("Total token throughput (tok/s):", result["total_token_throughput"])
+    for name in latencies:
+        label = LATENCIES[name]
+        yield f"{_HEADINGS[name]:-^{BLOCK_WIDTH}}"
+        yield _line(f"Mean {label} (ms):", result[f"mean_{name}_ms"])
+        yield _line(f"Median {label} (ms):", result[f"median_{name}_ms"])
+        for percentile in map(percentile_word, percentiles):
+            yield _line(f"P{percentile} {label} (ms):", result[f"p{percentile}_{name}_ms"])
+    yield from _speculation(result)
+    yield from _ours(result["lorikeet"], result["backend"])
+    yield "=" * BLOCK_WIDTH
+
+
+def _speculation(result: Result) -> Iterator[str]:
+    if "spec_decode_num_drafts" not in result:
+        return
+    yield f"{'Speculative Decoding':-^{BLOCK_WIDTH}}"
+    yield _line("Acceptance rate (%):", result["spec_decode_acceptance_rate"])
+    yield _line("Acceptance length:", result["spec_decode_acceptance_length"])
+    yield _line("Drafts:", result["spec_decode_num_drafts"])
+    yield _line("Draft tokens:", result["spec_decode_draft_tokens"])
+    yield _line("Accepted tokens:", result["spec_decode_accepted_tokens"])
+    if rates := result["spec_decode_per_position_acceptance_rates"]:
+        yield "Per-position acceptance (%):"
+        for position, rate in enumerate(rates):
+            yield _line(f"  Position {position}:", 100 * rate)
+
+
+def _ours(ours: Result, api: str) -> Iterator[str]:
+    if ours["tiers"]:
+        yield f"{'Time to First Token by Adapter Tier':-^{BLOCK_WIDTH}}"
+        for tier, values in ours["tiers"].items():
+            yield _line(f"Median TTFT, {tier} (ms), {values['requests']} requests:", values["median_ttft_ms"])
+            yield _line(f"P99 TTFT, {tier} (ms):", values["p99_ttft_ms"])
+    if (fairness := ours["fairness"]) is not None:
+        yield f"{'Fairness across Adapters':-^{BLOCK_WIDTH}}"
+        yield _line("Adapters:", fairness["adapters"])
+        yield _line("Jain index of tokens/s per request:", fairness["jain_index_of_speed"])
+        yield _line("Slowest over mean tokens/s:", fairness["slowest_over_mean_speed"])
+        yield _line("Worst over median TTFT:", fairness["worst_over_median_ttft"])
+        for name, values in list(ours["adapters"].items())[:_SHOWN_ADAPTERS]:
+            yield _line(f"Median TTFT, {name[:20]} (ms), {values['requests']} req.:", values["median_ttft_ms"])
+    if (sources := ours["sources"]) is not None:
+        yield f"{'Tokens per Step by Source':-^{BLOCK_WIDTH}}"
+        for name, value in sources["tokens_per_step"].items():
+            yield _line(f"{name}:", value)
+        yield _line("Together:", sum(sources["tokens_per_step"].values()))
+    else:
+        yield f"{'Tokens per Step by Source':-^{BLOCK_WIDTH}}"
+        yield "The server names no source." if api == "lorax" else "Measured with --api lorax only."
+    yield f"{'Client':-^{BLOCK_WIDTH}}"
+    yield _line("Client CPU (s):", ours["client_cpu_seconds"])
+    yield _line("Client CPU (% of one core):", 100 * ours["client_cpu_share"])
+
+
+def _line(label: str, value: Any) -> str:
+    return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
+
+
+_ROWS = {
+    "request_throughput": ("Request throughput (req/s)", True),
+    "request_goodput": ("Request goodput (req/s)", True),
+    "output_throughput": ("Output token throughput (tok/s)", True),
+    "median_ttft_ms": ("Median TTFT (ms)", False),
+    "p99_ttft_ms": ("P99 TTFT (ms)", False),
+    "median_tpot_ms": ("Median TPOT (ms)", False),
+    "median_itl_ms": ("Median ITL (ms)", False),
+    "p99_itl_ms": ("P99 ITL (ms)", False),
+    "median_e2el_ms": ("Median E2EL (ms)", False),
+    "spec_decode_acceptance_length": ("Acceptance length", True),
+}
+"""By key: the label, and whether more is better."""
+_MEDIANS: dict[str, tuple[tuple[str, ...], Callable[..., Sequence[float]]]] = {
+    "median_ttft_ms": (("ttfts",), lambda ttft: [ttft]),
+    "median_tpot_ms": (
+        ("ttfts", "latencies", "output_lens"),
+        lambda ttft, latency, count: [(latency - ttft) / (count - 1)] if count > 1 else [],
+    ),
+    "median_itl_ms": (("itls",), lambda gaps: gaps),
+    "median_e2el_ms": (("latencies",), lambda latency: [latency]),
+}
+"""By key: which values of a request its own ones are computed from, and how."""
+_NEEDED = ("completed", "request_throughput")
+"""Every result of this program and of `vllm bench serve` has them."""
+_DRAWS, _MAX_VALUES = 2000, 50_000_000
+"""Draws of a bootstrap; fewer if together they had more values than this, but at least a tenth."""
+
+
+def read(path: Path) -> Result:
+    """A result of --result, or of `vllm bench serve --save-result`. Raises ValueError with a sentence, or OSError."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(result, dict) or not all(_is_number(result.get(key)) for key in _NEEDED):
+        raise ValueError(f"{path} is not a result of `lorikeet-bench run --result`: it has no {' or '.join(_NEEDED)}")
+    for key in _ROWS:
+        if result.get(key) is not None and not _is_number(result[key]):
+            raise ValueError(f"{path} is not a result: {key} is {str(result[key])[:40]!r}")
+    lists = [result[key] for key in _ARRAYS if key in result]
+    if not all(isinstance(values, list) and len(values) == len(lists[0]) for values in lists):
+        raise ValueError(f"{path} is not a result: {', '.join(_ARRAYS)} are not lists of one length")
+    return result
+
+
+_ARRAYS = ("errors", *sorted({name for names, _ in _MEDIANS.values() for name in names}))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def compared(first: Result, second: Result) -> str:
+    """A table of both, the ratio of the second to the first, and what it means."""
+    return "\n".join(_lines(first, second))
+
+
+def _lines(first: Result, second: Result) -> Iterator[str]:
+    yield f"{'':34}{'A':>12}{'B':>12}{'B / A':>9}  95 % interval"
+    for key, (label, more_is_better) in _ROWS.items():
+        a, b = first.get(key), second.get(key)
+        if a is None or b is None:
+            continue
+        line = f"{label:34}{a:12.2f}{b:12.2f}{b / a if a else float('nan'):9.3f}"
+        interval = _interval(first, second, key)
+        if interval is None:
+            yield line
+            continue
+        low, high = interval
+        better, worse = ("better", "worse") if more_is_better else ("worse", "better")
+        meaning = better if low > 1 else worse if high < 1 else "no difference shown"
+        yield f"{line}  {low:.3f} – {high:.3f}, {meaning}"
+    for name in ("failed", "completed"):
+        if name in first and name in second:
+            yield f"{name.capitalize() + ' requests':34}{first[name]:12}{second[name]:12}"
+
+
+def _interval(first: Result, second: Result, key: str) -> tuple[float, float] | None:
+    """Confidence interval of the ratio of two medians, by bootstrap over requests; None without values per request."""
+    if key not in _MEDIANS:
+        return None
+    names, values_of = _MEDIANS[key]
+    if not all(name in result for result in (first, second) for name in ("errors", *names)):
+        return None
+    generator = np.random.default_rng(0)
+    medians = []
+    for result in (first, second):
+        rows = zip(result["errors"], *(result[name] for name in names), strict=True)
+        values = [list(values_of(*row)) for error, *row in rows if not error]
+        if sum(map(bool, values)) < 2:
+            return None
+        medians.append(_medians(values, generator))
+    # [at most _DRAWS] each
+    a, b = (draws[: min(map(len, medians))] for draws in medians)
+    low, high = np.nanpercentile(b / np.where(a == 0, np.nan, a), [2.5, 97.5])
+    return (float(low), float(high)) if math.isfinite(low) else None
+
+
+def _medians(values: Sequence[Sequence[float]], generator: Generator) -> np.ndarray:
+    """Medians of all values of requests that are drawn with replacement. The gaps of one request depend on each other,
+    so they are drawn together.
+    """
+    values = [sample for sample in values if sample]
+    # [number of values] each: ascending, and the request of each value
+    flat, owners = np.concatenate(values), np.repeat(np.arange(len(values)), [len(sample) for sample in values])
+    order = np.argsort(flat, kind="stable")
+    flat, owners = flat[order], owners[order]
+    results = []
+    for _ in range(max(_DRAWS // 10, min(_DRAWS, _MAX_VALUES // len(flat)))):
+        times = np.bincount(generator.integers(0, len(values), len(values)), minlength=len(values))
+        upto = np.cumsum(times[owners])
+        middle = [(upto[-1] - 1) // 2, upto[-1] // 2]
+        results.append(flat[np.searchsorted(upto, middle, side="right")].mean())
+    return np.asarray(results)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet.launcher.bench.connection import ConnectionPool
-from lorikeet.launcher.bench.load import LoadResult, Sample
+from lorikeet.launcher.bench.load import ConnectionPool, LoadResult, Sample
 from lorikeet.launcher.bench.workload import Planned
 from lorikeet.launcher.cli.metrics_page import Page
 

@@ -34,7 +34,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command(
-        "lorikeet.launcher.main", "serve a model: lorikeet serve MODEL", "lorikeet.launcher.config.settings",
+        "lorikeet.launcher.__main__", "serve a model: lorikeet serve MODEL", "lorikeet.launcher.config.settings",
         "lorikeet-launcher",
     ),
     "chat": Command("lorikeet.launcher.cli.chat", "talk to a model, with adapters, in the terminal"),

@@ -11,8 +11,8 @@ from typing import IO, Any
 from lorikeet.launcher.cli.client import Client
 from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
-from lorikeet.launcher.processes.process import Child, environment_of_children
 from lorikeet.launcher.processes.supervisor import Address
+from lorikeet.proto.process import Child, environment_of_children
 
 _POLL_S = 0.05
 _GRACE_S = 20.0

@@ -1,6 +1,6 @@
 """A launcher flag: name, variable, kind, default, meaning, the processes that read it, and how its text is parsed.
 
-The table of flags is the package `flags`.
+The table of flags is in `flags`.
 """
 
 import enum
@@ -51,7 +51,7 @@ class Flag:
     field_name: str = ""
     """The name there, unless it is that of the flag."""
     computed: bool = False
-    """`processes/configs.py` computes the field: it is not simply the flag's value."""
+    """`processes/serving.py` computes the field: it is not simply the flag's value."""
     default_text: str = ""
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)

@@ -12,8 +12,7 @@ from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
-from lorikeet.launcher.models.fetch import TOKEN_VARIABLES
-from lorikeet.launcher.models.model import embedded
+from lorikeet.launcher.models.model import TOKEN_VARIABLES, embedded
 
 _FOLDER = "lorikeet-adapters"
 _S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ROLE_ARN", "S3_ENDPOINT_URL", "R2_ACCOUNT_ID")

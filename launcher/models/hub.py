@@ -1,6 +1,6 @@
 """Models of the Hugging Face hub: the files that are needed, the download, and the cache without a network.
 
-huggingface_hub loads slowly and starts threads, so this runs in a separate process: see fetch.py.
+huggingface_hub loads slowly and starts threads, so this runs in a separate process: see `processes/download.py`.
 """
 
 import json

@@ -20,6 +20,9 @@ from lorikeet.launcher.exits import Exit, LauncherError, refuse
 from lorikeet.proto import pooling
 from lorikeet.proto.pooling import PooledModel
 
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+"""Variables with the token of the hub: the first one that is set."""
+
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _OTHER_INPUTS = {"vision_config": "images", "audio_config": "audio"}
 _HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -19,7 +19,7 @@ from typing import Any
 
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.processes.ray_shard import END_S, RayShard, State
-from lorikeet.launcher.processes.restart_policy import MAX_EXITS
+from lorikeet.launcher.processes.supervisor import MAX_EXITS
 from lorikeet.proto import logs
 from lorikeet.proto.config_file import ConfigFile
 

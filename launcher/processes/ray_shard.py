@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.launcher.processes import configs
-from lorikeet.launcher.processes.process import Child, environment_of_children
+from lorikeet.launcher.processes import serving
+from lorikeet.proto.process import Child, environment_of_children
 
 END_S = 8.0
 """Less than the launcher waits for the Ray engine."""
@@ -71,7 +71,7 @@ class RayShard:
         secret_path.write_text(secret)
         own = {"listen": self._address, "secret_path": str(secret_path), "parent_pid": os.getpid()}
         files = {"ready_file": str(self._ready_file), "served_file": str(self._served_file)}
-        config = configs.write(self._folder / "shard.json", fields | own | files)
+        config = serving.write(self._folder / "shard.json", fields | own | files)
         environment = {name: text for name, text in os.environ.items() if name not in hidden}
         return Child("the shard", module, config, environment_of_children(environment))
 

@@ -4,7 +4,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from lorikeet.launcher.cli.launching import free_port
+from lorikeet.proto.process import python, tethered
 
 __all__ = ["ROOT", "Launched", "alive", "free_port"]
 
 ROOT = Path(__file__).parents[2]
-TETHER = ROOT / "launcher" / "processes" / "tether.py"
 START_S = 180.0
 END_S = 60.0
 DEFECTS = ("unhandled_exception", "output_parser_failed")
@@ -50,9 +49,7 @@ class Launched:
         self._process = subprocess.Popen(
             [
                 *under,
-                *(sys.executable, str(TETHER), str(os.getpid())),  # a killed test leaves no server
-                *(sys.executable, "-m", "lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port)),
-                *arguments,
+                *tethered(python("lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments)),
             ],
             env=kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"} | environment,
             stdin=subprocess.DEVNULL,

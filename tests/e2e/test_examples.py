@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher import Client, launch
+from lorikeet.launcher.__main__ import main
 from lorikeet.launcher.cli import generate
 from lorikeet.launcher.cli.launching import flag_words
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.settings import read
-from lorikeet.launcher.main import main
 from tests.e2e.launched import ROOT
 
 EXAMPLES = ROOT / "examples"

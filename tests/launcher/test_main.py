@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.launcher.__main__ import main
 from lorikeet.launcher.exits import Exit
-from lorikeet.launcher.main import main
 from lorikeet.launcher.processes import serving
 
 

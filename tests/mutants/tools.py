@@ -21,14 +21,14 @@ MUTANTS = [
     ),
     Mutant(
         "a first event that has only the role counts as a token",
-        "launcher/bench/apis.py",
+        "launcher/bench/load.py",
         "_counts_empty = False",
         "_counts_empty = True",
         "tests/launcher/bench/test_result.py::test_streams_of_each_api",
     ),
     Mutant(
         "an accepted draft token counts as a step",
-        "launcher/bench/apis.py",
+        "launcher/bench/load.py",
         'seen.num_steps += not token["skipped"]',
         "seen.num_steps += 1",
         "tests/launcher/bench/test_main.py::test_every_api_counts_the_same",
@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "gaps between tokens of one request are resampled as if independent",
-        "launcher/bench/compare.py",
+        "launcher/bench/presentation.py",
         "values = [list(values_of(*row)) for error, *row in rows if not error]",
         "values = [[each] for error, *row in rows if not error for each in values_of(*row)]",
         "tests/launcher/bench/test_result.py::test_gaps_of_a_request_are_drawn_together",

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from lorikeet.launcher.main import main
+from lorikeet.launcher.__main__ import main
 from lorikeet.proto import logs
 
 PROGRAM = """

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from lorikeet.launcher.bench.connection import ConnectionPool
+from lorikeet.launcher.bench.load import ConnectionPool
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -3,9 +3,7 @@
 import asyncio
 from typing import Any, cast
 
-from lorikeet.launcher.bench.apis import Api, Seen
-from lorikeet.launcher.bench.connection import ConnectionPool, Pieces, Response
-from lorikeet.launcher.bench.load import LoadGenerator
+from lorikeet.launcher.bench.load import Api, ConnectionPool, LoadGenerator, Pieces, Response, Seen
 from lorikeet.launcher.bench.workload import Planned
 
 CLIENTS, ROUNDS = 4, 3

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.launcher.bench import presentation, printed, result
-from lorikeet.launcher.bench.apis import APIS, Seen
-from lorikeet.launcher.bench.compare import compared
-from lorikeet.launcher.bench.connection import events
-from lorikeet.launcher.bench.load import LoadResult, Sample
+from lorikeet.launcher.bench import presentation, result
+from lorikeet.launcher.bench.load import APIS, LoadResult, Sample, Seen, events
+from lorikeet.launcher.bench.presentation import compared
 from lorikeet.launcher.bench.workload import Planned
 from lorikeet.launcher.cli.metrics_page import Page
 
@@ -75,7 +73,7 @@ def test_adapters_and_sources() -> None:
 
 
 def test_the_block_has_vllm_s_lines() -> None:
-    lines = printed.block(made(), ["ttft", "tpot", "itl"], [99]).splitlines()
+    lines = presentation.block(made(), ["ttft", "tpot", "itl"], [99]).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[1] == "Successful requests:                     3         "
     assert "Request goodput (req/s):                 1.00      " in lines
@@ -141,7 +139,7 @@ def test_acceptance_by_position(names: tuple[str, ...]) -> None:
     )
     rates = result.rates(page(start), page(after))
     assert rates["spec_decode_per_position_acceptance_rates"] == [0.75, 0.4, 0.25]
-    lines = printed.block(made() | rates, [], [99]).splitlines()
+    lines = presentation.block(made() | rates, [], [99]).splitlines()
     index = lines.index("Per-position acceptance (%):")
     assert lines[index + 1] == "  Position 0:                            75.00     "
     assert lines[index - 1] == "Accepted tokens:                         28        "

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from lorikeet.launcher.config.reference import text
+from lorikeet.launcher.config.flags import document
 from lorikeet.launcher.exits import MEANINGS, Exit
 
 PAGE = Path(__file__).parents[3] / "docs" / "launcher.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == text(), "run `make docs`"
+    assert PAGE.read_text() == document(), "run `make docs`"
 
 
 def test_every_exit_code_has_a_meaning() -> None:

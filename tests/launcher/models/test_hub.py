@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.launcher.__main__ import main
 from lorikeet.launcher.exits import Exit
-from lorikeet.launcher.main import main
 from lorikeet.launcher.models.hub import choose, missing_files
 from lorikeet.proto.logs import readable_size
 from tests.hub_server import HubServer, Repository, commit_of, hub

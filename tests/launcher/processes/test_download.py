@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.launcher.__main__ import main
 from lorikeet.launcher.config.settings import read
 from lorikeet.launcher.exits import Exit
-from lorikeet.launcher.main import main
 from lorikeet.launcher.models.model import ModelFolder
 from lorikeet.launcher.processes import download as models
 from tests.e2e.launched import ROOT

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.launcher.processes.process import environment_of_children
+from lorikeet.proto.process import environment_of_children, tethered
 from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT, gone
 
 LAUNCHER = """
 import json, os, sys, time
 from pathlib import Path
-from lorikeet.launcher.processes.process import Child
+from lorikeet.proto.process import Child
 
 os.register_at_fork(after_in_child=os.abort)  # as a library with threads may do
 config = Path(sys.argv[1])
@@ -62,10 +62,8 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path) -> None:
-    tether = ROOT / "launcher" / "processes" / "tether.py"
-    someone_else = str(os.getppid())
-    done = subprocess.run([sys.executable, "-IS", str(tether), someone_else, "/bin/echo", "started"], check=False,
-                          capture_output=True, text=True)  # fmt: skip
+    command = tethered(["/bin/echo", "started"], parent_pid=os.getppid())
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
 
 

@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.launcher.processes import restart_policy
-from lorikeet.launcher.processes.process import Child
-from lorikeet.launcher.processes.restart_policy import ShardFiles
-from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S, Address, Processes, ShardStart, Signals, Supervisor
+from lorikeet.launcher.processes import supervisor
+from lorikeet.launcher.processes.supervisor import (
+    SAME_REQUEST_S,
+    Address,
+    Processes,
+    ShardFiles,
+    ShardStart,
+    Signals,
+    Supervisor,
+)
+from lorikeet.proto.process import Child
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
@@ -264,7 +271,7 @@ def test_a_shard_that_hangs_is_ended_and_started_again(server: Server) -> None:
 
 
 def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
+    monkeypatch.setattr(supervisor, "DELAYS", (0.0,))
     with pytest.raises(LauncherError, match=r"exit code 4, the 5th time in a row without") as caught:
         server.run({"die_after_s": 0.3, "exit_code": 4}, {}, at="never")
     assert caught.value.exit is Exit.SHARD_KEEPS_ENDING
@@ -275,7 +282,7 @@ def test_a_shard_that_always_dies_ends_everything(server: Server, monkeypatch: p
 def test_a_shard_that_serves_in_between_may_die_any_number_of_times(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "DELAYS", (0.0,))
+    monkeypatch.setattr(supervisor, "DELAYS", (0.0,))
     after_ready(server, lambda: until(lambda: len(pids(server, "shard")) == 8))
     shard = {"die_after_s": 0.3, "exit_code": 4, "serves": True}
     try:
@@ -339,7 +346,7 @@ def test_children_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     config = tmp_path / "child.json"
     config.write_text(json.dumps({"name": "child", "log": str(tmp_path / "log")}))
     code = (
-        "import os, time; from pathlib import Path; from lorikeet.launcher.processes.process import Child\n"
+        "import os, time; from pathlib import Path; from lorikeet.proto.process import Child\n"
         f"Child('child', 'tests.launcher.processes.stand_in', Path({str(config)!r}), os.environ); time.sleep(600)"
     )
     log = tmp_path / "log"

@@ -18,17 +18,17 @@ from lorikeet.launcher.config.settings import read
 from lorikeet.launcher.models import adapters
 from lorikeet.launcher.models.devices import choose_ranks
 from lorikeet.launcher.models.model import ModelFolder, with_lengths
-from lorikeet.launcher.processes import configs, serving
-from lorikeet.launcher.processes.configs import loader_fields, router_fields, shard_fields
+from lorikeet.launcher.processes import serving
 from lorikeet.launcher.processes.ray_engine import RayConfig
+from lorikeet.launcher.processes.serving import loader_fields, router_fields, shard_fields
 from lorikeet.launcher.processes.supervisor import Address
 from lorikeet.router.config import RouterConfig
 from lorikeet.shard.config import ShardConfig
 
-Reader = tuple[Callable[[configs.Plan], dict[str, Any]], type[Any]]
+Reader = tuple[Callable[[serving.Plan], dict[str, Any]], type[Any]]
 
 
-def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
+def plan(tmp_path: Path, *arguments: str) -> serving.Plan:
     settings = with_lengths(read(arguments, {}, "box"), {})
     (tmp_path / "config.json").write_text("{}")
     sources = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
@@ -38,11 +38,11 @@ def plan(tmp_path: Path, *arguments: str) -> configs.Plan:
         ModelFolder("owner/name", tmp_path, "abc"),
         rules.usage_destinations(settings, {"REQUEST_LOGGER_URL": "http://a"}),
     )
-    return configs.Plan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
+    return serving.Plan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
 
 
 def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
-    path = configs.write(tmp_path / "shard.json", configs.shard_fields(plan(tmp_path, "--cpu-memory", "1GiB")))
+    path = serving.write(tmp_path / "shard.json", serving.shard_fields(plan(tmp_path, "--cpu-memory", "1GiB")))
     read_back = ShardConfig.read(path)
     assert read_back.listen == f"unix:{tmp_path}/shard-0.sock"
     assert (read_back.cpu_memory, read_back.step_tokens, read_back.max_total_tokens) == (2**30, 4145, 4096)
@@ -51,17 +51,17 @@ def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:
 
 def test_custom_kernels_can_be_disabled(tmp_path: Path) -> None:
     for arguments, fusions in (([], "auto"), (["--disable-custom-kernels"], "none")):
-        path = configs.write(tmp_path / "shard.json", configs.shard_fields(plan(tmp_path, *arguments)))
+        path = serving.write(tmp_path / "shard.json", serving.shard_fields(plan(tmp_path, *arguments)))
         assert ShardConfig.read(path).fusions == fusions
 
 
 def test_the_draft_model_reaches_shard_and_router(tmp_path: Path) -> None:
     given = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
     given = dataclasses.replace(given, draft=ModelFolder("owner/small", tmp_path / "small"))
-    read_back = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    read_back = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
     assert (read_back.draft_model, read_back.draft_model_id) == (str(tmp_path / "small"), "owner/small")
     assert (read_back.draft_dtype, read_back.ngram_long) == ("float32", 6)
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
     assert router.draft_model_id == "owner/small"
     assert router.speculative_tokens is None  # the default is four with a draft model, as in download.py
 
@@ -69,7 +69,7 @@ def test_the_draft_model_reaches_shard_and_router(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [("--quantize", "fp8-kv"), ("--kv-cache-dtype", "fp8")], ids=str)
 def test_both_flags_set_an_fp8_kv_cache(tmp_path: Path, arguments: tuple[str, str]) -> None:
     given = plan(tmp_path, *arguments)
-    shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
     assert (shard.kv_cache_dtype, shard.quantize) == ("fp8", None)
 
 
@@ -83,14 +83,14 @@ def test_speculation_flags_reach_the_router(tmp_path: Path) -> None:
         "--speculative-verification",
         "google",
     )
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
     found = (router.speculative_method, router.speculative_schedule, router.speculative_verification)
     assert found == ("lookup", "constant", "rejection")
 
 
 def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
     given = plan(tmp_path, "--cors-allow-origin", "a", "--shard-address", "127.0.0.1:50051", "--ngrok-authtoken", "x9")
-    path = configs.write(tmp_path / "router.json", configs.router_fields(given))
+    path = serving.write(tmp_path / "router.json", serving.router_fields(given))
     read_back = RouterConfig.read(path)
     assert read_back.shard_addresses == ("127.0.0.1:50051",)
     assert read_back.cors_allow_origin == ("a",)
@@ -106,73 +106,73 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
 def test_destinations_of_usage_records_reach_the_router(tmp_path: Path) -> None:
     destinations = UsageDestinations("/var/log/usage.jsonl", "http://me:secret@a.example")
     given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
-    path = configs.write(tmp_path / "router.json", configs.router_fields(given))
+    path = serving.write(tmp_path / "router.json", serving.router_fields(given))
     router = RouterConfig.read(path)
     assert router.usage_log == "/var/log/usage.jsonl"
-    assert json.loads(configs.router_secrets(given))["request_logger_url"] == "http://me:secret@a.example"
+    assert json.loads(serving.router_secrets(given))["request_logger_url"] == "http://me:secret@a.example"
     assert "me:secret" not in path.read_text()
     assert router.log_texts
-    assert "me:secret" not in repr(router) + str(configs.effective(given))
+    assert "me:secret" not in repr(router) + str(serving.effective(given))
 
 
 def test_a_loader_reads_what_is_written(tmp_path: Path) -> None:
     given = plan(tmp_path, "--local-adapter-root", str(tmp_path), "--max-adapter-size", "1MiB")
-    loader = LoaderConfig.read(configs.write(tmp_path / "loader.json", configs.loader_fields(given)))
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    loader = LoaderConfig.read(serving.write(tmp_path / "loader.json", serving.loader_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
     assert loader.sources == router.sources
     assert loader.sources.local_roots == (str(tmp_path),)
     assert loader.sources.max_adapter_bytes == 2**20
     assert loader.socket == router.loader_address
     assert Path(loader.adapter_store).is_dir()
     assert Path(loader.adapter_store).is_relative_to(loader.sources.hidden[0])
-    shard = ShardConfig.read(configs.write(tmp_path / "shard.json", configs.shard_fields(given)))
+    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
     assert shard.adapter_store == loader.adapter_store
 
 
 def test_replicas_share_the_machine(tmp_path: Path) -> None:
     given = plan(tmp_path, "--replicas", "2")
     shards = [
-        ShardConfig.read(configs.write(tmp_path / f"shard-{index}.json", configs.shard_fields(given, index)))
+        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(given, index)))
         for index in range(2)
     ]
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
     assert router.shard_addresses == tuple(shard.listen for shard in shards)
     assert len(set(router.shard_addresses)) == 2
-    alone = ShardConfig.read(configs.write(tmp_path / "alone.json", configs.shard_fields(plan(tmp_path))))
+    alone = ShardConfig.read(serving.write(tmp_path / "alone.json", serving.shard_fields(plan(tmp_path))))
     assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 2 for shard in shards)
     assert alone.threads is None and all(shard.threads for shard in shards)
     cuda = dataclasses.replace(given, device="cuda:1")
-    assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
+    assert [serving.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
 def test_ranks_share_the_machine_and_a_rendezvous_port(tmp_path: Path) -> None:
     split = plan(tmp_path, "--num-shard", "2", "--replicas", "2", "--master-port", "29600")
     given = dataclasses.replace(split, num_ranks=2)
     shards = [
-        ShardConfig.read(configs.write(tmp_path / f"shard-{index}.json", configs.shard_fields(given, index)))
+        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(given, index)))
         for index in range(2)
     ]
     assert [(shard.num_ranks, shard.master_addr, shard.master_port) for shard in shards] == [
         (2, "localhost", 29600),
         (2, "localhost", 29601),
     ]
-    alone = ShardConfig.read(configs.write(tmp_path / "alone.json", configs.shard_fields(plan(tmp_path))))
+    alone = ShardConfig.read(serving.write(tmp_path / "alone.json", serving.shard_fields(plan(tmp_path))))
     assert (alone.num_ranks, alone.master_port) == (1, 0)
     assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 4 for shard in shards)
     cuda = dataclasses.replace(given, device="cuda:1")
-    assert [configs.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:3"]
-    assert configs.effective(given)["num_shard"] == 2
+    assert [serving.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:3"]
+    assert serving.effective(given)["num_shard"] == 2
     on_ray = dataclasses.replace(plan(tmp_path, "--engine", "ray"), device="cuda:0", num_ranks=4)
-    assert RayConfig(**configs.ray_fields(on_ray, ())).bundle == {"CPU": 1, "GPU": 4}
+    assert RayConfig(**serving.ray_fields(on_ray, ())).bundle == {"CPU": 1, "GPU": 4}
 
 
 def test_configurations_of_shards_on_ray(tmp_path: Path) -> None:
     given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
-    ray = RayConfig.read(configs.write(tmp_path / "ray.json", configs.ray_fields(given, ["HF_TOKEN"])))
+    ray = RayConfig.read(serving.write(tmp_path / "ray.json", serving.ray_fields(given, ["HF_TOKEN"])))
     assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ("HF_TOKEN",))
     shard = ShardConfig(listen="10.0.0.1:9000", **ray.shard)
     assert (shard.device, shard.model_id, shard.parent_pid) == ("cuda:0", "owner/name", None)
-    router = RouterConfig.read(configs.write(tmp_path / "router.json", configs.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
     assert router.shard_addresses == (f"file:{ray.addresses_path}",)
     assert router.shard_secret_path == ray.secret_path
     assert router.stuck_files == ()
@@ -180,14 +180,14 @@ def test_configurations_of_shards_on_ray(tmp_path: Path) -> None:
 
 def test_shards_on_ray_reserve_a_cpu_per_thread(tmp_path: Path) -> None:
     for arguments, num in (((), 1), (("--threads", "8"), 8)):
-        ray = RayConfig(**configs.ray_fields(plan(tmp_path, "--engine", "ray", *arguments), ()))
+        ray = RayConfig(**serving.ray_fields(plan(tmp_path, "--engine", "ray", *arguments), ()))
         assert (ray.bundle, ray.shard["threads"]) == ({"CPU": num}, num)
 
 
 def test_the_operator_s_token_reaches_only_the_router(tmp_path: Path) -> None:
     given = plan(tmp_path)
-    assert json.loads(configs.router_secrets(given))["hub_token"] == "hf_own"
-    files = (configs.router_fields(given), configs.loader_fields(given), configs.shard_fields(given))
+    assert json.loads(serving.router_secrets(given))["hub_token"] == "hf_own"
+    files = (serving.router_fields(given), serving.loader_fields(given), serving.shard_fields(given))
     assert "hf_own" not in str(files) + repr(given)
 
 
@@ -212,9 +212,9 @@ def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
         "socket",
     }
     for written, dataclass in (
-        (configs.shard_fields(plan(tmp_path)), ShardConfig),
-        (configs.router_fields(plan(tmp_path)), RouterConfig),
-        (configs.loader_fields(plan(tmp_path)), LoaderConfig),
+        (serving.shard_fields(plan(tmp_path)), ShardConfig),
+        (serving.router_fields(plan(tmp_path)), RouterConfig),
+        (serving.loader_fields(plan(tmp_path)), LoaderConfig),
     ):
         defaults = {field.name: default_of(field) for field in fields(dataclass)}
         assert set(written) <= set(defaults)
@@ -327,8 +327,8 @@ def test_a_chat_model_is_tried_with_a_chat(tmp_path: Path) -> None:
 def test_a_shard_lowers_the_length_of_requests_unless_it_was_set(tmp_path: Path) -> None:
     for arguments, fits, default in (([], True, 4096), (["--max-total-tokens", "9000"], False, None)):
         given = plan(tmp_path, *arguments)
-        assert configs.shard_fields(given)["fits_kv_memory"] == fits
-        assert configs.router_fields(given)["default_total_tokens"] == default
+        assert serving.shard_fields(given)["fits_kv_memory"] == fits
+        assert serving.router_fields(given)["default_total_tokens"] == default
 
 
 @pytest.mark.parametrize(
