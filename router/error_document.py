@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lorikeet.router.answers import ANSWERS
+from lorikeet.router.error_answers import ANSWERS
 from lorikeet.router.errors import RouterError
 
 _HEAD = """# Every error

@@ -41,9 +41,7 @@ WITHOUT_TORCH = (
 FOLDERS = {
     "adapters": ("", "sources", "formats", "medusa", "loader", "learning"),
     "router": (
-        "http", "text/templates", "text", "requests", "schemas/chat", "schemas",
-        "schemas/dialects", "metrics", "usage", "tracing", "shards", "receipts", "adapters", "output", "dispatch",
-        "live", "api/pooled", "api/routes", "api", "",
+        "text", "requests", "schemas", "metrics", "shards", "adapters", "output", "dispatch", "api/routes", "api", "",
     ),
     "shard": (
         "system", "requests", "speculation", "scheduler", "batch", "speculation/device", "sampling", "attention",
@@ -70,9 +68,6 @@ SHORT = {
     "shard/batch/device_tokens_triton.py": SPECIALIZED,
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/operators.py": "used by the Triton modules of every folder",
-    "router/api/docs.py": "one route",
-    "router/api/routes/live.py": "one route",
-    "router/api/routes/unsupported.py": "one table of routes",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""
 

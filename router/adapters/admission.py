@@ -16,7 +16,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loading import LoaderClient, Loading
 from lorikeet.router.errors import RouterError, adapter_problem
-from lorikeet.router.metrics.adapters import AdapterLoad, AdapterMetrics
+from lorikeet.router.metrics.groups import AdapterLoad, AdapterMetrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, Loaded
 from lorikeet.router.shards.link import ShardLink, adapter_pin

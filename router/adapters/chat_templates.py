@@ -12,10 +12,10 @@ from lorikeet.adapters.sources.registry import Sources
 from lorikeet.proto.sized_cache import SizedCache
 from lorikeet.router.errors import ChatTemplateError, adapter_problem
 from lorikeet.router.requests.request import Adapter
-from lorikeet.router.schemas.chat.messages import Conversation
-from lorikeet.router.text.templates.chat_template import Rendered, TemplateOptions, template_of
-from lorikeet.router.text.templates.untrusted_templates import UntrustedTemplates
+from lorikeet.router.schemas.chat import Conversation
+from lorikeet.router.text.chat_template import Rendered, TemplateOptions, template_of
 from lorikeet.router.text.tokenizer import Tokenizer
+from lorikeet.router.text.untrusted_templates import UntrustedTemplates
 
 FIRST_FILES = frozenset({"chat_template.jinja"})
 FILES = frozenset({"chat_template.json", "tokenizer_config.json"})

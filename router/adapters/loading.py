@@ -32,7 +32,7 @@ from lorikeet.adapters.errors import (
 )
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.sources.registry import rejected_versions
-from lorikeet.router.metrics.adapters import AdapterMetrics
+from lorikeet.router.metrics.groups import AdapterMetrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, Loaded
 

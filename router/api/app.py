@@ -12,30 +12,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from lorikeet.router.api import openapi
-from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.docs import documentation_routes
 from lorikeet.router.api.middleware import Cors, Handle, RequestMiddleware, failure_response
-from lorikeet.router.api.pooled.classification import ClassificationRoutes
-from lorikeet.router.api.pooled.cohere import CohereRoute
-from lorikeet.router.api.pooled.compute import check_generates
-from lorikeet.router.api.pooled.embeddings import EmbeddingRoutes
-from lorikeet.router.api.pooled.pairs import PairRoutes
-from lorikeet.router.api.routes.admin import AdminRoutes
-from lorikeet.router.api.routes.capabilities import CapabilityRoutes
+from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
+from lorikeet.router.api.pooled_models import check_generates
+from lorikeet.router.api.routes.admin import AdminRoutes, LearningRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.information import InformationRoutes, ProbeRoutes
-from lorikeet.router.api.routes.learning import LearningRoutes
-from lorikeet.router.api.routes.live import LiveRoutes
+from lorikeet.router.api.routes.information import (
+    ALTERNATIVES,
+    METHODS,
+    CapabilityRoutes,
+    InformationRoutes,
+    LiveRoutes,
+    ProbeRoutes,
+    StreamRoutes,
+    out_of_scope,
+)
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
+from lorikeet.router.api.routes.pooled import ClassificationRoutes, CohereRoute, EmbeddingRoutes, PairRoutes
 from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
-from lorikeet.router.api.routes.streams import StreamRoutes
 from lorikeet.router.api.routes.tokens import TokenRoutes
-from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS, out_of_scope
 from lorikeet.router.api.service import Service, make_service
-from lorikeet.router.api.ui import page, page_routes, wants_page
+from lorikeet.router.api.sse import ClientGone
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from lorikeet.adapters.keys import Key
 from lorikeet.router.adapters.selection import Selection
-from lorikeet.router.api.ui import is_page
+from lorikeet.router.api.pages import is_page
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys, TwoCredentials
 from lorikeet.router.requests.caller import caller, offered

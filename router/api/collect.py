@@ -1,6 +1,8 @@
 """Collects whole generations, or interleaves the chunks of several; which tokens a text shows; sums of speculation."""
 
 import asyncio
+import re
+import secrets
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +11,16 @@ from typing import Any
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.proto.params import ALL_HEADS
-from lorikeet.router.api.prepare import cancel_all
+from lorikeet.router.api.prepare import Timing, cancel_all, now
+from lorikeet.router.api.service import Service
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken
+from lorikeet.router.schemas.model import MAX_IGNORED
+from lorikeet.router.schemas.openai import OpenAIRequest
+from lorikeet.router.text.tokenizer import Tokenizer
 
 
 class VisibleTokens:
@@ -222,3 +228,168 @@ def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | No
         "accept_seconds": round(sum(each.accept_seconds for each in stats), 6),
         "sources": {SOURCE_NAMES[source]: sources[source] for source in sorted(sources)},
     }
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What an answer and all chunks of a stream have in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """LoRAX's order of keys."""
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **({} if usage is None else {"usage": usage}),
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+def token_counts(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """In LoRAX's order."""
+    total = num_prompt + num_completion
+    return {"prompt_tokens": num_prompt, "total_tokens": total, "completion_tokens": num_completion}
+
+
+async def count_reasoning(tokenizer: Tokenizer, texts: Sequence[str], generations: Sequence[Generation]) -> int:
+    """Tokens of the reasoning in all outputs, counted apart from the rest; notes those of each generation."""
+    ids = await tokenizer.encode_each(list(texts)) if any(texts) else []
+    for generation, each in zip(generations, ids, strict=False):
+        generation.num_reasoning = len(each)
+    return sum(map(len, ids))
+
+
+def usage(
+    wanted: OpenAIRequest, num_prompt: int, generations: Sequence[Generation], num_reasoning: int = 0
+) -> dict[str, Any]:
+    """LoRAX's keys first, in its order; speculative decoding's counts are where OpenAI has those of predictions.
+
+    `num_prompt` and `num_reasoning` are tokens of all prompts, and of the reasoning in all outputs.
+    """
+    num_completion = 0 if wanted.only_prompt else sum(generation.num_generated for generation in generations)
+    num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
+    counts: dict[str, Any] = token_counts(num_prompt, num_completion)
+    counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    details: dict[str, Any] = {"reasoning_tokens": num_reasoning} if num_reasoning else {}
+    report = speculation_report(generations)
+    if report is not None:
+        details |= {
+            "accepted_prediction_tokens": report["accepted"],
+            "rejected_prediction_tokens": report["drafted"] - report["accepted"],
+            "speculation": report,
+        }
+    return counts | ({"completion_tokens_details": details} if details else {})
+
+
+def metrics(generations: Sequence[Generation]) -> dict[str, Any]:
+    """vLLM's `metrics`, of requests with one sequence."""
+    found = speculation_metrics(generations[0]) if len(generations) == 1 else None
+    return {} if found is None else {"metrics": {"speculative_decoding": found}}
+
+
+def repeated(wanted: OpenAIRequest) -> dict[str, Any]:
+    """What an answer repeats of the request."""
+    report = wanted.report
+    fields: dict[str, Any] = {} if report.service_tier is None else {"service_tier": "default"}
+    return fields if report.metadata is None else fields | {"metadata": report.metadata}
+
+
+_UNSAFE = re.compile(r"[^\x20-\x7e]")
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")
+
+_MAX_NAME = 64
+
+
+def safe(value: str) -> str:
+    """`value` with `?` for every character that a header must not hold."""
+    return _UNSAFE.sub("?", value)
+
+
+def request_id(given: str | None) -> str:
+    """The client's id without characters that could break a header or a log line; a new id where nothing is left."""
+    cleaned = _NOT_IN_ID.sub("", given or "")[:128]
+    return cleaned or secrets.token_hex(16)
+
+
+def ignored_fields(names: list[str]) -> dict[str, str]:
+    """`x-ignored-fields`, absent when nothing was ignored."""
+    if not names:
+        return {}
+    shown = [safe(name[:_MAX_NAME]).replace(",", "?") for name in names[:MAX_IGNORED]]
+    return {"x-ignored-fields": ", ".join(shown)}
+
+
+def _common_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
+    """LoRAX's `gpu+optimized` where there is a GPU, the model, and the adapter, if any."""
+    info = service.dispatcher.info
+    headers = {
+        "x-compute-type": "cpu+optimized" if info is not None and info.device.startswith("cpu") else "gpu+optimized",
+        "x-compute-characters": str(characters),
+        "x-model-id": safe(service.config.model_name),
+    }
+    adapter = None if generation is None else generation.request.adapter
+    if generation is None or adapter is None:
+        return headers
+    is_activated = generation.adapters.is_activated
+    if is_activated is not None:
+        headers["x-lorikeet-adapter-activated"] = str(is_activated).lower()
+    return headers | {
+        "x-adapter-id": safe(adapter.name),
+        "x-adapter-source": adapter.source,
+        "x-adapter-revision": safe(adapter.revision),
+        "x-adapter-digest": generation.digest,
+        "x-lorikeet-adapter-tier": service.tier(generation),
+    }
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts shown in headers."""
+
+    characters: int
+    prompt_tokens: int
+    generated_tokens: int
+    skipped_tokens: int
+
+
+def stream_headers(service: Service, characters: int, generation: Generation | None) -> dict[str, str]:
+    """Headers of a stream, known before its first token; `generation` is None for a request that failed."""
+    return {"x-accel-buffering": "no", **_common_headers(service, characters, generation)}
+
+
+def answer_headers(service: Service, timing: Timing, generation: Generation, counts: Counts) -> dict[str, str]:
+    """Headers of a complete answer."""
+    done_at = now()
+    queued_at = timing.validated_at
+    sent_at = generation.routing.sent_at or queued_at
+    first_token_at = generation.first_token_at or done_at
+    inference = done_at - sent_at
+    first = first_token_at - sent_at
+    total = _milliseconds(done_at - timing.arrived_at)
+    return {
+        **_common_headers(service, counts.characters, generation),
+        "x-compute-time": total,
+        "x-total-time": total,
+        "x-prompt-tokens": str(counts.prompt_tokens),
+        "x-generated-tokens": str(counts.generated_tokens),
+        "x-skipped-tokens": str(counts.skipped_tokens),
+        "x-total-tokens": str(counts.prompt_tokens + counts.generated_tokens),
+        "x-validation-time": _milliseconds(timing.validated_at - timing.arrived_at),
+        "x-queue-time": _milliseconds(sent_at - queued_at),
+        "x-inference-time": _milliseconds(inference),
+        "x-time-per-token": _milliseconds(inference / max(counts.generated_tokens, 1)),
+        "x-time-to-first-token": _milliseconds(first),
+        "x-time-per-output-token": _milliseconds((inference - first) / max(counts.generated_tokens - 1, 1)),
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(max(0, int(seconds * 1000)))

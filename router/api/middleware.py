@@ -20,16 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorikeet.router.answers import answer
 from lorikeet.router.api.authentication import PROBES
-from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.headers import request_id
+from lorikeet.router.api.collect import request_id
 from lorikeet.router.api.prepare import now
-from lorikeet.router.api.resumable import Buffered, Replay, forward, wanted_ttl
 from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import event, named_event
+from lorikeet.router.api.sse import Buffered, ClientGone, Replay, event, forward, named_event, wanted_ttl
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.error_bodies import anthropic_body, failure_headers, lorax_body, openai_body, reason
+from lorikeet.router.error_answers import answer, anthropic_body, failure_headers, lorax_body, openai_body, reason
 from lorikeet.router.errors import (
     AdminOnly,
     BodyRejected,
@@ -40,10 +37,10 @@ from lorikeet.router.errors import (
     ShuttingDown,
     TooManyFailedKeys,
 )
-from lorikeet.router.http.address import Addresses
+from lorikeet.router.http_protocol import Addresses
 from lorikeet.router.kept_streams import KeptStream
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.usage.record import Ending
+from lorikeet.router.usage_log import Ending
 
 _METHODS = ("GET", "POST")
 
@@ -138,7 +135,7 @@ def failure_event(error: RouterError, scope: Scope) -> bytes:
 
 
 if TYPE_CHECKING:
-    from lorikeet.router.tracing.tracing import RequestTrace
+    from lorikeet.router.request_tracing import RequestTrace
 
 _STREAMS = "/v1/streams/"
 _OPEN_WHILE_DRAINING = PROBES | {"/metrics", "/info"}

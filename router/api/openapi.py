@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
-from lorikeet.router.answers import ANSWERS
 from lorikeet.router.api.middleware import ErrorStyle, style_of_path
-from lorikeet.router.api.routes.unsupported import ALTERNATIVES, METHODS
+from lorikeet.router.api.routes.information import ALTERNATIVES, METHODS
+from lorikeet.router.error_answers import ANSWERS
 from lorikeet.router.errors import (
     AdapterProblem,
     AdminOnly,
@@ -40,8 +40,7 @@ from lorikeet.router.errors import (
     UnknownRoute,
     ValidationError,
 )
-from lorikeet.router.schemas import admin, answers, native, openai, pooled, tokens
-from lorikeet.router.schemas.dialects import anthropic, cohere, responses
+from lorikeet.router.schemas import adapters, answers, anthropic, native, openai, pooled, responses, tokens
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 
@@ -154,7 +153,7 @@ OPERATIONS = (
     Operation(RouteKind.GENERATE, "post", "/v1/embeddings", "OpenAI's embeddings",
               pooled.EmbeddingsRequest, answers.EmbeddingsResponse),
     Operation(RouteKind.GENERATE, "post", "/v2/embed", "Cohere's embeddings",
-              cohere.CohereEmbedRequest, answers.CohereEmbedResponse),
+              pooled.CohereEmbedRequest, answers.CohereEmbedResponse),
     Operation(RouteKind.GENERATE, "post", "/embed", "LoRAX's embedding of one text",
               pooled.EmbedRequest, answers.EmbedResponse),
     Operation(RouteKind.GENERATE, "post", "/classify", "LoRAX's entities or labels of one text; vLLM's with `input`",
@@ -177,26 +176,26 @@ OPERATIONS = (
     Operation(RouteKind.ADMIN, "get", "/admin/adapters", "Named adapters and loaded contents",
               response=answers.AdapterList),
     Operation(RouteKind.ADMIN, "post", "/admin/adapters/load", "Load an adapter before it is requested",
-              admin.AdapterName, media=(JSON,)),
+              adapters.AdapterName, media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/admin/adapters/pin", "Load an adapter and keep it loaded",
-              admin.AdapterName, media=(JSON,)),
+              adapters.AdapterName, media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/admin/adapters/unpin", "Allow the eviction of an adapter",
-              admin.AdapterName, media=(JSON,)),
+              adapters.AdapterName, media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/admin/adapters/unload", "Free an adapter's memory",
-              admin.AdapterUnload, media=(JSON,)),
+              adapters.AdapterUnload, media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/admin/adapters/refresh", "Query the sources again",
-              admin.AdapterRefresh, media=(JSON,)),
+              adapters.AdapterRefresh, media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/admin/catalogue/reload", "Reload the operator's files",
               response=answers.Reloaded),
     Operation(RouteKind.ADMIN, "get", "/admin/learning", "Medusa heads learned from traffic, with decisions",
               media=(JSON,)),
     Operation(RouteKind.ADMIN, "delete", "/admin/learning", "Delete what was learned from traffic", media=(JSON,)),
     Operation(RouteKind.ADMIN, "post", "/v1/load_lora_adapter", "Name an adapter, as in vLLM",
-              admin.LoadLora, media=(TEXT,)),
+              adapters.LoadLora, media=(TEXT,)),
     Operation(RouteKind.ADMIN, "post", "/v1/unload_lora_adapter", "Remove a name, as in vLLM",
-              admin.UnloadLora, media=(TEXT,)),
+              adapters.UnloadLora, media=(TEXT,)),
     Operation(RouteKind.ADMIN, "post", "/adapters", "Name an adapter, for SageMaker",
-              admin.SageMakerAdapter, media=(TEXT,)),
+              adapters.SageMakerAdapter, media=(TEXT,)),
     Operation(RouteKind.ADMIN, "delete", "/adapters/{adapter_name}", "Remove a name, for SageMaker", media=(TEXT,)),
     *(Operation(RouteKind.PROBE, "get", path, "Liveness: whether shards answer")
       for path in ("/", "/health", "/healthz", "/livez", "/ping")),

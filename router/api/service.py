@@ -11,19 +11,16 @@ from lorikeet.adapters.sources.registry import Rights, Sources
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.directory import Directory
-from lorikeet.router.adapters.preload import AdapterPreloader
-from lorikeet.router.adapters.reload import Reloading, read_catalogue, read_keys
+from lorikeet.router.adapters.preload import AdapterPreloader, Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.kept_streams import Streams
-from lorikeet.router.live.failures import RecentFailures
-from lorikeet.router.live.live import Live
-from lorikeet.router.live.snapshot import SnapshotMaker
+from lorikeet.router.live_view import Live, RecentFailures, SnapshotMaker
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.output.outputs import OutputPreparer
-from lorikeet.router.receipts.receipts import Receipts
+from lorikeet.router.receipts import Receipts
 from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.body import BodyMemory, BodyReader
@@ -35,10 +32,10 @@ from lorikeet.router.schemas.speculation import (
 )
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
-from lorikeet.router.usage.writer import UsageLog
+from lorikeet.router.usage_log import UsageLog
 
 if TYPE_CHECKING:
-    from lorikeet.router.tracing.tracing import Tracing
+    from lorikeet.router.request_tracing import Tracing
 
 log = structlog.get_logger()
 
@@ -189,6 +186,6 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
 def _tracing(config: RouterConfig) -> "Tracing | None":
     if config.otlp_endpoint is None:
         return None
-    from lorikeet.router.tracing.tracing import Tracing  # the SDK takes a quarter of a second to import
+    from lorikeet.router.request_tracing import Tracing  # the SDK takes a quarter of a second to import
 
     return Tracing.configured(config)

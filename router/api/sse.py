@@ -1,15 +1,18 @@
 """Server-sent events as a small ASGI response: one `send` per item, and comments that keep the connection alive."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.proto.numbers import whole_number
+from lorikeet.router.errors import ValidationError
+from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 
 KEEP_ALIVE_SECONDS = 15.0
 COMMENT = b":\n\n"
@@ -96,3 +99,134 @@ class _KeepAlive:
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+class ClientWatch:
+    """Cancels the task that entered it when the client disconnects, and turns that cancellation into ClientGone.
+
+    The watcher can only run while that task waits inside the block, so the cancellation always lands inside the block.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        if self._gone and kind is not None and issubclass(kind, asyncio.CancelledError) and self._task.uncancel() == 0:
+            raise ClientGone() from None
+
+
+TTL_HEADER = "x-lorikeet-resumable"
+ID_HEADER = b"x-lorikeet-stream"
+
+
+def wanted_ttl(headers: Mapping[str, str]) -> int | None:
+    """The seconds for which a request asks its answer to be kept; None without. Raises ValidationError."""
+    given = headers.get(TTL_HEADER)
+    if given is None:
+        return None
+    seconds = whole_number(given, 1, MAX_TTL_S)
+    if seconds is None:
+        raise ValidationError(f"`{TTL_HEADER}` must be a number of seconds from 1 to {MAX_TTL_S}", TTL_HEADER)
+    return seconds
+
+
+class Buffered:
+    """What a route takes as its connection: it reads the body from the real one, and writes into a stream."""
+
+    def __init__(self, stream: KeptStream, streams: Streams, receive: Receive) -> None:
+        self._stream = stream
+        self._streams = streams
+        self._receive = receive
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        """The body; once it is complete, only the end of the stream ends the request."""
+        if not self._is_read:
+            message = await self._receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                self._is_read = True
+                self._stream.begun.set()
+            return message
+        await self._stream.cancelled.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (ID_HEADER, self._stream.id.encode())]
+            self._stream.begin(message["status"], headers)
+        elif (body := message.get("body", b"")) and body != COMMENT:  # each reader has comments of its own
+            await self._streams.add(self._stream, body)
+
+
+class Replay(Response):
+    """Sends a stream from one of its events on, and what is added to it, until it ends or the client disconnects."""
+
+    def __init__(self, stream: KeptStream, first_event: int = 0, keep_alive_s: float = KEEP_ALIVE_SECONDS) -> None:
+        """Raises Trimmed or OutOfRange."""
+        super().__init__()
+        self._stream = stream
+        self._reader = StreamReader(stream, first_event)
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = self._stream
+        try:
+            await stream.begun.wait()
+            async with ClientWatch(receive):
+                await stream.started()
+                if stream.status:
+                    await self._replay(scope, send)
+        finally:
+            self._reader.close()
+
+    async def _replay(self, scope: Scope, send: Send) -> None:
+        stream = self._stream
+        if stream.is_events:
+            scope.setdefault("state", {})["filler"] = COMMENT
+        await send({"type": "http.response.start", "status": stream.status, "headers": list(stream.headers)})
+        comments = asyncio.create_task(self._send_comments(send)) if stream.is_events else None
+        try:
+            async with aclosing(self._reader.read()) as parts:
+                async for body in parts:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            if comments is not None:
+                comments.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_comments(self, send: Send) -> None:
+        """Keep the connection alive while nothing is added."""
+        while True:
+            before = self._reader.part
+            await asyncio.sleep(self._keep_alive_s)
+            if self._reader.part == before:
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+
+async def forward(replay: Replay, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the answer to the client that asked for it, as long as that is connected."""
+    try:
+        await replay(scope, receive, send)
+    except ClientGone:
+        pass

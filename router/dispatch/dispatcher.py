@@ -31,7 +31,7 @@ from lorikeet.router.errors import (
     ShuttingDown,
 )
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.receipts.receipts import Receipts
+from lorikeet.router.receipts import Receipts
 from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members

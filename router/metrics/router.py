@@ -16,9 +16,16 @@ from prometheus_client.utils import floatToGoString
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.metrics.adapters import OTHER, AdapterMetrics, MayName, everything, without_names
+from lorikeet.router.metrics.groups import (
+    BASE,
+    OTHER,
+    AdapterMetrics,
+    MayName,
+    SpeculationMetrics,
+    everything,
+    without_names,
+)
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
-from lorikeet.router.metrics.speculation import BASE, SpeculationMetrics
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
 from lorikeet.router.requests.generation import Generation, num_emitted
 from lorikeet.router.requests.request import Adapter

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.reasoning import ReasoningSyntax, Start
+from lorikeet.router.text.stop import ReasoningSyntax, Start
 
 Template = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -11,7 +11,7 @@ from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKin
 from lorikeet.router.output.output_grammar import EnforcedParameters, MergedSchemas
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.request import FinishReason
-from lorikeet.router.schemas.chat.tools import Function, ToolFields
+from lorikeet.router.schemas.chat import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 
 NO_TOOL = "no_tool"

@@ -11,11 +11,11 @@ import llguidance
 
 from lorikeet.router.errors import ToolError, ValidationError
 from lorikeet.router.output.formats import VALUE, CallSyntax, Part, ResponseTemplate, Slot, Space, text_opening
-from lorikeet.router.schemas.chat.tools import Function, ToolFields
+from lorikeet.router.schemas.chat import Function, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.text.grammar_process import OVERRIDES, literal
 from lorikeet.router.text.json_schemas import SchemaError, enforced
-from lorikeet.router.text.reasoning import MAX_GAP, ReasoningSyntax, Start
+from lorikeet.router.text.stop import MAX_GAP, ReasoningSyntax, Start
 
 TEXT = r"/(.|\n)*/"
 """Any text, for the inside of another lexeme."""

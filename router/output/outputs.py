@@ -29,11 +29,10 @@ from lorikeet.router.output.reader import (
     Reader,
 )
 from lorikeet.router.requests.request import Adapter
-from lorikeet.router.schemas.chat.messages import Conversation
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields
+from lorikeet.router.schemas.chat import NO_TOOLS, Conversation, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.text.reasoning import ReasoningSyntax
-from lorikeet.router.text.templates.chat_template import Rendered
+from lorikeet.router.text.chat_template import Rendered
+from lorikeet.router.text.stop import ReasoningSyntax
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()

@@ -19,7 +19,7 @@ import structlog
 from lorikeet.proto.process import LineProcess, ProcessEnded, limited_environment, python
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, ReasoningDelta, whole_call
 from lorikeet.router.requests.request import FinishReason
-from lorikeet.router.text.reasoning import AnswerFinder, OutputPart, ReasoningSyntax
+from lorikeet.router.text.stop import AnswerFinder, OutputPart, ReasoningSyntax
 
 log = structlog.get_logger()
 

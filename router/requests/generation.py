@@ -21,8 +21,7 @@ from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
 from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Loaded, OutputChunk, OutputToken
-from lorikeet.router.text.reasoning import AnswerFinder, OutputPart
-from lorikeet.router.text.stop import MARKS, StopMatcher, without_marks
+from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
 

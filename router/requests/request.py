@@ -12,7 +12,7 @@ from typing import Any
 
 from lorikeet.adapters.refs import Pin
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, Pooling, SamplingParams, Speculation
-from lorikeet.router.text.reasoning import ReasoningSyntax
+from lorikeet.router.text.stop import ReasoningSyntax
 
 
 @dataclass(frozen=True)

@@ -142,3 +142,45 @@ class GeneratingAdapterGroup(AdapterGroup):
     def heads(self) -> AdapterFields:
         """The adapter of `heads_id`; source and token are the adapter's."""
         return AdapterFields(self.heads_id, self.adapter_source, self.api_token, field="heads_id")
+
+
+class AdapterName(Body):
+    """An adapter, named as in requests."""
+
+    adapter_id: str
+    adapter_source: AdapterSource | None = None
+
+
+class AdapterUnload(AdapterName):
+    """The body of `/admin/adapters/unload`."""
+
+    disk: bool = Field(False, description="Also deletes its file in the store")
+
+
+class AdapterRefresh(Body):
+    """The body of `/admin/adapters/refresh`."""
+
+    adapter_id: str | None = Field(None, description="Default: all")
+    adapter_source: AdapterSource | None = None
+
+
+class LoadLora(Body):
+    """vLLM's body of `/v1/load_lora_adapter`."""
+
+    lora_name: str = ""
+    lora_path: str = Field("", description="A folder, or an id as in requests")
+    load_inplace: bool = False
+
+
+class UnloadLora(Body):
+    """vLLM's body of `/v1/unload_lora_adapter`."""
+
+    lora_name: str = ""
+
+
+class SageMakerAdapter(Body):
+    """SageMaker's body of `/adapters`."""
+
+    name: str = ""
+    src: str = Field("", description="A folder, or an id as in requests")
+    load_inplace: bool = False

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, RootModel
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
-from lorikeet.router.schemas.chat.messages import ToolCall
+from lorikeet.router.schemas.chat import ToolCall
 from lorikeet.router.schemas.speculation import METHODS
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]

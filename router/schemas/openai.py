@@ -11,10 +11,8 @@ from pydantic import AfterValidator, Field
 from lorikeet.proto.params import MAX_ALTERNATIVES, LogprobParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
-from lorikeet.router.schemas.chat.messages import Conversation, ConversationGroup
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, ToolGroup
-from lorikeet.router.schemas.constraints import token_ids
-from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields
+from lorikeet.router.schemas.chat import NO_TOOLS, Conversation, ConversationGroup, ToolFields, ToolGroup
+from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields, token_ids
 from lorikeet.router.schemas.model import (
     F32,
     I32,

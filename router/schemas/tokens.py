@@ -8,8 +8,7 @@ from pydantic import Field, RootModel
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.adapters import AdapterFields, AdapterSource
-from lorikeet.router.schemas.chat.messages import Conversation, ConversationGroup
-from lorikeet.router.schemas.chat.tools import NO_TOOLS, ToolFields, ToolGroup
+from lorikeet.router.schemas.chat import NO_TOOLS, Conversation, ConversationGroup, ToolFields, ToolGroup
 from lorikeet.router.schemas.model import Body, are_token_ids, published_as
 
 MAX_DETOKENIZED = 1 << 17

@@ -14,7 +14,7 @@ from lorikeet.launcher.cli.completion import PARSERS
 from lorikeet.launcher.config.flags import FLAGS
 from lorikeet.proto import draft_sources, shard_pb2, wire_document
 from lorikeet.router import error_document
-from lorikeet.router.answers import ANSWERS
+from lorikeet.router.error_answers import ANSWERS
 from tests.e2e.launched import ROOT
 
 DOCS = ROOT / "docs"

@@ -23,7 +23,7 @@ from lorikeet.adapters.keys import sha256
 from lorikeet.launcher.exits import Exit
 from tests.e2e.launched import ROOT, Launched
 from tests.hub_server import HubServer, Repository, hub
-from tests.router.usage.receiver import Receiver
+from tests.router.usage_log.receiver import Receiver
 
 pytestmark = pytest.mark.long
 

@@ -8,7 +8,7 @@ MESSAGES = "tests/router/api/routes/test_messages.py"
 MUTANTS = [
     Mutant(
         "previous_response_id, conversation and prompt are ignored instead of rejected",
-        "router/schemas/dialects/responses.py",
+        "router/schemas/responses.py",
         "    previous_response_id = conversation = prompt = Rejected(_NO_STORAGE)\n",
         "",
         f"{RESPONSES}::test_what_needs_storage_is_rejected_with_an_error",
@@ -22,14 +22,14 @@ MUTANTS = [
     ),
     Mutant(
         "an error's param names the field of the chat route",
-        "router/schemas/dialects/translated.py",
+        "router/schemas/model.py",
         "given, error.param = error.param, own",
         "given = error.param",
         f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields7-400-max_output_tokens]",
     ),
     Mutant(
         "text before a tool result is moved behind it",
-        "router/schemas/dialects/anthropic.py",
+        "router/schemas/anthropic.py",
         "                _flush(messages, texts)\n",
         "",
         f"{MESSAGES}::test_a_text_before_a_result_stays_before_it",

@@ -39,14 +39,14 @@ MUTANTS = [
     ),
     Mutant(
         "truncation leaves no room for special tokens",
-        "router/text/encoding.py",
+        "router/text/tokenizer.py",
         "left = cut.most - num_added",
         "left = cut.most",
         f"{ENCODING}::test_texts_and_pairs_are_cut_as_by_the_library",
     ),
     Mutant(
         "a text is always truncated on the right",
-        "router/text/encoding.py",
+        "router/text/tokenizer.py",
         "part.truncate(size, direction=cut.side)",
         'part.truncate(size, direction="right")',
         f"{ENCODING}::test_texts_and_pairs_are_cut_as_by_the_library",
@@ -60,14 +60,14 @@ MUTANTS = [
     ),
     Mutant(
         "embeddings with fewer dimensions are not normalized again",
-        "router/api/pooled/compute.py",
+        "router/api/pooled_models.py",
         "return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)",
         "return cut",
         f"{ROUTES}::test_fewer_dimensions_have_length_one",
     ),
     Mutant(
         "base64 embeddings encode float64 values",
-        "router/api/pooled/embeddings.py",
+        "router/api/routes/pooled.py",
         'np.ascontiguousarray(values, "<f4")',
         'np.ascontiguousarray(values, "<f8")',
         f"{ROUTES}::test_base64_is_of_the_same_numbers",

@@ -22,7 +22,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumable request ends when its client disconnects",
-        "router/api/resumable.py",
+        "router/api/sse.py",
         "        if not self._is_read:\n            message",
         "        if True:\n            message",
         "tests/router/api/routes/test_streams.py::test_a_stream_that_nobody_reads_is_cancelled_after_its_time",
@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request with rejection verification gets a receipt",
-        "router/receipts/receipts.py",
+        "router/receipts.py",
         'if speculation.verify == "rejection":',
         'if speculation.verify == "never":',
         "tests/router/api/routes/test_receipts.py::test_a_text_verified_by_rejection_has_none",

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutant import Mutant
 
-TRACING_TEST = "tests/router/tracing/test_tracing.py"
+TRACING_TEST = "tests/router/test_request_tracing.py"
 
 MUTANTS = [
     Mutant(
@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "a trace ignores the parent in the traceparent header",
-        "router/tracing/tracing.py",
+        "router/request_tracing.py",
         "parent = self._propagator.extract(carrier, parent)",
         "self._propagator.extract(carrier, parent)",
         f"{TRACING_TEST}::test_the_spans_of_a_request_are_one_tree_under_its_parent",

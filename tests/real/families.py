@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorikeet.router.api.app import create_app
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.http.server import HttpServer
+from lorikeet.router.http_protocol import HttpServer
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.config import ShardConfig

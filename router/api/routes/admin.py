@@ -7,13 +7,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import orjson
+from google.protobuf.json_format import MessageToDict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.directory import MAX_ADDED, single
@@ -23,15 +26,24 @@ from lorikeet.router.errors import (
     AlreadyLoaded,
     LoraNotFound,
     ModelNotFound,
+    NoShard,
     NotServed,
     ReloadRefused,
     ValidationError,
     adapter_problem,
 )
+from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.request import Adapter, Loaded
-from lorikeet.router.schemas.adapters import BASE_NAMES
-from lorikeet.router.schemas.admin import AdapterName, AdapterRefresh, AdapterUnload, LoadLora, UnloadLora
+from lorikeet.router.schemas.adapters import (
+    BASE_NAMES,
+    AdapterName,
+    AdapterRefresh,
+    AdapterUnload,
+    LoadLora,
+    UnloadLora,
+)
 from lorikeet.router.schemas.model import BodyType
+from lorikeet.router.shards.link import ShardLink
 
 _UNLOAD_SECONDS = 300.0
 
@@ -254,3 +266,48 @@ def _shown(ref: Ref) -> dict[str, Any]:
 
 def _json(content: Any) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
+
+
+class LearningRoutes:
+    """The handlers."""
+
+    def __init__(self, service: Service, admin: AdminRoutes) -> None:
+        self._service, self._admin = service, admin
+
+    async def show(self, request: Request) -> Response:
+        """What every shard collects, trains and adopts, with its decisions."""
+        return await self._answer(request, purge=False)
+
+    async def purge(self, request: Request) -> Response:
+        """Delete all rows, learned heads and decisions of every shard. Raises NoShard where one cannot be reached."""
+        return await self._answer(request, purge=True)
+
+    async def _answer(self, request: Request, purge: bool) -> Response:
+        self._admin.check(request)
+        links = [link for link in self._service.dispatcher.links if link.info is not None]
+        if purge and any(not link.client.connected for link in self._service.dispatcher.links):
+            raise NoShard
+        shards = await asyncio.gather(*(self._of(link, purge) for link in links))
+        return Response(orjson.dumps({"purged": purge, "shards": shards}), media_type="application/json")
+
+    async def _of(self, link: ShardLink, purge: bool) -> dict[str, Any]:
+        shown = {"shard": link.address}
+        assert link.info is not None
+        if not link.info.learning:
+            return shown | {"enabled": False}
+        try:
+            reply = await link.client.learning(purge)
+        except (grpc.aio.AioRpcError, ConnectionError):
+            raise NoShard from None
+        values = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        names = _key_names(self._service.selection.keys)
+        adapters = {each.digest: name for name, each in self._service.admission.loading.contents()}
+        for pair in values["pairs"]:
+            pair["key"] = names.get(pair["tenant"])
+            pair["adapter"] = adapters.get(pair["adapter_digest"])
+        return shown | {"enabled": True} | values
+
+
+def _key_names(keys: Keys) -> dict[str, str]:
+    """Names of API keys by their tenants."""
+    return {Caller("", key).tenant(None): key.name for key in keys}

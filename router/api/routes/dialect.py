@@ -9,18 +9,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, VisibleTokens, interleave
-from lorikeet.router.api.disconnect import ClientWatch
+from lorikeet.router.api.collect import Completed, VisibleTokens, count_reasoning, interleave, metrics, usage
 from lorikeet.router.api.prepare import PreparedRequest, Prompt, Prompts, Timing, check_room, log_fields
 from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.sse import named_event
-from lorikeet.router.api.usage import count_reasoning, metrics, usage
+from lorikeet.router.api.sse import ClientWatch, named_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.schemas.dialects.translated import Translated, in_words_of
+from lorikeet.router.schemas.model import Translated, in_words_of
 from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields
 
 Logprobs = list[dict[str, Any]]

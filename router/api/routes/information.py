@@ -10,18 +10,31 @@ from starlette.responses import Response
 
 from lorikeet.adapters.refs import Ref
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import Pooling
+from lorikeet.proto.draft_sources import BY_VALUE
+from lorikeet.proto.numbers import whole_number
+from lorikeet.proto.params import MAX_ALTERNATIVES, Pooling
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.collect import collect
-from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.pooled.compute import pooled_model
+from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.prepare import PreparedRequest, now, submit
 from lorikeet.router.api.service import Service
-from lorikeet.router.errors import Failed, ModelNotFound, Refused, ShuttingDown, Unhealthy
-from lorikeet.router.metrics.adapters import MayName, everything
+from lorikeet.router.api.sse import ClientWatch, EventStream, Replay
+from lorikeet.router.errors import (
+    AdminOnly,
+    Failed,
+    ModelNotFound,
+    NotServed,
+    Refused,
+    ShuttingDown,
+    StreamTrimmed,
+    Unhealthy,
+    ValidationError,
+)
+from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, OutOfRange, Trimmed
+from lorikeet.router.metrics.groups import MayName, everything
 from lorikeet.router.requests.request import GenerationRequest
-from lorikeet.router.usage.post import shown_url
+from lorikeet.router.usage_log import shown_url
 
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 """Keys of LoRAX's `/info` that are flags of the launcher only."""
@@ -245,3 +258,126 @@ def _without_paths(value: Any, model_id: str) -> Any:
 
 def _json(content: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")
+
+
+class CapabilityRoutes:
+    """The handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def show(self, request: Request) -> Response:
+        """Limits and offers; nothing about other callers."""
+        service = self._service
+        config, info, offer, caller = service.config, service.dispatcher.info, service.offer, service.caller(request)
+        key, heads = caller.key, service.selection.directory.default_heads
+        keys = service.selection.keys
+        has_keys = bool(keys) or keys.has_admin
+        content: dict[str, Any] = {
+            "model": config.model_name,
+            "version": None if info is None else info.version,
+            "device": None if info is None else info.device,
+            "max_input_length": config.max_input_length,
+            "max_total_tokens": config.max_total_tokens,
+            "max_stop_sequences": config.max_stop_sequences,
+            "max_alternatives": MAX_ALTERNATIVES,
+            "adapters": service.dispatcher.admission is not None,
+            "chat": bool(service.tokenizer.information.get("chat_template")),
+            "grammars": info is not None and info.grammars,
+            "speculation": {
+                "method": offer.method,
+                "default_tokens": offer.num_tokens,
+                "max_tokens": offer.max_tokens,
+                "draft_model": offer.has_draft_model,
+                "heads": heads is not None and service.selection.access.may_use(heads.entry, key),
+                "history": offer.has_history and bool(caller.tenant(None)),
+                "default_history": offer.history,
+                "sources": [row.name for row in BY_VALUE.values()],
+            },
+            "resumable_ttl": MAX_TTL_S,
+            "key": None if key is None else key.name,
+            "has_keys": has_keys,
+            "may_watch": not has_keys or (key is not None and key.admin),
+        }
+        return Response(orjson.dumps(content), media_type="application/json")
+
+
+class LiveRoutes:
+    """The handler. Open where the server has no keys, for administrators where it has."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def watch(self, request: Request) -> Response:
+        """Raises AdminOnly."""
+        keys = self._service.selection.keys
+        if keys.has_admin:
+            refusal = AdminOnly("the live view needs the admin key as bearer token")
+            self._service.authentication.check_admin(request, refusal)
+        elif keys:
+            raise AdminOnly("the live view is closed: the server has API keys, but no admin key")
+        return EventStream(self._service.live.events(), {"x-accel-buffering": "no"})
+
+
+MAX_EVENTS = 10**15
+
+
+class StreamRoutes:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def read(self, request: Request) -> Response:
+        """The answer from event `from` on, and what is added to it. Raises StreamNotFound, StreamTrimmed, …"""
+        stream, given = self._stream(request), request.query_params.get("from", "0")
+        first_event = whole_number(given, 0, MAX_EVENTS)
+        if first_event is None:
+            raise ValidationError("`from` must be the number of events that were received", "from")
+        try:
+            return Replay(stream, first_event)
+        except Trimmed as trimmed:
+            raise StreamTrimmed(str(trimmed.first)) from None
+        except OutOfRange:
+            raise ValidationError(
+                f"`from` is {first_event}: the stream has {stream.num_events} events", "from"
+            ) from None
+
+    async def cancel(self, request: Request) -> Response:
+        """End the request, if it runs, and forget its answer."""
+        self._service.streams.cancel(self._stream(request))
+        return Response(status_code=204)
+
+    def _stream(self, request: Request) -> KeptStream:
+        return self._service.streams.find(self._service.caller(request).identity, request.path_params["stream_id"])
+
+
+_TEXT_ALONE = "the model reads and writes text alone"
+_NO_STORAGE = "the server stores no requests, answers or files"
+ALTERNATIVES = {
+    "/v1/audio": _TEXT_ALONE,
+    "/v1/images": _TEXT_ALONE,
+    "/v1/videos": _TEXT_ALONE,
+    "/v1/realtime": _TEXT_ALONE,
+    "/v1/files": _NO_STORAGE,
+    "/v1/uploads": _NO_STORAGE,
+    "/v1/vector_stores": _NO_STORAGE,
+    "/v1/conversations": f"{_NO_STORAGE}: send the whole conversation",
+    "/v1/assistants": f"{_NO_STORAGE}: use /v1/responses or /v1/chat/completions",
+    "/v1/threads": f"{_NO_STORAGE}: use /v1/responses or /v1/chat/completions",
+    "/v1/batches": "send the requests at once: they share the server's batch, and `priority` lets others go first",
+    "/v1/messages/batches": "send the requests at once: they share the server's batch",
+    "/v1/embed": "use /v2/embed with the same texts, or /v1/embeddings",
+    "/v1/fine_tuning": "train an adapter with PEFT, and name it as `model`",
+    "/v1/evals": "lm-eval measures models over /v1/completions",
+    "/v1/moderations": "serve a classifier, or ask the model itself",
+}
+"""By the beginning of a path. docs/routes.md lists them."""
+METHODS = ("GET", "POST", "DELETE")
+
+
+async def out_of_scope(request: Request) -> Response:
+    """501, rather than 404, which would suggest a misspelt path."""
+    path = request.url.path
+    prefix = max((each for each in ALTERNATIVES if path.startswith(each)), key=len)
+    raise NotServed(prefix, ALTERNATIVES[prefix])

@@ -9,7 +9,7 @@ import orjson
 from lorikeet.router.api.prepare import Prompt, Prompts
 from lorikeet.router.api.routes.chat import ChatPrompt
 from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, DialectWriter, Logprobs
-from lorikeet.router.error_bodies import anthropic_body
+from lorikeet.router.error_answers import anthropic_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import (
     ArgumentsDelta,
@@ -23,8 +23,8 @@ from lorikeet.router.output.events import (
 from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter
-from lorikeet.router.schemas.dialects import anthropic
-from lorikeet.router.schemas.dialects.translated import Translated
+from lorikeet.router.schemas import anthropic
+from lorikeet.router.schemas.model import Translated
 from lorikeet.router.schemas.openai import ChatFields
 
 _STOP_REASONS = {

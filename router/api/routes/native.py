@@ -13,9 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
-from lorikeet.router.api.collect import Completed, collect_all, speculation_report
-from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
+from lorikeet.router.api.collect import (
+    Completed,
+    Counts,
+    answer_headers,
+    collect_all,
+    ignored_fields,
+    speculation_report,
+    stream_headers,
+)
 from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
@@ -29,8 +35,8 @@ from lorikeet.router.api.prepare import (
     prepare,
 )
 from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import EventStream, event
-from lorikeet.router.error_bodies import lorax_body
+from lorikeet.router.api.sse import ClientWatch, EventStream, event
+from lorikeet.router.error_answers import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, GenerationRequest, OutputToken

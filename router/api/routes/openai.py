@@ -12,9 +12,23 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, VisibleTokens, collect_all, interleave, read_all
-from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.headers import Counts, answer_headers, ignored_fields, stream_headers
+from lorikeet.router.api.collect import (
+    Completed,
+    Counts,
+    Envelope,
+    VisibleTokens,
+    answer_headers,
+    collect_all,
+    count_reasoning,
+    ignored_fields,
+    interleave,
+    metrics,
+    read_all,
+    repeated,
+    stream_headers,
+    token_counts,
+    usage,
+)
 from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
@@ -27,9 +41,8 @@ from lorikeet.router.api.prepare import (
     prepare,
 )
 from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import DONE, EventStream, event
-from lorikeet.router.api.usage import Envelope, count_reasoning, metrics, repeated, token_counts, usage
-from lorikeet.router.error_bodies import openai_body
+from lorikeet.router.api.sse import DONE, ClientWatch, EventStream, event
+from lorikeet.router.error_answers import openai_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import Event, ReasoningDelta
 from lorikeet.router.output.reader import Reader

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.router.api.routes.dialect import DialectRequest, DialectRoute, DialectWriter, Logprobs
-from lorikeet.router.error_bodies import openai_body
+from lorikeet.router.error_answers import openai_body
 from lorikeet.router.errors import ResponseNotFound, RouterError
 from lorikeet.router.output.events import (
     ArgumentsDelta,
@@ -23,8 +23,8 @@ from lorikeet.router.output.events import (
     ToolCallEnd,
 )
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.schemas.dialects import responses
-from lorikeet.router.schemas.dialects.translated import Translated
+from lorikeet.router.schemas import responses
+from lorikeet.router.schemas.model import Translated
 
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 """Types of items whose content is text, and of their one part."""

@@ -8,11 +8,11 @@ from starlette.responses import Response
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.router.api.middleware import ErrorStyle, Handle
-from lorikeet.router.api.pooled.compute import pooled_model
+from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.admin import SageMakerAdapter
+from lorikeet.router.schemas.adapters import SageMakerAdapter
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 

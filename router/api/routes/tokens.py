@@ -7,12 +7,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.disconnect import ClientWatch
-from lorikeet.router.api.headers import ignored_fields
+from lorikeet.router.api.collect import ignored_fields
 from lorikeet.router.api.middleware import ErrorStyle
 from lorikeet.router.api.prepare import check_ids
 from lorikeet.router.api.routes.chat import render
 from lorikeet.router.api.service import Service
+from lorikeet.router.api.sse import ClientWatch
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.tokens import DetokenizeRequest, Tokenization, TokenizeChat, read_tokenize
 from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES

@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2
-from lorikeet.router.answers import ANSWERS
 from lorikeet.router.api import openapi
+from lorikeet.router.error_answers import ANSWERS
 from lorikeet.router.errors import UnknownMethod, UnknownRoute
 from tests.hub_server import hub
 from tests.router.serving import MODEL_ID, Serving

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.api.disconnect import ClientGone
-from lorikeet.router.api.sse import EventStream, event
+from lorikeet.router.api.sse import ClientGone, EventStream, event
 
 pytestmark = pytest.mark.anyio
 

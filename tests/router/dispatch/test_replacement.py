@@ -8,8 +8,7 @@ import pytest
 
 from lorikeet.adapters import errors as adapter_errors
 from lorikeet.router import errors
-from lorikeet.router.answers import ANSWERS
-from lorikeet.router.error_bodies import failure_headers
+from lorikeet.router.error_answers import ANSWERS, failure_headers
 from tests.router.scripted_shard import Script, ScriptedShard
 from tests.router.serving import serving
 

@@ -1,7 +1,7 @@
 """Metrics of adapters: each has its own label, and the number of labels is bounded."""
 
 from lorikeet.adapters.refs import Pin, Source
-from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
+from lorikeet.router.metrics.groups import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.request import Adapter
 

@@ -2,9 +2,8 @@
 
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.adapters import MAX_LABELS, OTHER
+from lorikeet.router.metrics.groups import BASE, MAX_LABELS, OTHER, num_verified
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.metrics.speculation import BASE, num_verified
 from lorikeet.router.requests.request import Adapter
 
 LOOKUP, MEDUSA, DRAFT, RESAMPLE, BONUS = 2, 3, 4, 5, 6

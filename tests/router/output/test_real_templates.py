@@ -14,7 +14,7 @@ import pytest
 
 from lorikeet.router.output.formats import ResponseTemplate, format_of, syntax_of
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions
+from lorikeet.router.text.chat_template import ChatTemplate, TemplateOptions
 from tests.package_environments import unpacked
 
 pytestmark = pytest.mark.long

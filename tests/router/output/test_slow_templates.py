@@ -12,9 +12,8 @@ import pytest
 from lorikeet.router.adapters.chat_templates import ChosenTemplate
 from lorikeet.router.output.outputs import OutputPreparer, Prepared
 from lorikeet.router.requests.request import FinishReason
-from lorikeet.router.schemas.chat.messages import Conversation
-from lorikeet.router.schemas.chat.tools import NO_TOOLS
-from lorikeet.router.text.templates.chat_template import NO_OPTIONS, Rendered
+from lorikeet.router.schemas.chat import NO_TOOLS, Conversation
+from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,7 @@ from lorikeet.router.output.formats import (
 )
 from lorikeet.router.output.output_grammar import EnforcedParameters, SpecialTokens, ToolGrammar
 from lorikeet.router.output.parser_worker import OutputParser
-from lorikeet.router.schemas.chat.tools import ToolFields, ToolGroup
+from lorikeet.router.schemas.chat import ToolFields, ToolGroup
 from lorikeet.router.schemas.grammar import GrammarFields
 from tests.router.output.test_parser_worker import CODER, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, THINKING
 

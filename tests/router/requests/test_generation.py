@@ -11,7 +11,7 @@ from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Specula
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk
-from lorikeet.router.text.reasoning import ReasoningSyntax, Start
+from lorikeet.router.text.stop import ReasoningSyntax, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level
 

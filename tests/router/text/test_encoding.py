@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.text.encoding import MOST_CUT_CHARS, Cut, encode_group, groups
+from lorikeet.router.text.tokenizer import MOST_CUT_CHARS, Cut, encode_group, groups
 from tests import tiny_pooled
 
 TEXTS = [

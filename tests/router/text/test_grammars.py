@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from lorikeet.proto.grammars import grammar_tokenizer, read_grammar_tokenizer
 from lorikeet.router.errors import Overloaded, ValidationError
-from lorikeet.router.text import grammar_checker, grammar_process
+from lorikeet.router.text import grammar_process
 from lorikeet.router.text import grammars as grammars_module
 from lorikeet.router.text.grammars import Grammars
 
@@ -105,7 +105,7 @@ async def test_a_check_that_takes_long_fails_alone(monkeypatch: pytest.MonkeyPat
 
 async def test_slow_checks_of_one_caller_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "FAST_S", 0.1)
-    monkeypatch.setattr(grammar_checker.Checker, "answer", lambda _: asyncio.Event().wait())
+    monkeypatch.setattr(grammars_module.Checker, "answer", lambda _: asyncio.Event().wait())
     async with serializing() as grammars:
         texts = [f"a{{{number}}}" for number in range(9)]
         callers = [*"aaabbbccc"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorikeet.router.text.reasoning import AnswerFinder, OutputPart, ReasoningSyntax, Start
+from lorikeet.router.text.stop import AnswerFinder, OutputPart, ReasoningSyntax, Start
 
 THINK = {start: ReasoningSyntax("<think>", ("</think>", "<end>"), start) for start in Start}
 ONCE = {start: replace(reasoning, is_once=True) for start, reasoning in THINK.items()}

@@ -13,7 +13,7 @@ from lorikeet.demo.data.tasks.example import held_out_examples
 from lorikeet.demo.data.tasks.tool_chat import CHAT_TEMPLATE, calls_text, prompt
 from lorikeet.demo.training.model import BASE_FOLDER
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.templates.chat_template import ChatTemplate, TemplateOptions
+from lorikeet.router.text.chat_template import ChatTemplate, TemplateOptions
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -10,7 +10,7 @@ import pytest
 
 from lorikeet.proto import draft_sources
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.speculation import SpeculationMetrics
+from lorikeet.router.metrics.groups import SpeculationMetrics
 from tests.router.scripted_shard import Script
 from tests.router.serving import Serving
 from tests.toy_source import TOY, registered

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lorikeet.proto.shard_pb2 import PooledModel
-from lorikeet.router.api.pooled.cohere import typed
-from lorikeet.router.schemas.dialects import cohere
+from lorikeet.router.api.routes.pooled import typed
+from lorikeet.router.schemas.pooled import CohereEmbedRequest
 from tests.router.scripted_shard import pooled_values
 from tests.router.serving import MODEL_ID, Serving, serving
 
@@ -108,10 +108,9 @@ def test_cohere_s_types_of_texts_choose_the_model_s_prompt() -> None:
     prompts = {"query": "q: ", "passage": "p: ", "special": "s: "}
     for input_type, name in {"search_query": "query", "search_document": "passage", "special": "special"}.items():
         assert (
-            cohere.CohereEmbedRequest.read({**body, "input_type": input_type}).translated(prompts).body["prompt_name"]
-            == name
+            CohereEmbedRequest.read({**body, "input_type": input_type}).translated(prompts).body["prompt_name"] == name
         )
-    made = cohere.CohereEmbedRequest.read({**body, "input_type": "clustering"}).translated(prompts).body
+    made = CohereEmbedRequest.read({**body, "input_type": "clustering"}).translated(prompts).body
     assert made["prompt_name"] is None
     assert (made["truncate_prompt_tokens"], made["truncation_side"]) == (3, "left")
 

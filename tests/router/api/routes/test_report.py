@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.api.routes.unsupported import ALTERNATIVES
+from lorikeet.router.api.routes.information import ALTERNATIVES
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio

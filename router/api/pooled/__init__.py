@@ -1,1 +1,0 @@
-"""Embedding and classification models: the routes to them, and what the routes share."""

@@ -1,1 +1,0 @@
-"""What the server does now, for pages that show it."""

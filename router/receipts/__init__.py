@@ -1,1 +1,0 @@
-"""Receipts: records from which an output can be reproduced and verified."""

@@ -1,1 +1,0 @@
-"""Readers of conversations: messages and tools."""

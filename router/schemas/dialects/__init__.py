@@ -1,1 +1,0 @@
-"""Readers of bodies of other APIs for conversations: each becomes the body of a chat completion."""
