@@ -22,7 +22,7 @@ import yaml
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.refs import Ref, Source
-from lorikeet.proto.numbers import is_number
+from lorikeet.proto.config_file import is_number
 from lorikeet.proto.params import NUMBERS
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterInvalid
-from lorikeet.proto.numbers import is_number
+from lorikeet.proto.config_file import is_number
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")

@@ -24,7 +24,7 @@ import structlog
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, StoreFull, is_full, not_stored
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin
-from lorikeet.proto import checksum
+from lorikeet.proto.digest import CHECKSUM_FIELD, PIECE_BYTES, matches_checksum
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -279,7 +279,7 @@ class Store:
             return False
         # older versions wrote no checksum, or one that several threads cannot compute: such an adapter is read again
         known = (metadata.get("base"), metadata.get("weights"), metadata.get("dtype"))
-        return checksum.FIELD in metadata and known == self._base
+        return CHECKSUM_FIELD in metadata and known == self._base
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         with os.scandir(self.root) as entries:
@@ -375,7 +375,7 @@ def _compared(path: Path) -> tuple[tuple[int, int], bool]:
             head = prefix + file.read(header.header_len(prefix, status.st_size, path.name))
         except AdapterError:
             return _identity(status), False
-        return _identity(status), checksum.matches(head, iter(partial(file.read, checksum.PIECE), b""))
+        return _identity(status), matches_checksum(head, iter(partial(file.read, PIECE_BYTES), b""))
 
 
 def _is_held(path: Path) -> bool:

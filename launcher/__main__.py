@@ -94,7 +94,7 @@ def _device(read: Settings) -> tuple[str, int]:
     return device, num_ranks
 
 
-def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> serving.Plan | None:
+def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> serving.ServerPlan | None:
     """Everything that must be known before a process starts; None if a signal arrived first."""
     destinations = rules.usage_destinations(read, os.environ)
     use = model.Use.of(read, where[1])
@@ -119,7 +119,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     device, num_ranks = where
     task = "" if pooled is None else pooled.task
     common = (complete, base, device, folder, version(), sources)
-    return serving.Plan(*common, folders.draft, destinations, num_ranks, task)
+    return serving.ServerPlan(*common, folders.draft, destinations, num_ranks, task)
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Configuration files of processes: a frozen dataclass, written as JSON by the launcher and read at start."""
+"""Configuration files of processes: a frozen dataclass, written as JSON by the launcher and read at start. Also numbers
+in the headers, queries and configurations of others.
+"""
 
 import json
 from dataclasses import fields
@@ -28,3 +30,20 @@ def _converted(kind: Any, value: Any) -> Any:
     if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, ConfigFile):
         return kind.from_dict(value)
     return tuple(value) if isinstance(value, list) else value
+
+
+MAX_DIGITS = 18
+
+
+def whole_number(text: str, least: int, most: int) -> int | None:
+    """The number that `text` writes in ASCII digits, from `least` to `most`; None for any other text."""
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        return None
+    number = int(text)
+    return number if least <= number <= most else None
+
+
+def is_number(value: Any, most: float) -> bool:
+    """Whether a value of a configuration is a number between `-most` and `most`, so neither infinite nor NaN."""
+    # compared first: an integer of any size compares with a float, but cannot become one
+    return type(value) in (int, float) and abs(value) <= most

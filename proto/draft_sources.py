@@ -11,7 +11,7 @@ from enum import StrEnum
 from lorikeet.proto import shard_pb2 as pb
 
 
-class Place(StrEnum):
+class DraftPlace(StrEnum):
     """Where a source makes its draft tokens."""
 
     HOST = "host"
@@ -55,7 +55,7 @@ class SourceRow:
     """Its name for people."""
     meaning: str
     """What the page says of an accepted token."""
-    place: Place
+    place: DraftPlace
     needs: str
     """What it needs from the request, from adapters, or from the server."""
     colours: Colours
@@ -70,27 +70,27 @@ class SourceRow:
 
 _DRAFTS: list[SourceRow] = [
     SourceRow(
-        "lookup", pb.SOURCE_LOOKUP, "Prompt lookup", "proposed by prompt lookup, and accepted", Place.HOST,
+        "lookup", pb.SOURCE_LOOKUP, "Prompt lookup", "proposed by prompt lookup, and accepted", DraftPlace.HOST,
         "the request's own text, or its `prediction`",
         Colours("#bfe3c6", "#1e7a34", "#1f4a2b", "#7fdc97", 33), Cost.NONE, 0.6, is_method=True,
     ),
     SourceRow(
-        "medusa", pb.SOURCE_MEDUSA, "Medusa heads", "proposed by Medusa heads, and accepted", Place.DEVICE,
+        "medusa", pb.SOURCE_MEDUSA, "Medusa heads", "proposed by Medusa heads, and accepted", DraftPlace.DEVICE,
         "an adapter with heads, which read the hidden state of the newest token",
         Colours("#f3d3ee", "#9b2a89", "#532149", "#f19ae3", 36), Cost.STEP, 0.6, by_heads=True, is_method=True,
     ),
     SourceRow(
-        "draft", pb.SOURCE_DRAFT, "Draft model", "proposed by the draft model, and accepted", Place.DEVICE,
+        "draft", pb.SOURCE_DRAFT, "Draft model", "proposed by the draft model, and accepted", DraftPlace.DEVICE,
         "`--draft-model-id`: a second network with KV of its own",
         Colours("#cfdcfb", "#2c4fc4", "#26366f", "#9fb6ff", 31), Cost.PASSES, 0.75, is_method=True,
     ),
     SourceRow(
-        "grammar", pb.SOURCE_GRAMMAR, "Grammar", "the only token that the grammar allowed", Place.GRAMMAR,
+        "grammar", pb.SOURCE_GRAMMAR, "Grammar", "the only token that the grammar allowed", DraftPlace.GRAMMAR,
         "a request with structured output",
         Colours("#fbe1ae", "#8a5a00", "#543c08", "#f2c066", 93), Cost.NONE, None,
     ),
     SourceRow(
-        "history", pb.SOURCE_HISTORY, "History", "proposed from earlier outputs, and accepted", Place.HOST,
+        "history", pb.SOURCE_HISTORY, "History", "proposed from earlier outputs, and accepted", DraftPlace.HOST,
         "`speculative_history`, a tenant, and `--history-memory`",
         Colours("#c5e8ea", "#0f6d74", "#15474b", "#6fd7df", 96), Cost.NONE, 0.6,
     ),
@@ -139,7 +139,7 @@ def lines() -> Iterator[str]:
     yield ""
     yield "| source | name | drafts are made | needs | value of `speculative_method` | value on the wire |"
     yield "|---|---|---|---|---|---|"
-    made = {Place.HOST: "on the host", Place.DEVICE: "on the device", Place.GRAMMAR: "by the grammar"}
+    made = {DraftPlace.HOST: "on the host", DraftPlace.DEVICE: "on the device", DraftPlace.GRAMMAR: "by the grammar"}
     for row in BY_VALUE.values():
         method = "yes" if row.is_method else "no"
         yield f"| `{row.name}` | {row.label} | {made[row.place]} | {row.needs} | {method} | {row.value} |"

@@ -71,7 +71,7 @@ class RowArrays(NamedTuple):
     hidden: npt.NDArray[np.uint16]
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """A block as it is when a job is sent."""
 
     number: int
@@ -97,12 +97,12 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """Train heads for one pair of tenant and adapter."""
 
     pair: int
     """Its number; training continues where the last job of the same pair ended."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[RowBlock, ...]
     """Oldest first."""
     num_new: int
     """Rows that came since the last job of the pair."""
@@ -132,7 +132,7 @@ class Trained:
     """Why there are none."""
 
 
-def write_line(message: TrainerSettings | Job | Trained) -> bytes:
+def write_line(message: TrainerSettings | TrainingJob | Trained) -> bytes:
     """One line of the pipe."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
@@ -143,10 +143,10 @@ def read_settings(line: bytes) -> TrainerSettings:
     return TrainerSettings(**values | {"layout": RowsLayout(**values["layout"])})
 
 
-def read_job(line: bytes) -> Job:
+def read_job(line: bytes) -> TrainingJob:
     """The job in a line."""
     values = json.loads(line)
-    return Job(**values | {"blocks": tuple(Block(*block) for block in values["blocks"])})
+    return TrainingJob(**values | {"blocks": tuple(RowBlock(*block) for block in values["blocks"])})
 
 
 def read_trained(line: bytes) -> Trained:
@@ -154,7 +154,7 @@ def read_trained(line: bytes) -> Trained:
     return Trained(**json.loads(line))
 
 
-def row_indices(blocks: Sequence[Block]) -> npt.NDArray[np.int64]:
+def row_indices(blocks: Sequence[RowBlock]) -> npt.NDArray[np.int64]:
     """[rows] indices of the rows of these blocks, oldest first."""
     parts = [np.arange(block.num_rows) + block.number * BLOCK_ROWS for block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -21,7 +21,7 @@ _EXL2 = "transformers has no loader for it: use gptq or awq checkpoints, or hqq 
 
 
 @dataclass(frozen=True)
-class Method:
+class QuantizationMethod:
     """One quantization method."""
 
     packages: tuple[str, ...] = ()
@@ -47,20 +47,20 @@ GGUF_KEY, GGUF_NAME = "lorikeet_gguf", "model.gguf"
 """In config.json: the name of the `.gguf` file that has the weights. Every folder made for such a file has the same."""
 FP8_KV = "fp8-kv"
 """Not a method for weights, though a value of `--quantize`: LoRAX's name for a KV cache in fp8."""
-_BITSANDBYTES = Method(("bitsandbytes",), "bitsandbytes")
-_HQQ = Method(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
+_BITSANDBYTES = QuantizationMethod(("bitsandbytes",), "bitsandbytes")
+_HQQ = QuantizationMethod(("hqq",), "hqq", refused_in_files=_NO_HQQ_FILES)
 METHODS = {
-    **dict.fromkeys(INTEGERS, Method(refused_in_files="there is no such checkpoint format")),
+    **dict.fromkeys(INTEGERS, QuantizationMethod(refused_in_files="there is no such checkpoint format")),
     "bitsandbytes": _BITSANDBYTES,
     "bitsandbytes-nf4": _BITSANDBYTES,
     "bitsandbytes-fp4": _BITSANDBYTES,
-    "gptq": Method(("gptqmodel", "optimum"), "gptq", refused_at_load=_AFTER_SAMPLES),
-    "awq": Method(("gptqmodel",), "gptq", refused_at_load=_AFTER_SAMPLES),
-    "gguf": Method(("gguf",), refused_at_load=_NO_GGUF_FLAG),
-    "eetq": Method(refused=_EETQ),
-    "exl2": Method(refused=_EXL2),
-    "fp8": Method(("torchao",), "torchao", refused_in_files=_NO_FP8_FILES),
-    FP8_KV: Method(),
+    "gptq": QuantizationMethod(("gptqmodel", "optimum"), "gptq", refused_at_load=_AFTER_SAMPLES),
+    "awq": QuantizationMethod(("gptqmodel",), "gptq", refused_at_load=_AFTER_SAMPLES),
+    "gguf": QuantizationMethod(("gguf",), refused_at_load=_NO_GGUF_FLAG),
+    "eetq": QuantizationMethod(refused=_EETQ),
+    "exl2": QuantizationMethod(refused=_EXL2),
+    "fp8": QuantizationMethod(("torchao",), "torchao", refused_in_files=_NO_FP8_FILES),
+    FP8_KV: QuantizationMethod(),
     "hqq-4bit": _HQQ,
     "hqq-3bit": _HQQ,
     "hqq-2bit": _HQQ,
@@ -160,7 +160,7 @@ def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
     chosen = own or wanted
     if chosen is None:
         return None
-    method = METHODS.get(chosen, Method())
+    method = METHODS.get(chosen, QuantizationMethod())
     reason = method.refused_at_load if own is None else method.refused_in_files
     if not reason and not (chosen in PACKED and multiplies_integers(chosen, config)):
         reason = reason_against(chosen)

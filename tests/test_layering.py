@@ -61,8 +61,6 @@ SHARED = "used by packages that must not import each other"
 SPECIALIZED = "Triton code, which is imported only where Triton is installed"
 SHORT = {
     "shard/speculation/grammar.py": "one source of drafts",
-    "proto/config_file.py": SHARED,
-    "proto/numbers.py": SHARED,
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,
     "shard/batch/device_tokens_triton.py": SPECIALIZED,

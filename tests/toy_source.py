@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from lorikeet.proto.draft_sources import Colours, Cost, Place, SourceRow, register, unregister
+from lorikeet.proto.draft_sources import Colours, Cost, DraftPlace, SourceRow, register, unregister
 from lorikeet.proto.params import Method
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.speculation.drafter import Drafter, Offer
 
 TOY = SourceRow(
-    "toy", 9, "Toy", "proposed by a toy, and accepted", Place.HOST, "nothing",
+    "toy", 9, "Toy", "proposed by a toy, and accepted", DraftPlace.HOST, "nothing",
     Colours("#010203", "#040506", "#070809", "#0a0b0c", 32), Cost.NONE, 0.5,
 )  # fmt: skip
 

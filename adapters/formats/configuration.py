@@ -13,7 +13,7 @@ from typing import Any
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES
 from lorikeet.proto import pooling
-from lorikeet.proto.numbers import is_number
+from lorikeet.proto.config_file import is_number
 
 MAX_RANK = 512
 SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")

@@ -38,7 +38,7 @@ _MATRIX = re.compile(r"(\d+)\.(\d+)\.weight")
 
 
 @dataclass(frozen=True)
-class HeadsShape:
+class MedusaShape:
     """The shape that all heads of one file have."""
 
     num_heads: int
@@ -57,7 +57,7 @@ class HeadsShape:
 class HeadsFile:
     """The heads in one file."""
 
-    shape: HeadsShape
+    shape: MedusaShape
     tensors: dict[str, Tensor]
     """`{head}.{block}.linear.weight` [H, H], `{head}.{block}.linear.bias` [H], and in version 1
     `{head}.{blocks}.weight` [V, H]."""
@@ -87,7 +87,7 @@ def of_heads(tensors: Mapping[str, Tensor], where: str, warn: Callable[[str], No
     return ours
 
 
-def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
+def shape_of(tensors: dict[str, Tensor], where: str) -> MedusaShape:
     """Count heads and blocks. Raises HeadsError if a head differs from the others or a tensor is missing."""
     blocks = {match.group(1, 2) for name in tensors if (match := _BLOCK.fullmatch(name))}
     matrices = {match.group(1, 2) for name in tensors if (match := _MATRIX.fullmatch(name))}
@@ -101,7 +101,7 @@ def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
     sample = tensors[f"0.{num_layers}.weight"] if has_matrix else tensors.get("0.0.linear.weight")
     if sample is None or sample.dim() != 2:
         raise HeadsError(f"{where} lacks 0.0.linear.weight as a matrix")
-    shape = HeadsShape(num_heads, num_layers, sample.shape[1], sample.shape[0] if has_matrix else None)
+    shape = MedusaShape(num_heads, num_layers, sample.shape[1], sample.shape[0] if has_matrix else None)
     shapes = expected_shapes(shape)
     for name, size in shapes.items():
         if name not in tensors:
@@ -113,7 +113,7 @@ def shape_of(tensors: dict[str, Tensor], where: str) -> HeadsShape:
     return shape
 
 
-def expected_shapes(shape: HeadsShape) -> dict[str, tuple[int, ...]]:
+def expected_shapes(shape: MedusaShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of heads of this shape."""
     size, shapes = shape.hidden_size, dict[str, tuple[int, ...]]()
     for head in range(shape.num_heads):
@@ -191,7 +191,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def compare(config: Mapping[str, Any], shape: HeadsShape, where: str, warn: Callable[[str], None]) -> None:
+def compare(config: Mapping[str, Any], shape: MedusaShape, where: str, warn: Callable[[str], None]) -> None:
     """Warn about contradictions; the tensors take precedence, because published configurations are often wrong."""
     counted = {"medusa_num_heads": shape.num_heads, "medusa_num_layers": shape.num_layers}
     if "version" in config:
@@ -212,7 +212,7 @@ MAX_BLOCKS = 8
 class ParsedHeads:
     """The heads of one file. Tensors are as the file holds them."""
 
-    shape: HeadsShape
+    shape: MedusaShape
     tensors: Mapping[str, torch.Tensor]
     warnings: tuple[str, ...]
 
@@ -250,7 +250,7 @@ def lay_out_heads(heads: ParsedHeads, vocab_size: int, dtype: torch.dtype) -> di
     return laid_out
 
 
-def heads_metadata(shape: HeadsShape) -> dict[str, int]:
+def heads_metadata(shape: MedusaShape) -> dict[str, int]:
     """For the metadata of the served layout."""
     return {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
 
@@ -264,7 +264,7 @@ def resized(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _check_heads(
-    shape: HeadsShape, name: str, output_shape: tuple[int, int] | None, warn: Callable[[str], None]
+    shape: MedusaShape, name: str, output_shape: tuple[int, int] | None, warn: Callable[[str], None]
 ) -> None:
     if output_shape is None:
         raise NotServed("the base has no output head, which Medusa heads need")
@@ -312,7 +312,7 @@ OutputHead = Callable[[Tensor], Tensor]
 class MedusaHeads(nn.Module):
     """All heads of one set. Untrained heads propose the base model's own prediction: their blocks add nothing."""
 
-    def __init__(self, shape: HeadsShape) -> None:
+    def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
         self.shape = shape
         size = shape.hidden_size

@@ -5,7 +5,7 @@ For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scalin
 named by their parameter. `m.weight` replaces the base's. The file's metadata give the kind and rank of each module.
 Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` if they have several blocks);
 those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks, the
-invocation tokens of an activated LoRA, and a checksum (`proto/checksum.py`).
+invocation tokens of an activated LoRA, and a checksum (`proto/digest.py`).
 """
 
 import json
@@ -26,7 +26,7 @@ from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedRead
 from lorikeet.adapters.formats.heads import HEADS_KIND, ParsedHeads, heads_metadata, lay_out_heads, read_heads
 from lorikeet.adapters.formats.weights import Weights, is_finite, not_finite
 from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, FileHead, find_heads
-from lorikeet.proto import checksum
+from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 
 FORMAT = "lorikeet-adapter-1"
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -51,7 +51,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServedLayout:
     """An adapter ready to be written."""
 
     tensors: dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ServedChanges:
     """How an adapter is served."""
 
     changes: tuple[ModuleChange, ...]
@@ -86,7 +86,7 @@ class Decision:
         return max((change.rank for change in self.changes), default=0)
 
 
-def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True) -> Decision:
+def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True) -> ServedChanges:
     """Whether and how changes are served. Without values, tensors have shapes only, and are taken as finite.
 
     Raises NotServed for kinds that no shard supports, and AdapterInvalid if nothing changes.
@@ -109,12 +109,12 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
         served.append(change)
     if not served and not unread:
         raise AdapterInvalid("it does not change the base")
-    return Decision(tuple(served), tuple(unread))
+    return ServedChanges(tuple(served), tuple(unread))
 
 
-def lay_out(decision: Decision, base: Base) -> Layout:
+def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
     """Raises AdapterInvalid for numbers that are not finite, and NotServed if the base's own are needed and missing."""
-    layout = Layout({}, {})
+    layout = ServedLayout({}, {})
     for change in decision.changes:
         layout.modules[change.module] = {"kind": change.kind, "rank": change.rank}
         layout.tensors.update({f"{change.module}.{part}": tensor for part, tensor in _module(change, base).items()})
@@ -193,7 +193,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True)
-class ServedFile:
+class LayoutFile:
     """A file in the served layout, in parts that are written one after the other."""
 
     parts: tuple[memoryview, ...]
@@ -210,11 +210,11 @@ class ServedFile:
             file.write(part)
 
 
-def served_file(layout: Layout, digest: str, base: Base) -> ServedFile:
+def served_file(layout: ServedLayout, digest: str, base: Base) -> LayoutFile:
     """The file of an adapter. Its parts are views of the layout's tensors."""
     metadata = {
         "format": FORMAT,
-        checksum.FIELD: checksum.UNKNOWN,
+        CHECKSUM_FIELD: CHECKSUM_UNKNOWN,
         "digest": digest,
         "base": base.hash,
         "weights": base.weights_hash,
@@ -229,7 +229,7 @@ def served_file(layout: Layout, digest: str, base: Base) -> ServedFile:
     described = {name: (_TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in layout.tensors.items()}
     head, order = header.compose(described, metadata)
     values = [layout.tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in order]
-    return ServedFile((memoryview(checksum.added(head, values)), *values))
+    return LayoutFile((memoryview(with_checksum(head, values)), *values))
 
 
 def _module(change: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
@@ -286,7 +286,7 @@ _HEADS_ALONE = b"medusa heads"
 class ServedContents:
     """An adapter that is served, as far as its files were read."""
 
-    decision: Decision | None
+    decision: ServedChanges | None
     """None for heads without an adapter, and for a `.bin` of which only the headers were asked for."""
     heads: ParsedHeads | None
     invocation_ids: tuple[int, ...]
@@ -330,7 +330,7 @@ class Contents:
         """Whether and how the adapter is served. Raises AdapterInvalid or NotServed."""
         parsed = self._parsed_heads(reader, base.kinds)
         warnings = [] if parsed is None else list(parsed.warnings)
-        decision: Decision | None = None
+        decision: ServedChanges | None = None
         ids: tuple[int, ...] = ()
         if self.values is not None:
             settings = configuration.served(self.values)
@@ -345,10 +345,10 @@ class Contents:
                 warnings.append(f"{names} of {CONFIG}: not a setting of PEFT, without effect")
         return ServedContents(decision, parsed, ids, tuple(warnings), 0 if decision is None else decision.rank)
 
-    def lay_out(self, reader: PlannedReader, base: Base) -> tuple[ServedContents, Layout]:
+    def lay_out(self, reader: PlannedReader, base: Base) -> tuple[ServedContents, ServedLayout]:
         """What was decided, and the served layout. Raises AdapterInvalid or NotServed."""
         served = self.decide(reader, base)
-        layout = Layout({}, {}) if served.decision is None else lay_out(served.decision, base)
+        layout = ServedLayout({}, {}) if served.decision is None else lay_out(served.decision, base)
         layout = replace(layout, invocation_ids=served.invocation_ids)
         if served.heads is not None:
             assert reader.skeleton.output_shape is not None

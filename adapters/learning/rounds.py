@@ -24,8 +24,8 @@ from safetensors import safe_open
 from lorikeet.adapters.errors import AdapterError, HeadsError
 from lorikeet.adapters.formats import heads as served_heads
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
-from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads, expected_shapes
-from lorikeet.adapters.formats.layout import Base, Layout, served_file
+from lorikeet.adapters.formats.heads import MedusaHeads, MedusaShape, expected_shapes
+from lorikeet.adapters.formats.layout import Base, ServedLayout, served_file
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rows import HeldOut, JobRows
 from lorikeet.adapters.medusa import training
@@ -33,7 +33,7 @@ from lorikeet.adapters.medusa.texts import labels_of
 from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe
 from lorikeet.adapters.store import Store
 from lorikeet.proto.digest import base_key
-from lorikeet.proto.learning import Job, Trained, TrainerSettings
+from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob
 
 log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ class Rounds:
         with suppress(AdapterError, HeadsError, OSError, ValueError, MemoryError):
             self._facts = self._load()
 
-    def do(self, job: Job) -> Trained:
+    def do(self, job: TrainingJob) -> Trained:
         """A job. Raises Abandoned."""
         wall, cpu = time.monotonic(), time.process_time()
         try:
@@ -120,7 +120,7 @@ class Rounds:
         seconds = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
         return Trained(job.pair, **answer, **seconds)  # type: ignore[arg-type]
 
-    def _do(self, job: Job) -> dict[str, str | float | int]:
+    def _do(self, job: TrainingJob) -> dict[str, str | float | int]:
         facts = self._facts = self._facts or self._load()
         if self._changes_output(job.adapter_digest, facts.head.name):
             raise HeadsError(OWN_OUTPUT)
@@ -156,11 +156,11 @@ class Rounds:
         lr = RECIPE.lr * min(1.0, WIDTH_OF_LR / head.hidden_size)
         return _Facts(head, base, replace(RECIPE, bf16=bf16, lr=lr))
 
-    def _optimizer(self, job: Job, facts: _Facts) -> HeadsOptimizer:
+    def _optimizer(self, job: TrainingJob, facts: _Facts) -> HeadsOptimizer:
         """The pair's heads as they are, else those in use if they have the recipe's shape, else untrained ones."""
         optimizer, head = self._pairs.pop(job.pair, None), facts.head
         if optimizer is None:
-            shape = HeadsShape(RECIPE.num_heads, RECIPE.num_layers, head.hidden_size)
+            shape = MedusaShape(RECIPE.num_heads, RECIPE.num_layers, head.hidden_size)
             heads = MedusaHeads(shape)
             if job.heads_digest and (used := self._served(job.heads_digest, head)).shape == shape:
                 heads = used
@@ -191,7 +191,7 @@ class Rounds:
         digest = hashed.hexdigest()
         parsed = served_heads.ParsedHeads(heads.shape, tensors, ())
         laid_out = served_heads.lay_out_heads(parsed, 0, base.dtype)
-        file = served_file(Layout(laid_out, {}, served_heads.heads_metadata(heads.shape)), digest, base)
+        file = served_file(ServedLayout(laid_out, {}, served_heads.heads_metadata(heads.shape)), digest, base)
         self._store.add(digest, file.num_bytes, file.write)
         return digest
 
@@ -234,7 +234,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
 def _from_served(file: "safe_open", head: BaseHead) -> MedusaHeads:
     facts = json.loads((file.metadata() or {}).get("heads", "{}"))
     count, layers = int(facts["count"]), int(facts["layers"])
-    shape = HeadsShape(count, layers, head.hidden_size, None if int(facts["version"]) == 2 else head.vocab_size)
+    shape = MedusaShape(count, layers, head.hidden_size, None if int(facts["version"]) == 2 else head.vocab_size)
     heads, tensors = MedusaHeads(shape), {}
     for name in expected_shapes(shape):
         number, block, *part = name.split(".")

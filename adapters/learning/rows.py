@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.adapters.medusa.texts import NOTHING, labels_of
-from lorikeet.proto.learning import BLOCK_ROWS, Job, RowArrays, row_indices
+from lorikeet.proto.learning import BLOCK_ROWS, RowArrays, TrainingJob, row_indices
 
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 2048
 """The newest rows that are not trained on: this share, at most so many."""
@@ -31,7 +31,7 @@ class HeldOut:
 class JobRows:
     """The rows of a job, text after text."""
 
-    def __init__(self, arrays: RowArrays, job: Job, num_heads: int) -> None:
+    def __init__(self, arrays: RowArrays, job: TrainingJob, num_heads: int) -> None:
         self._arrays = arrays
         self._versions = {block.number: block.version for block in job.blocks}
         indices = row_indices(job.blocks)

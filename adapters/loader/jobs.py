@@ -18,7 +18,7 @@ from typing import Any
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.loader.workers import ForkServer, Worker, WorkerExited
+from lorikeet.adapters.loader.workers import Worker, WorkerExited, WorkerForkServer
 from lorikeet.adapters.refs import Merge, Pin, Ref, Source
 from lorikeet.adapters.sources.listed import ListedSource
 from lorikeet.adapters.sources.registry import Sources
@@ -192,7 +192,7 @@ _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
 
 @dataclass(eq=False)
-class Job:
+class LoaderJob:
     """One adapter that is being loaded, and the number of callers that wait for it."""
 
     name: str
@@ -206,7 +206,7 @@ class Job:
     worker: Worker | None = None
     restarts: bool = False
     """Its worker was killed so that another one starts over at normal priority."""
-    parts: "list[Job]" = field(default_factory=list)
+    parts: "list[LoaderJob]" = field(default_factory=list)
     """Jobs that fetch the adapters of a merge."""
     sources: tuple[str, ...] = ()
     """Where its adapters come from, as owners in the gates."""
@@ -227,17 +227,20 @@ class Job:
             self.worker.kill()
 
 
+OnJob = Callable[[LoaderJob], None]
+
+
 class Jobs:
     """All jobs of one loader."""
 
     def __init__(
-        self, store: Store, fork_server: ForkServer, sources: Sources, max_fetches: int, max_conversions: int
+        self, store: Store, fork_server: WorkerForkServer, sources: Sources, max_fetches: int, max_conversions: int
     ) -> None:
         self._store, self._fork_server, self._sources = store, fork_server, sources
         self._fetching = Gate(max_fetches, num_fast=max_fetches)
         # one at normal priority is fast enough, and more than one would slow the shards down
         self._converting = Gate(max_conversions, num_fast=1)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, LoaderJob] = {}
         self._idle: list[Worker] = []
         self._verifying: dict[str, asyncio.Task[bool]] = {}
         """By digest."""
@@ -247,19 +250,17 @@ class Jobs:
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    async def fetch(
-        self, pin: Pin, token: str | None, on_job: Callable[[Job], None], caller: str = ""
-    ) -> dict[str, Any]:
+    async def fetch(self, pin: Pin, token: str | None, on_job: OnJob, caller: str = "") -> dict[str, Any]:
         """The pin's entry, now in the store, and the tier that it came from. `caller` has its own share of the slots;
         "" is the operator. Raises AdapterError.
         """
         return await self._repeated(lambda pins: self._fetched(pins[0], token, on_job, caller), (pin,), (token,))
 
-    async def _fetched(self, pin: Pin, token: str | None, on_job: Callable[[Job], None], caller: str) -> dict[str, Any]:
+    async def _fetched(self, pin: Pin, token: str | None, on_job: OnJob, caller: str) -> dict[str, Any]:
         if (entry := self._store.of_pin(pin)) is not None and await self.verify(entry.digest):
             return self._found(entry)
         key = f"{pin.source.value} {pin.id}@{pin.revision}"
-        job = Job(pin.id, token, sources=_sources([pin]))
+        job = LoaderJob(pin.id, token, sources=_sources([pin]))
         return await self._shared(key, job, caller, on_job, lambda job: self._fetch(job, pin))
 
     async def _repeated(
@@ -305,7 +306,7 @@ class Jobs:
             size = {"num_bytes": entry.num_bytes, "num_heads": entry.num_heads}
             return {"rank": entry.rank, "modules": None, **size}
         call = {"do": "check", "pin": pin.as_dict(), "token": token}
-        job = Job(pin.id, token)
+        job = LoaderJob(pin.id, token)
         validation: dict[str, Any] = (await self._run(job, self._fetching, job.fetching, call))["validation"]
         return validation
 
@@ -313,7 +314,7 @@ class Jobs:
         self,
         merge: Merge,
         token: str | None,
-        on_job: Callable[[Job], None],
+        on_job: OnJob,
         caller: str = "",
         tokens: Sequence[str | None] | None = None,
     ) -> dict[str, Any]:
@@ -330,7 +331,7 @@ class Jobs:
         merge: Merge,
         token: str | None,
         own_tokens: tuple[str | None, ...],
-        on_job: Callable[[Job], None],
+        on_job: OnJob,
         caller: str,
     ) -> dict[str, Any]:
         known = [self._store.of_pin(pin) for pin in merge.pins]
@@ -340,10 +341,10 @@ class Jobs:
             if self._store.touch(digest) and await self.verify(digest):
                 return self._found(self._store.entry(digest))
         name = ", ".join(pin.id for pin in merge.pins)
-        job = Job(name, token, own_tokens, sources=_sources(merge.pins))
+        job = LoaderJob(name, token, own_tokens, sources=_sources(merge.pins))
         return await self._shared(f"merge {merge.as_dict()}", job, caller, on_job, lambda job: self._merge(job, merge))
 
-    def share(self, job: Job, caller: str) -> None:
+    def share(self, job: LoaderJob, caller: str) -> None:
         """Another caller waits for a job: it has the turn of the one that used less of the loader lately."""
         owners = (*([caller] if caller else []), *job.sources)
         self._fetching.share(job.fetching, owners)
@@ -351,7 +352,7 @@ class Jobs:
         for part in job.parts:
             self.share(part, caller)
 
-    def prioritize(self, job: Job) -> None:
+    def prioritize(self, job: LoaderJob) -> None:
         """Move a job ahead of the others, at normal priority, because a caller has waited long."""
         self._fetching.prioritize(job.fetching)
         self._converting.prioritize(job.converting)
@@ -381,7 +382,12 @@ class Jobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _shared(
-        self, key: str, new: Job, caller: str, on_job: Callable[[Job], None], start: Callable[[Job], Any]
+        self,
+        key: str,
+        new: LoaderJob,
+        caller: str,
+        on_job: OnJob,
+        start: Callable[[LoaderJob], Any],
     ) -> dict[str, Any]:
         """The entry from the one job of that key: `new` is started unless one is already running."""
         while True:
@@ -393,7 +399,7 @@ class Jobs:
                 await asyncio.wait({job.task})
                 continue
             if job is None:
-                job = self._jobs[key] = Job(new.name, new.token, new.tokens, sources=new.sources)
+                job = self._jobs[key] = LoaderJob(new.name, new.token, new.tokens, sources=new.sources)
                 job.own(caller)
                 job.task = asyncio.create_task(self._guarded(key, job, start))
             else:
@@ -413,7 +419,7 @@ class Jobs:
                     job.is_cancelled = True
                     job.task.cancel()
 
-    async def _guarded(self, key: str, job: Job, start: Callable[[Job], Any]) -> Any:
+    async def _guarded(self, key: str, job: LoaderJob, start: Callable[[LoaderJob], Any]) -> Any:
         try:
             return await start(job)
         except AdapterError as error:
@@ -428,7 +434,7 @@ class Jobs:
         if (refusal := self._refused.get(key)) is not None:
             raise errors.from_dict(refusal)
 
-    async def _fetch(self, job: Job, pin: Pin) -> Entry:
+    async def _fetch(self, job: LoaderJob, pin: Pin) -> Entry:
         with self._work(str(pin.as_dict())) as work:
             folder = await self._download(job, pin, work)
             try:
@@ -442,12 +448,12 @@ class Jobs:
         self._counts["source"] += 1
         return entry
 
-    async def _merge(self, job: Job, merge: Merge) -> Entry:
+    async def _merge(self, job: LoaderJob, merge: Merge) -> Entry:
         message = merge.as_dict()
         folders: list[str] = []
         with ExitStack() as works:
             for number, (pin, token) in enumerate(zip(merge.pins, job.tokens, strict=True)):
-                part = Job(pin.id, token, sources=job.sources)
+                part = LoaderJob(pin.id, token, sources=job.sources)
                 part.fetching.owners = job.fetching.owners
                 job.parts = [part]
                 if job.fetching.is_urgent:
@@ -482,14 +488,14 @@ class Jobs:
             raise
         shutil.rmtree(work, ignore_errors=True)
 
-    async def _download(self, job: Job, pin: Pin, work: Path) -> str:
+    async def _download(self, job: LoaderJob, pin: Pin, work: Path) -> str:
         """The folder on this machine with the pin's files."""
         if pin.source is Source.LOCAL:  # nothing is copied, so no worker is needed
             return str(await asyncio.to_thread(self._sources[pin.source].fetch, pin, job.token, work))
         call = {"do": "fetch", "pin": pin.as_dict(), "token": job.token, "folder": str(work)}
         return str((await self._run(job, self._fetching, job.fetching, call))["folder"])
 
-    async def _run(self, job: Job, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
+    async def _run(self, job: LoaderJob, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
         """Call a worker, and another one if the first was killed to raise the priority or ended while it was idle."""
         await gate.enter(ticket)
         began = time.monotonic()
@@ -518,7 +524,7 @@ class Jobs:
                 return worker
         return await self._fork_server.worker(steps_back=not is_fast)
 
-    async def _give_back(self, job: Job) -> None:
+    async def _give_back(self, job: LoaderJob) -> None:
         worker, job.worker = job.worker, None
         if worker is None or worker.is_ended:
             return

@@ -15,8 +15,8 @@ import structlog
 
 from lorikeet.adapters.errors import AdapterError, LoaderFailed
 from lorikeet.adapters.loader.config import LoaderConfig
-from lorikeet.adapters.loader.jobs import Job, Jobs
-from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, ForkServer
+from lorikeet.adapters.loader.jobs import Jobs, LoaderJob
+from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, WorkerForkServer
 from lorikeet.adapters.refs import Merge, Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
@@ -38,7 +38,7 @@ class Connection:
     def __init__(self, jobs: Jobs, store: Store, writer: asyncio.StreamWriter) -> None:
         self._jobs, self._store, self._writer = jobs, store, writer
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, LoaderJob] = {}
         self._urgent: set[int] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -104,7 +104,7 @@ class Connection:
     async def _answer(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
         token, caller = body.get("token"), str(body.get("caller", ""))
 
-        def on_job(job: Job) -> None:
+        def on_job(job: LoaderJob) -> None:
             self._running[number] = job
             if number in self._urgent:
                 self._jobs.prioritize(job)
@@ -168,7 +168,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     # an interrupt at the terminal reaches all processes, but the parent decides when they end
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
-    fork_server = ForkServer(config_path)
+    fork_server = WorkerForkServer(config_path)
     try:
         store = Store(config.adapter_store, config.store_bytes, await fork_server.base_key())
         await asyncio.to_thread(store.sweep)

@@ -21,7 +21,15 @@ from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed
 from lorikeet.adapters.formats import configuration, tokenizer
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton, choose_dtype
 from lorikeet.adapters.formats.changes import ModuleChange, PlannedReader, merge
-from lorikeet.adapters.formats.layout import Base, Layout, decide, lay_out, open_adapter, served_file, without_unchanged
+from lorikeet.adapters.formats.layout import (
+    Base,
+    ServedLayout,
+    decide,
+    lay_out,
+    open_adapter,
+    served_file,
+    without_unchanged,
+)
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.refs import Merge, Pin
 from lorikeet.adapters.sources.registry import Sources
@@ -153,7 +161,7 @@ class WorkerJobs:
             return self._store.entry(digest)
         return None
 
-    def _put(self, digest: str, layout: Layout) -> Entry:
+    def _put(self, digest: str, layout: ServedLayout) -> Entry:
         file = served_file(layout, digest, self._context.base)
         max_bytes = _MAX_GROWTH * self._max_bytes
         if file.num_bytes > max_bytes:

@@ -53,7 +53,7 @@ class WorkerExited(Exception):
 class Worker(Forked):
     """One process, for one job at a time."""
 
-    def __init__(self, fork_server: "ForkServer", pid: int, connection: socket.socket, steps_back: bool) -> None:
+    def __init__(self, fork_server: "WorkerForkServer", pid: int, connection: socket.socket, steps_back: bool) -> None:
         super().__init__(fork_server, pid, connection, MAX_LINE_BYTES)
         self._steps_back = steps_back
         """Whether it runs at low priority now."""
@@ -97,7 +97,7 @@ class Worker(Forked):
             await self.status()
 
 
-class ForkServer(process.ForkServer):
+class WorkerForkServer(process.ForkServer):
     """The process that forks workers."""
 
     def __init__(self, config_path: Path) -> None:

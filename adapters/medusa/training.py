@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from lorikeet.adapters.errors import HeadsError, first_line
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads, OutputHead
+from lorikeet.adapters.formats.heads import HeadsFile, MedusaHeads, MedusaShape, OutputHead
 from lorikeet.adapters.medusa import texts
 from lorikeet.adapters.medusa.target import DevicePlacement, Target, heads_folder
 from lorikeet.adapters.medusa.texts import (
@@ -125,7 +125,7 @@ class HeadsTrainer:
 
     def __init__(self, recipe: HeadsRecipe, files: HiddenFiles, target: Target) -> None:
         self.recipe = recipe
-        self.heads = MedusaHeads(HeadsShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
+        self.heads = MedusaHeads(MedusaShape(recipe.num_heads, recipe.num_layers, target.hidden_size))
         self.heads.to(target.place.device)
         self.step = 0
         self._files, self._device = files, target.place.device

@@ -29,7 +29,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterInvalid, InvalidAnswer
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources import base
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
-from lorikeet.proto.numbers import whole_number
+from lorikeet.proto.config_file import whole_number
 
 MAX_ANSWER_BYTES = 16 << 20
 MAX_FILES = 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.proto import checksum
+from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
@@ -56,10 +56,10 @@ class Store:
     def _written(self, name: str, tensors: dict[str, torch.Tensor], facts: dict[str, str]) -> Path:
         path = self.folder / f"{name}.file"
         if not path.exists():
-            save_file(tensors, path, {"format": FORMAT, checksum.FIELD: checksum.UNKNOWN, **facts})
+            save_file(tensors, path, {"format": FORMAT, CHECKSUM_FIELD: CHECKSUM_UNKNOWN, **facts})
             content = path.read_bytes()
             begin = 8 + int.from_bytes(content[:8], "little")
-            head = checksum.added(content[:begin], [memoryview(content)[begin:]])
+            head = with_checksum(content[:begin], [memoryview(content)[begin:]])
             path.write_bytes(head + content[begin:])
         return path
 

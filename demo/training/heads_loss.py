@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lorikeet.adapters.formats import heads as heads_format
-from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads
+from lorikeet.adapters.formats.heads import HeadsFile, MedusaHeads, MedusaShape
 from lorikeet.demo.data.packing import NO_LABEL, Batch
 
 
@@ -17,7 +17,7 @@ class HeadsLoss(nn.Module):
 
     def __init__(self, num_heads: int, hidden_size: int, share: float, fading: float = 0.8) -> None:
         super().__init__()
-        self.heads = MedusaHeads(HeadsShape(num_heads, 1, hidden_size))
+        self.heads = MedusaHeads(MedusaShape(num_heads, 1, hidden_size))
         self._weights = [share * fading**head for head in range(num_heads)]
 
     def forward(self, hidden: Tensor, batch: Batch, output_head: Callable[[Tensor], Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ In a conversation, /help lists the commands.
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The messages so far, and how the next one is sent."""
 
     client: Client
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(f"cannot connect to {client.url}: {error}")
     named = {"temperature": options.temperature, "max_tokens": options.max_tokens, "seed": options.seed}
     fields = {name: value for name, value in named.items() if value is not None}
-    conversation = Conversation(client, model, fields)
+    conversation = ChatSession(client, model, fields)
     conversation.restart(options.system)
     if options.message is not None:
         return _answer(conversation, sys.stdin.read() if options.message == "-" else options.message)
@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _converse(conversation: Conversation) -> int:
+def _converse(conversation: ChatSession) -> int:
     """Answer lines until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401  # edits lines and keeps their history
@@ -165,7 +165,7 @@ def _converse(conversation: Conversation) -> int:
                 _answer(conversation, line)
 
 
-def _answer(conversation: Conversation, text: str) -> int:
+def _answer(conversation: ChatSession, text: str) -> int:
     """Print one answer. Ctrl-C ends the answer, not the conversation."""
     try:
         for piece in conversation.ask(text):
@@ -179,7 +179,7 @@ def _answer(conversation: Conversation, text: str) -> int:
     return 0
 
 
-def _list(conversation: Conversation) -> None:
+def _list(conversation: ChatSession) -> None:
     try:
         print("\n".join(conversation.client.model_names()))
     except (ServerError, OSError) as error:

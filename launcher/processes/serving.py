@@ -36,7 +36,7 @@ ROWS_PER_REQUEST, MOST_ROWS = 4, 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     """Everything that is known before the first process starts."""
 
     settings: Settings
@@ -137,7 +137,7 @@ class Plan:
         return 0 if given is None else given + index
 
 
-def effective(plan: Plan) -> dict[str, Any]:
+def effective(plan: ServerPlan) -> dict[str, Any]:
     """The configuration as `--print-config` and `/info` show it."""
     return {
         "version": plan.version,
@@ -150,7 +150,7 @@ def effective(plan: Plan) -> dict[str, Any]:
     }
 
 
-def public(plan: Plan) -> dict[str, Any]:
+def public(plan: ServerPlan) -> dict[str, Any]:
     """The same without what tells about this machine: of texts only those that are choices."""
     values = effective(plan)
     flags = {
@@ -170,7 +170,7 @@ def _shown(model: ModelFolder) -> dict[str, Any]:
     return {"id": model.id, "path": str(model.path), "sha": model.sha}
 
 
-def shard_fields(plan: Plan, index: int = 0) -> dict[str, Any]:
+def shard_fields(plan: ServerPlan, index: int = 0) -> dict[str, Any]:
     """A shard's configuration. Replicas and ranks on a CPU share its memory and cores."""
     settings = plan.settings
     num_sharing = max(1, plan.num_replicas) * plan.num_ranks if plan.device == "cpu" else 1
@@ -208,7 +208,7 @@ def _threads(num_sharing: int) -> int | None:
     return max(1, cores // num_sharing)
 
 
-def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
+def ray_fields(plan: ServerPlan, hidden: Sequence[str]) -> dict[str, Any]:
     """The configuration of `ray_engine`. `hidden`: environment variables that are not passed to shards."""
     settings = plan.settings
     shard = shard_fields(plan)
@@ -232,7 +232,7 @@ def ray_fields(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def loader_fields(plan: Plan) -> dict[str, Any]:
+def loader_fields(plan: ServerPlan) -> dict[str, Any]:
     """The configuration of the adapter loader."""
     return plan.settings.fields(LOADER) | {
         "socket": plan.loader_address,
@@ -245,14 +245,14 @@ def loader_fields(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _shard_addresses(plan: Plan) -> list[str]:
+def _shard_addresses(plan: ServerPlan) -> list[str]:
     """Addresses of the router's shards."""
     if plan.is_on_ray:
         return [f"file:{plan.ray_addresses}"]
     return list(plan.settings["shard-address"]) or [plan.shard_address(index) for index in range(plan.num_replicas)]
 
 
-def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
+def router_fields(plan: ServerPlan, listen_fd: int | None = None) -> dict[str, Any]:
     """The router's configuration; `listen_fd` is the socket that it inherits."""
     return plan.settings.fields(ROUTER) | {
         "model_id": plan.model.name,
@@ -283,7 +283,7 @@ def router_fields(plan: Plan, listen_fd: int | None = None) -> dict[str, Any]:
     }
 
 
-def router_secrets(plan: Plan) -> bytes:
+def router_secrets(plan: ServerPlan) -> bytes:
     """What the router reads from its standard input: neither files nor environments of processes hold it."""
     return json.dumps({"hub_token": plan.adapters.hub_token, "request_logger_url": plan.usage.url}).encode()
 
@@ -311,7 +311,7 @@ _SECRETS = (
 )
 
 
-def serve(plan: Plan, signals: Signals, log: logging.Logger) -> int:
+def serve(plan: ServerPlan, signals: Signals, log: logging.Logger) -> int:
     """Start everything and keep it running; the exit code. Raises LauncherError."""
     if not plan.has_router:
         address = Address.parse(plan.settings["shard-listen"])
@@ -346,7 +346,7 @@ def exposed_secrets(settings: Settings) -> list[str]:
     return found
 
 
-def _run(plan: Plan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
+def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
     for sentence in exposed_secrets(plan.settings):
         log.warning("secret_exposed: %s", sentence)
     if plan.adapters.warning:
@@ -374,14 +374,14 @@ def _run(plan: Plan, address: Address, processes: Processes, signals: Signals, l
     return supervisor.run(signals, when_ready)
 
 
-def _environment(plan: Plan) -> Mapping[str, str]:
+def _environment(plan: ServerPlan) -> Mapping[str, str]:
     environment = environment_of_children({name: text for name, text in os.environ.items() if name not in _SECRETS})
     if plan.settings["json-output"] or not sys.stderr.isatty():
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a log file would get a line per refresh
     return environment
 
 
-def _shard_starts(plan: Plan) -> list[ShardStart]:
+def _shard_starts(plan: ServerPlan) -> list[ShardStart]:
     if plan.is_on_ray:
         return [_ray(plan)]
     found = []
@@ -394,7 +394,7 @@ def _shard_starts(plan: Plan) -> list[ShardStart]:
     return found
 
 
-def _ray(plan: Plan) -> ShardStart:
+def _ray(plan: ServerPlan) -> ShardStart:
     """The process that starts all shards on Ray."""
     assert plan.secret_path is not None
     if plan.settings["shard-secret-file"] is None:
@@ -406,7 +406,7 @@ def _ray(plan: Plan) -> ShardStart:
     return ShardStart(start, plan.shard_files(0))
 
 
-def _router(plan: Plan, bound: socket.socket) -> functools.partial[Child]:
+def _router(plan: ServerPlan, bound: socket.socket) -> functools.partial[Child]:
     path = write(plan.folder / "router.json", router_fields(plan, bound.fileno()))
     return functools.partial(
         Child,
@@ -420,7 +420,7 @@ def _router(plan: Plan, bound: socket.socket) -> functools.partial[Child]:
     )
 
 
-def _loader(plan: Plan) -> functools.partial[Child]:
+def _loader(plan: ServerPlan) -> functools.partial[Child]:
     path = write(plan.folder / "loader.json", loader_fields(plan))
     failure = plan.failure_file("loader")
     return functools.partial(
@@ -436,7 +436,7 @@ _POOLED_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
 """Path and body of a request to try, by the task of a model without text."""
 
 
-def _try_it(plan: Plan, address: Address) -> str:
+def _try_it(plan: ServerPlan, address: Address) -> str:
     """A request to try; for the built-in demo model with an adapter and speculation."""
     wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
     if adapters.is_family(plan.settings):
@@ -463,13 +463,13 @@ def _try_it(plan: Plan, address: Address) -> str:
     )
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: ServerPlan) -> str:
     """The model's name in answers."""
     names = plan.settings["served-model-name"]
     return names[0] if names else plan.model.name
 
 
-def _is_chat(plan: Plan) -> bool:
+def _is_chat(plan: ServerPlan) -> bool:
     return plan.settings["chat-template"] is not None or model.has_chat_template(plan.model.path)
 
 

@@ -10,7 +10,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lorikeet.proto.numbers import whole_number
+from lorikeet.proto.config_file import whole_number
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from lorikeet.proto.numbers import whole_number
+from lorikeet.proto.config_file import whole_number
 from lorikeet.proto.process import return_freed_memory
 from lorikeet.router.errors import (
     BadContentEncoding,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorikeet.proto import checksum
+from lorikeet.proto import digest
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.adapters.loading import (
     NICENESS,
@@ -73,9 +73,9 @@ class CheckedFiles(AdapterFiles):
     def _begin(self, content: mmap.mmap) -> Callable[[], bool]:
         """Starts to compare; the result waits for all of it."""
         view, begin = memoryview(content), header_end(content)
-        pieces = (view[at : at + checksum.PIECE] for at in range(begin, len(view), checksum.PIECE))
-        digests = self._threads.map(checksum.of_piece, pieces)
-        return lambda: checksum.matches_pieces(content[:begin], list(digests))
+        pieces = (view[at : at + digest.PIECE_BYTES] for at in range(begin, len(view), digest.PIECE_BYTES))
+        digests = self._threads.map(digest.of_piece, pieces)
+        return lambda: digest.matches_pieces(content[:begin], list(digests))
 
 
 def _step_back() -> None:

@@ -12,9 +12,9 @@ import structlog
 import torch
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Job, Trained
+from lorikeet.proto.learning import Trained, TrainingJob
 from lorikeet.shard.learning.pairs import Acceptance, CollectedRows, LearnedPair
-from lorikeet.shard.learning.records import Decision, Record, Records
+from lorikeet.shard.learning.records import HeadsDecision, Record, Records
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -151,7 +151,7 @@ class Learning:
         pair.trained = self._num_jobs
         blocks = self.rings.blocks(pair.pair)[-MOST_BLOCKS:]
         num_new, pair.num_new = pair.num_new, 0
-        self.trainer.train(Job(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
+        self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
 
     def totals(self) -> pb.LearningTotals:
         """Since the shard's start."""
@@ -301,6 +301,6 @@ class Learning:
 
     def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
         found = about.heads_digest, about.tokens_per_step, about.tokens_per_step_before, about.num_rows, about.seconds
-        pair.decisions.append(Decision(time.time(), decision, reason, *found))
+        pair.decisions.append(HeadsDecision(time.time(), decision, reason, *found))
         self._records.write(pair.record())
         log.info("learning_decision", decision=decision, reason=reason, adapter=pair.pair[1][:16])

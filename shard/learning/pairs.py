@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lorikeet.shard.learning.records import Decision, Record
+from lorikeet.shard.learning.records import HeadsDecision, Record
 from lorikeet.shard.learning.rings import Pair
 
 MIN_ROWS = 2048
@@ -59,7 +59,7 @@ class LearnedPair:
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_below: int = 0
     """Steps in a row with a lower acceptance than that."""
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
+    decisions: deque[HeadsDecision] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
 
     @property
     def heads(self) -> str:

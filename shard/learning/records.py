@@ -28,7 +28,7 @@ MOST_FILES = 4096
 
 
 @dataclass(frozen=True)
-class Decision:
+class HeadsDecision:
     """What became of trained heads, and why. Tokens per step are those of a replay of the newest outputs."""
 
     time: float
@@ -55,7 +55,7 @@ class Record:
     replaced: str
     """Heads that drafted before them. They may be the given heads."""
     replaced_acceptance: float
-    decisions: tuple[Decision, ...]
+    decisions: tuple[HeadsDecision, ...]
 
     @property
     def heads(self) -> set[str]:
@@ -134,7 +134,7 @@ class Records:
             if values.pop("base") != self._base:
                 return None
             tenant, adapter = values["pair"]
-            decisions = tuple(Decision(**each) for each in values["decisions"])
+            decisions = tuple(HeadsDecision(**each) for each in values["decisions"])
             return Record(**values | {"pair": (tenant, adapter), "decisions": decisions})
         except (OSError, ValueError, KeyError, TypeError) as failure:
             log.warning("learning_record_not_read", file=path.name, reason=str(failure))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.proto.learning import BLOCK_ROWS, Block, RowsLayout
+from lorikeet.proto.learning import BLOCK_ROWS, RowBlock, RowsLayout
 
 Pair = tuple[str, str]
 """The tenant, and the digest of the adapter."""
@@ -81,14 +81,14 @@ class Rings:
             ring.num_last += taken
             first += taken
 
-    def blocks(self, pair: Pair) -> tuple[Block, ...]:
+    def blocks(self, pair: Pair) -> tuple[RowBlock, ...]:
         """The blocks of a pair, oldest first."""
         ring = self._rings.get(pair)
         if ring is None:
             return ()
         sizes = [BLOCK_ROWS] * (len(ring.blocks) - 1) + [ring.num_last]
         versions = self._arrays.versions[list(ring.blocks)].tolist()
-        return tuple(map(Block, ring.blocks, versions, sizes))
+        return tuple(map(RowBlock, ring.blocks, versions, sizes))
 
     def clear(self) -> None:
         """Delete all rows, from the memory too."""

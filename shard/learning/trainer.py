@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from lorikeet.proto.learning import Job, Trained, TrainerSettings, read_trained, write_line
+from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob, read_trained, write_line
 from lorikeet.proto.process import python
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ class Trainer:
         self._cpus = os.sched_getaffinity(0)
         """Before the shard's threads were bound to one each."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._job: Job | None = None
+        self._job: TrainingJob | None = None
         self._started = 0.0
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class Trainer:
             if self._process is None:
                 self._start()
 
-    def train(self, job: Job) -> None:
+    def train(self, job: TrainingJob) -> None:
         """Start a job; none may run. Its line fits the pipe's buffer, so this never waits."""
         with self._lock:
             assert self._job is None

@@ -91,26 +91,26 @@ def make_reader(base: Path) -> tuple[PlannedReader, layout.Base]:
     return PlannedReader(skeleton), facts
 
 
-def lay_out(reader: PlannedReader, facts: layout.Base, folder: Path) -> layout.Layout:
+def lay_out(reader: PlannedReader, facts: layout.Base, folder: Path) -> layout.ServedLayout:
     """The served layout of the adapter in `folder`."""
     values = configuration.parse(weight_files.read_small(folder / "adapter_config.json"))
     with weight_files.opened(folder, LIMIT) as opened:
         return detached(layout.lay_out(layout.decide(reader.read(values, opened), facts), facts))
 
 
-def detached(found: layout.Layout) -> layout.Layout:
+def detached(found: layout.ServedLayout) -> layout.ServedLayout:
     """The same without the mapped file."""
-    return layout.Layout({name: tensor.clone() for name, tensor in found.tensors.items()}, found.modules)
+    return layout.ServedLayout({name: tensor.clone() for name, tensor in found.tensors.items()}, found.modules)
 
 
-def read_served(path: Path) -> layout.Layout:
+def read_served(path: Path) -> layout.ServedLayout:
     """The served layout in a file."""
     with safe_open(path, framework="pt") as file:
         modules: dict[str, dict[str, Any]] = json.loads(file.metadata()["modules"])
-        return layout.Layout({name: file.get_tensor(name) for name in file.keys()}, modules)  # noqa: SIM118
+        return layout.ServedLayout({name: file.get_tensor(name) for name in file.keys()}, modules)  # noqa: SIM118
 
 
-def of_layout(base: Path, served: layout.Layout) -> torch.Tensor:
+def of_layout(base: Path, served: layout.ServedLayout) -> torch.Tensor:
     """What the base computes with a served layout."""
     model = load_base(base)
     with applied(model, served):
@@ -118,7 +118,7 @@ def of_layout(base: Path, served: layout.Layout) -> torch.Tensor:
 
 
 @contextmanager
-def applied(model: Any, served: layout.Layout) -> Iterator[None]:
+def applied(model: Any, served: layout.ServedLayout) -> Iterator[None]:
     """Inside, `model` computes with the adapter."""
     hooks = []
     named = dict(model.named_modules())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lorikeet.adapters import check
 from lorikeet.adapters.formats import heads as heads_files
-from lorikeet.adapters.formats.heads import HeadsShape
+from lorikeet.adapters.formats.heads import MedusaShape
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.medusa import small
@@ -127,12 +127,12 @@ def test_a_bin_file_is_not_read(world: World, capsys: pytest.CaptureFixture[str]
 def test_heads_are_validated_alone_and_with_a_lora(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     alone, joined, other = world.root / "heads", world.copy("joined"), world.root / "other-heads"
     names = ["heads", "joined", "other-heads", "pickled-heads"]
-    heads_files.write(alone, small.heads(HeadsShape(3, 1, 64)))
-    heads_files.write(joined, small.heads(HeadsShape(2, 1, 64, tiny.VOCAB)))
-    heads_files.write(other, small.heads(HeadsShape(3, 1, 32)))
+    heads_files.write(alone, small.heads(MedusaShape(3, 1, 64)))
+    heads_files.write(joined, small.heads(MedusaShape(2, 1, 64, tiny.VOCAB)))
+    heads_files.write(other, small.heads(MedusaShape(3, 1, 32)))
     (joined / "config.json").write_text('{"medusa_num_heads": 5}')
     (world.root / "pickled-heads").mkdir()
-    torch.save(small.heads(HeadsShape(1, 1, 64)).tensors, world.root / "pickled-heads" / "medusa_lm_head.pt")
+    torch.save(small.heads(MedusaShape(1, 1, 64)).tensors, world.root / "pickled-heads" / "medusa_lm_head.pt")
     code, rows = world.check({name: local(name) for name in names}, capsys)
     assert code == 1 and [rows[name]["state"] for name in names] == ["served", "served", "refused", "unseen"]
     assert [(row["heads"], row["rank"], row["modules"]) for row in rows.values()][:2] == [(3, 0, 0), (2, 4, 3)]

@@ -16,7 +16,7 @@ from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats.tokenizer import Tokenizers
 from lorikeet.adapters.refs import Merge, Pin, Source
 from lorikeet.adapters.sources.base import FileHead
-from lorikeet.proto.numbers import is_number, whole_number
+from lorikeet.proto.config_file import is_number, whole_number
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.hostile import CONFIG, WEIGHTS

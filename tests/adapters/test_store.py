@@ -17,7 +17,7 @@ from lorikeet.adapters.errors import AdapterTooLarge, LoaderFailed, StoreFull
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin, Source
 from lorikeet.adapters.store import RECENT_S, Entry, Store
-from lorikeet.proto import checksum
+from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 
 BASE = ("base", "weights", "float32")
 ROOT = Path(__file__).parents[2]
@@ -30,8 +30,8 @@ def digest(number: int) -> str:
 def content(num_values: int = 256, base: tuple[str, str, str] = BASE) -> bytes:
     metadata = {"base": base[0], "weights": base[1], "dtype": base[2], "rank": "4", "modules": "{}"}
     values = memoryview(bytes(4 * num_values))
-    head, _ = header.compose({"x": ("F32", (num_values,))}, {**metadata, checksum.FIELD: checksum.UNKNOWN})
-    return checksum.added(head, [values]) + values
+    head, _ = header.compose({"x": ("F32", (num_values,))}, {**metadata, CHECKSUM_FIELD: CHECKSUM_UNKNOWN})
+    return with_checksum(head, [values]) + values
 
 
 def add(store: Store, number: int, num_values: int = 256, base: tuple[str, str, str] = BASE) -> int:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape
+from lorikeet.adapters.formats.heads import HeadsFile, MedusaShape
 from lorikeet.launcher import Client, launch
 from lorikeet.launcher.cli.client import Answer, ServerError
 from tests.e2e.launched import ROOT
@@ -50,10 +50,10 @@ def heads_like(num_heads: int, version: int = 2) -> HeadsFile:
         for part in ("weight", "bias"):
             tensors[f"{head}.0.linear.{part}"] = found.tensors[f"{head % 3}.0.linear.{part}"].clone()
     if version == 2:
-        return HeadsFile(HeadsShape(num_heads, 1, found.shape.hidden_size), tensors)
+        return HeadsFile(MedusaShape(num_heads, 1, found.shape.hidden_size), tensors)
     matrix = load_file(DEMO / "base" / "model.safetensors")["model.embed_tokens.weight"]  # the output head's too
     tensors |= {f"{head}.1.weight": matrix.clone() for head in range(num_heads)}
-    return HeadsFile(HeadsShape(num_heads, 1, found.shape.hidden_size, matrix.shape[0]), tensors)
+    return HeadsFile(MedusaShape(num_heads, 1, found.shape.hidden_size, matrix.shape[0]), tensors)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.write(folder / "one", heads_like(1))
     files.write(folder / "five", heads_like(5))
     files.write(folder / "version-1", heads_like(3, version=1))
-    narrow = {name: torch.zeros(size) for name, size in files.expected_shapes(HeadsShape(1, 1, 32)).items()}
-    files.write(folder / "narrow", HeadsFile(HeadsShape(1, 1, 32), narrow))
+    narrow = {name: torch.zeros(size) for name, size in files.expected_shapes(MedusaShape(1, 1, 32)).items()}
+    files.write(folder / "narrow", HeadsFile(MedusaShape(1, 1, 32), narrow))
     return folder
 
 

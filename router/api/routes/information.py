@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from lorikeet.adapters.refs import Ref
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.config_file import whole_number
 from lorikeet.proto.draft_sources import BY_VALUE
-from lorikeet.proto.numbers import whole_number
 from lorikeet.proto.params import MAX_ALTERNATIVES, Pooling
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed

@@ -281,7 +281,7 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
         "none.A": torch.zeros(0, 4).bfloat16(),
         "one.magnitude": torch.randn(1),
     }
-    made = layout.Layout(tensors, {"a": {"kind": "linear", "rank": 5}}, {"count": 2, "version": 2, "layers": 1})
+    made = layout.ServedLayout(tensors, {"a": {"kind": "linear", "rank": 5}}, {"count": 2, "version": 2, "layers": 1})
     facts = layout.Base("b" * 64, "w" * 64, torch.bfloat16, frozenset(), values=None)  # type: ignore[arg-type]
     with (tmp_path / "ours").open("wb") as file:
         layout.served_file(made, "d" * 64, facts).write(file)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, AdapterTooLarge, NotServed
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats import layout
-from lorikeet.adapters.formats.heads import HeadsShape, resized
-from lorikeet.adapters.formats.layout import Layout
+from lorikeet.adapters.formats.heads import MedusaShape, resized
+from lorikeet.adapters.formats.layout import ServedLayout
 from lorikeet.adapters.sources.base import choose, find_heads
 from lorikeet.adapters.store import Entry, Store
 from tests import tiny
@@ -25,10 +25,10 @@ from tests.adapters.medusa import small
 
 NAN = torch.full((64, 64), float("nan"))
 SHAPES = [
-    HeadsShape(3, 1, 64),
-    HeadsShape(2, 2, 64),
-    HeadsShape(5, 1, 64, tiny.VOCAB),
-    HeadsShape(2, 0, 64, tiny.VOCAB),
+    MedusaShape(3, 1, 64),
+    MedusaShape(2, 2, 64),
+    MedusaShape(5, 1, 64, tiny.VOCAB),
+    MedusaShape(2, 0, 64, tiny.VOCAB),
 ]
 
 
@@ -40,11 +40,11 @@ class Base:
         self.reader, facts = making.make_reader(self.folder)
         self.facts = replace(facts, kinds=facts.kinds | {"heads"})
 
-    def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[Layout, tuple[str, ...]]:
+    def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[ServedLayout, tuple[str, ...]]:
         with layout.open_adapter(folder, limit) as opened:
             served, found = opened.lay_out(self.reader, self.facts)
             tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
-            return Layout(tensors, found.modules, found.heads), served.warnings
+            return ServedLayout(tensors, found.modules, found.heads), served.warnings
 
     def digest(self, folder: Path) -> str:
         with layout.open_adapter(folder, making.LIMIT) as opened:
@@ -63,7 +63,7 @@ def lora(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_head_of_a_file_is_laid_out(base: Base, tmp_path: Path, shape: HeadsShape) -> None:
+def test_every_head_of_a_file_is_laid_out(base: Base, tmp_path: Path, shape: MedusaShape) -> None:
     heads = small.heads(shape)
     files.write(tmp_path, heads)
     found, warnings = base.lay_out(tmp_path)
@@ -104,7 +104,7 @@ def test_the_digest_of_an_adapter_without_heads_is_unchanged(base: Base, lora: P
 
 @pytest.mark.parametrize("num_rows", [tiny.VOCAB - 5, tiny.VOCAB + 7])
 def test_output_matrices_are_resized_to_the_vocabulary(base: Base, tmp_path: Path, num_rows: int) -> None:
-    heads = small.heads(HeadsShape(2, 1, 64, num_rows))
+    heads = small.heads(MedusaShape(2, 1, 64, num_rows))
     files.write(tmp_path, heads)
     found, warnings = base.lay_out(tmp_path)
     output, whole = found.tensors["heads.1.output"], heads.tensors["1.1.weight"]
@@ -185,7 +185,7 @@ def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 
 
 def thin(num_heads: int) -> Callable[[Path], object]:
-    return lambda file: save_file(small.heads(HeadsShape(num_heads, 1, 64)).tensors, file)
+    return lambda file: save_file(small.heads(MedusaShape(num_heads, 1, 64)).tensors, file)
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], type[AdapterError], str]] = {
@@ -198,7 +198,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[AdapterError], str]] = {
     "a head without number": (put("99999999.0.linear.weight", torch.ones(64, 64)), AdapterInvalid, "more heads"),
     "a block without number": (put("0.99999999.linear.weight", torch.ones(64, 64)), AdapterInvalid, "more heads"),
     "another hidden size": (
-        lambda file: save_file(small.heads(HeadsShape(3, 1, 32)).tensors, file),
+        lambda file: save_file(small.heads(MedusaShape(3, 1, 32)).tensors, file),
         AdapterInvalid,
         "another base.*rows of 32, the base has 64",
     ),
@@ -210,12 +210,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[AdapterError], str]] = {
     "a vector for a matrix": (put("0.0.linear.weight", torch.ones(64)), AdapterInvalid, "as a matrix"),
     "an output matrix of one head": (put("1.1.weight", torch.ones(320, 64)), AdapterInvalid, "does not belong"),
     "no rows": (
-        lambda file: save_file(small.heads(HeadsShape(2, 1, 64, 0)).tensors, file),
+        lambda file: save_file(small.heads(MedusaShape(2, 1, 64, 0)).tensors, file),
         AdapterInvalid,
         "have no rows",
     ),
     "few rows": (
-        lambda file: save_file(small.heads(HeadsShape(32, 0, 64, tiny.VOCAB // 2 - 1)).tensors, file),
+        lambda file: save_file(small.heads(MedusaShape(32, 0, 64, tiny.VOCAB // 2 - 1)).tensors, file),
         AdapterInvalid,
         "another base.*have 159 rows, the base's vocabulary 320",
     ),

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters.errors import HeadsError
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, HeadsShape
+from lorikeet.adapters.formats.heads import HEADS_CONFIG, HEADS_FILE, PICKLED_FILE, MedusaShape
 from tests.adapters.medusa import small
 
-SHAPES = [HeadsShape(3, 1, 8), HeadsShape(2, 2, 8), HeadsShape(2, 1, 8, 20), HeadsShape(4, 0, 8, 20)]
+SHAPES = [MedusaShape(3, 1, 8), MedusaShape(2, 2, 8), MedusaShape(2, 1, 8, 20), MedusaShape(4, 0, 8, 20)]
 
 
 def quiet(sentence: str) -> None:
@@ -22,7 +22,7 @@ def quiet(sentence: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_written_heads_are_read_back(tmp_path: Path, shape: HeadsShape) -> None:
+def test_written_heads_are_read_back(tmp_path: Path, shape: MedusaShape) -> None:
     heads = small.heads(shape)
     files.write(tmp_path, heads)
     again = files.read(tmp_path, quiet)
@@ -33,7 +33,7 @@ def test_written_heads_are_read_back(tmp_path: Path, shape: HeadsShape) -> None:
 
 
 def test_a_written_file_has_the_names_that_servers_expect(tmp_path: Path) -> None:
-    files.write(tmp_path, small.heads(HeadsShape(3, 1, 8)))
+    files.write(tmp_path, small.heads(MedusaShape(3, 1, 8)))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {
         "base_model_name_or_path": "tiny/base",
@@ -65,15 +65,15 @@ def test_a_written_file_has_the_names_that_servers_expect(tmp_path: Path) -> Non
 def test_the_tensors_take_precedence_over_the_configuration(
     tmp_path: Path, stated: dict[str, object], said: str | None
 ) -> None:
-    files.write(tmp_path, small.heads(HeadsShape(5, 1, 8, 20)))
+    files.write(tmp_path, small.heads(MedusaShape(5, 1, 8, 20)))
     (tmp_path / HEADS_CONFIG).write_text(json.dumps(stated))
     lines, warn = small.recorder()
-    assert files.read(tmp_path, warn).shape == HeadsShape(5, 1, 8, 20)
+    assert files.read(tmp_path, warn).shape == MedusaShape(5, 1, 8, 20)
     assert (said is None and not lines) or (len(lines) == 1 and said is not None and said in lines[0])
 
 
 def test_heads_are_found_under_another_file_name_but_not_in_a_lora_file(tmp_path: Path) -> None:
-    heads = small.heads(HeadsShape(2, 1, 8))
+    heads = small.heads(MedusaShape(2, 1, 8))
     save_file({"base_model.q.lora_A.weight": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(HeadsError, match=r"holds no Medusa heads: there is no medusa_lm_head\.safetensors"):
         files.read(tmp_path, quiet)
@@ -82,7 +82,7 @@ def test_heads_are_found_under_another_file_name_but_not_in_a_lora_file(tmp_path
 
 
 def test_ignored_tensors_are_named(tmp_path: Path) -> None:
-    heads = small.heads(HeadsShape(2, 1, 8))
+    heads = small.heads(MedusaShape(2, 1, 8))
     files.write(tmp_path, heads)
     save_file({**heads.tensors, "lm_head.weight": torch.ones(2)}, tmp_path / HEADS_FILE)
     lines, warn = small.recorder()
@@ -109,7 +109,7 @@ Change = Callable[[dict[str, torch.Tensor]], object]
     ],
 )
 def test_broken_heads_are_rejected_with_the_name_of_the_tensor(tmp_path: Path, change: Change, sentence: str) -> None:
-    tensors = small.heads(HeadsShape(3, 1, 8)).tensors
+    tensors = small.heads(MedusaShape(3, 1, 8)).tensors
     change(tensors)
     save_file(tensors, tmp_path / HEADS_FILE)
     with pytest.raises(HeadsError, match=sentence):
@@ -117,7 +117,7 @@ def test_broken_heads_are_rejected_with_the_name_of_the_tensor(tmp_path: Path, c
 
 
 def test_a_truncated_file_and_a_folder_without_heads_are_rejected(tmp_path: Path) -> None:
-    files.write(tmp_path, small.heads(HeadsShape(1, 1, 8)))
+    files.write(tmp_path, small.heads(MedusaShape(1, 1, 8)))
     whole = (tmp_path / HEADS_FILE).read_bytes()
     (tmp_path / HEADS_FILE).write_bytes(whole[:50])
     with pytest.raises(HeadsError, match="not a complete safetensors file"):
@@ -137,7 +137,7 @@ class _Runs:
 
 
 def test_a_pickle_is_read_without_running_code(tmp_path: Path) -> None:
-    heads = small.heads(HeadsShape(2, 1, 8, 20))
+    heads = small.heads(MedusaShape(2, 1, 8, 20))
     torch.save(heads.tensors, tmp_path / PICKLED_FILE)
     assert files.read(tmp_path, quiet).shape == heads.shape
     trace = tmp_path / "trace"
@@ -156,7 +156,7 @@ def test_joining_copies_the_adapter_to_the_heads(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     (adapter / "README.md").write_text("not needed")
-    files.write(out, small.heads(HeadsShape(1, 1, 8)))
+    files.write(out, small.heads(MedusaShape(1, 1, 8)))
     files.join(out, adapter)
     assert sorted(path.name for path in out.iterdir()) == [
         "adapter_config.json",

@@ -44,7 +44,7 @@ class World:
         pins = [Pin(Source.LOCAL, name, "r").as_dict() for name in names]
         return Merge.from_dict({"pins": pins, "weights": weights, "strategy": strategy, "density": density, **more})
 
-    def merged(self, wanted: Merge, digest: str = DIGEST) -> layout.Layout:
+    def merged(self, wanted: Merge, digest: str = DIGEST) -> layout.ServedLayout:
         parts = []
         for pin in wanted.pins:
             values = configuration.parse(weight_files.read_small(self.folder / pin.id / "adapter_config.json"))

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsShape
+from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.listed import LocalSource
@@ -124,7 +124,7 @@ def test_a_stored_file_has_metadata(world: World, caller: Caller) -> None:
 
 
 def test_heads_are_counted_alone_and_with_a_lora(world: World, caller: Caller) -> None:
-    heads = small.heads(HeadsShape(3, 1, 64))
+    heads = small.heads(MedusaShape(3, 1, 64))
     files.write(world.roots / "heads", heads)
     files.write(world.roots / "joined", heads)
     files.join(world.roots / "joined", world.roots / "a0")
@@ -143,7 +143,7 @@ def test_heads_are_counted_alone_and_with_a_lora(world: World, caller: Caller) -
         assert found["num_heads"] == 3 and found["rank"] == rank
     merged = caller.call(merge={"pins": [world.pin("a0"), world.pin("joined")], "weights": [1, 1]})
     assert merged["error"]["status"] == 422 and "Medusa heads" in merged["error"]["message"]
-    files.write(world.roots / "narrow", small.heads(HeadsShape(3, 1, 32)))
+    files.write(world.roots / "narrow", small.heads(MedusaShape(3, 1, 32)))
     for question in ("fetch", "check"):
         error = caller.call(**{question: world.pin("narrow")})["error"]
         assert error["status"] == 422 and "narrow cannot be served: made for another base" in error["message"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.adapters.loader.workers import ForkServer
+from lorikeet.adapters.loader.workers import WorkerForkServer
 
 
 def test_a_worker_whose_caller_is_cancelled_while_it_is_forked_is_ended() -> None:
@@ -29,14 +29,14 @@ def test_a_worker_whose_caller_is_cancelled_while_it_is_forked_is_ended() -> Non
 
         forking = threading.Thread(target=fork)
         forking.start()
-        server = ForkServer(Path("none"))
+        server = WorkerForkServer(Path("none"))
         server._control = ours
         asyncio.run(cancelled(server, may_fork))
         forking.join()
         assert process.returncode == -9
 
 
-async def cancelled(server: ForkServer, may_fork: threading.Event) -> None:
+async def cancelled(server: WorkerForkServer, may_fork: threading.Event) -> None:
     """Ask for a worker, and leave before it is there."""
     call = asyncio.create_task(server.worker(steps_back=False))
     await asyncio.sleep(0.1)

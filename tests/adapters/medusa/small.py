@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape
+from lorikeet.adapters.formats.heads import HeadsFile, MedusaShape
 from lorikeet.adapters.medusa.target import DevicePlacement, Target
 from lorikeet.adapters.medusa.texts import Text
 from tests import tiny
@@ -33,7 +33,7 @@ def lora(base_folder: Path, folder: Path, targets: tuple[str, ...] = ("q_proj", 
     return folder
 
 
-def heads(shape: HeadsShape, seed: int = 0, scale: float = 0.1) -> HeadsFile:
+def heads(shape: MedusaShape, seed: int = 0, scale: float = 0.1) -> HeadsFile:
     """Random ones."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {

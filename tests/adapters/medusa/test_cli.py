@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsShape
+from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.adapters.medusa.cli import main
 from tests.adapters.medusa import small
 
@@ -162,7 +162,7 @@ def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> 
         "config.json",
         "medusa_lm_head.safetensors",
     ]
-    assert files.read(out, print).shape == HeadsShape(2, 1, 64)
+    assert files.read(out, print).shape == MedusaShape(2, 1, 64)
     second = last(run(models, *TRAIN, *quick, *adapter, "--out", str(tmp_path / "two")))
     assert second["heads_sha256"] == first["heads_sha256"]
     assert (out / "medusa_lm_head.safetensors").read_bytes() == (
@@ -180,7 +180,7 @@ def test_heads_are_trained_joined_and_measured(models: Path, tmp_path: Path) -> 
 def test_heads_of_another_size_are_rejected_with_the_reason(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files.write(models / "big", small.heads(HeadsShape(2, 1, 96)))
+    files.write(models / "big", small.heads(MedusaShape(2, 1, 96)))
     monkeypatch.chdir(models)
     assert main(["eval", "--model-id", "base", "--heads", "big", "--prompts", "prompts.txt", "--device", "cpu"]) == 2
     reason = "the heads big do not fit the base base: they are made for hidden size 96, the base has 64"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads
+from lorikeet.adapters.formats.heads import MedusaHeads, MedusaShape
 from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.target import Target
 from lorikeet.adapters.medusa.texts import Text
@@ -47,7 +47,7 @@ def live(target: Target, heads: MedusaHeads, text: Text) -> tuple[int, int, list
 def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
     target = small.target(small.base(tmp_path / "base"))
     texts = small.texts(target, num_tokens=20)
-    heads = MedusaHeads.of(small.heads(HeadsShape(3, 1, target.hidden_size), scale=0.02))
+    heads = MedusaHeads.of(small.heads(MedusaShape(3, 1, target.hidden_size), scale=0.02))
     counted = [live(target, heads, text) for text in texts]
     assert [tuple(output) for _, _, output in counted] == [text.output_ids for text in texts]
     found = training.measure(target, heads, texts)
@@ -61,7 +61,7 @@ def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
 def test_top1_is_each_heads_share_of_right_positions(tmp_path: Path) -> None:
     target = small.target(small.base(tmp_path / "base"))
     texts = small.texts(target, num_tokens=15)
-    heads = MedusaHeads.of(small.heads(HeadsShape(2, 1, target.hidden_size), scale=0.02))
+    heads = MedusaHeads.of(small.heads(MedusaShape(2, 1, target.hidden_size), scale=0.02))
     right, places = [0, 0], [0, 0]
     for text in texts:
         whole = [*text.prompt_ids, *text.output_ids]
@@ -78,7 +78,7 @@ def test_text_of_another_model_lowers_the_greedy_agreement(tmp_path: Path) -> No
     target = small.target(small.base(tmp_path / "base"))
     text = small.texts(target, num_tokens=10)[0]
     changed = Text(text.prompt_ids, (*text.output_ids[:9], (text.output_ids[9] + 1) % 300))
-    heads = MedusaHeads(HeadsShape(1, 1, target.hidden_size))
+    heads = MedusaHeads(MedusaShape(1, 1, target.hidden_size))
     assert training.measure(target, heads, [changed]).greedy_agreement == 0.9
 
 

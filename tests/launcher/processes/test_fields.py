@@ -25,10 +25,10 @@ from lorikeet.launcher.processes.supervisor import Address
 from lorikeet.router.config import RouterConfig
 from lorikeet.shard.config import ShardConfig
 
-Reader = tuple[Callable[[serving.Plan], dict[str, Any]], type[Any]]
+Reader = tuple[Callable[[serving.ServerPlan], dict[str, Any]], type[Any]]
 
 
-def plan(tmp_path: Path, *arguments: str) -> serving.Plan:
+def plan(tmp_path: Path, *arguments: str) -> serving.ServerPlan:
     settings = with_lengths(read(arguments, {}, "box"), {})
     (tmp_path / "config.json").write_text("{}")
     sources = adapters.plan(settings, {"HF_HOME": str(tmp_path / "hub home"), "HF_TOKEN": "hf_own"}, tmp_path, tmp_path)
@@ -38,7 +38,7 @@ def plan(tmp_path: Path, *arguments: str) -> serving.Plan:
         ModelFolder("owner/name", tmp_path, "abc"),
         rules.usage_destinations(settings, {"REQUEST_LOGGER_URL": "http://a"}),
     )
-    return serving.Plan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
+    return serving.ServerPlan(settings, model, "cpu", tmp_path, "1.2.3", sources, None, destinations, num_ranks)
 
 
 def test_a_shard_reads_what_is_written(tmp_path: Path) -> None:

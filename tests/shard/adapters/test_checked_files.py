@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.proto import checksum
+from lorikeet.proto import digest
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.loading import AdapterContent, Destination, Opened
@@ -20,10 +20,10 @@ def write(path: Path) -> bytes:
     """An adapter of one module with its checksum; the file's bytes."""
     facts = {"format": FORMAT, "digest": "d", "modules": '{"linear":{"kind":"linear","rank":4}}'}
     tensors = {"linear.A": torch.ones(4, 24), "linear.B": torch.ones(16, 4)}
-    save_file(tensors, path, {**facts, checksum.FIELD: checksum.UNKNOWN})
+    save_file(tensors, path, {**facts, digest.CHECKSUM_FIELD: digest.CHECKSUM_UNKNOWN})
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
-    content = checksum.added(content[:begin], [memoryview(content)[begin:]]) + content[begin:]
+    content = digest.with_checksum(content[:begin], [memoryview(content)[begin:]]) + content[begin:]
     path.write_bytes(content)
     return content
 
@@ -33,9 +33,9 @@ def make_files() -> CheckedFiles:
     return CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16)))
 
 
-@pytest.mark.parametrize("piece", [64, checksum.PIECE])
+@pytest.mark.parametrize("piece", [64, digest.PIECE_BYTES])
 def test_a_damaged_file_is_not_used(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "PIECE", piece)
+    monkeypatch.setattr(digest, "PIECE_BYTES", piece)
     files = make_files()
     path = tmp_path / "file"
     sound = write(path)
@@ -67,7 +67,7 @@ def test_a_sound_file_for_another_base_keeps_its_reason(tmp_path: Path) -> None:
 def test_factors_are_copied_while_the_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other one to begin."""
     both = threading.Barrier(2, timeout=60)
-    of_piece, lay_out = checksum.of_piece, CheckedFiles.lay_out
+    of_piece, lay_out = digest.of_piece, CheckedFiles.lay_out
 
     def compare(piece: bytes | memoryview) -> bytes:
         if isinstance(piece, memoryview):
@@ -80,6 +80,6 @@ def test_factors_are_copied_while_the_file_is_compared(tmp_path: Path, monkeypat
 
     path = tmp_path / "file"
     write(path)
-    monkeypatch.setattr(checksum, "of_piece", compare)
+    monkeypatch.setattr(digest, "of_piece", compare)
     monkeypatch.setattr(CheckedFiles, "lay_out", copy)
     assert make_files().read(path).num_bytes > 0

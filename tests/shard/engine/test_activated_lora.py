@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsShape
+from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.router.requests.generation import last_occurrence
 from lorikeet.shard.config import ShardConfig
@@ -131,7 +131,7 @@ def make(name: str, folder: Path) -> Scene:
     base = tiny.make(name, folder / "base", seed=tiny.SEEDS.get(name, 0))
     adapters = make_adapters(base, folder / "adapters", configs, seed=1)
     hidden_size = AutoConfig.from_pretrained(base).get_text_config().hidden_size
-    files.write(folder / "heads", small.heads(HeadsShape(3, 1, hidden_size), scale=0.01))
+    files.write(folder / "heads", small.heads(MedusaShape(3, 1, hidden_size), scale=0.01))
     digests = lay_out(base, folder / "store", {**adapters, "heads": folder / "heads"})
     return Scene(name, base, folder / "store", adapters, digests)
 

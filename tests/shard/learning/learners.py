@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.learning.rounds import Rounds
-from lorikeet.proto.learning import Job, Trained, TrainerSettings
+from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
@@ -31,9 +31,9 @@ class DirectTrainer(Trainer):
     def __init__(self, settings: TrainerSettings, answer: Callable[[Trained], None]) -> None:
         super().__init__(settings, answer)
         self.rounds = Rounds(settings, lambda: False)
-        self.jobs: list[Job] = []
+        self.jobs: list[TrainingJob] = []
 
-    def train(self, job: Job) -> None:
+    def train(self, job: TrainingJob) -> None:
         self.jobs.append(job)
         with ThreadPoolExecutor(1) as pool:  # the step loop's thread cannot compute gradients
             self._answer(pool.submit(self.rounds.do, job).result())

@@ -13,7 +13,7 @@ from lorikeet.proto.learning import RowsLayout
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.learning import records as records_module
 from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.learning.records import Decision, Record, Records
+from lorikeet.shard.learning.records import HeadsDecision, Record, Records
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.speculation.medusa import LearnedHeads
@@ -21,7 +21,7 @@ from lorikeet.shard.speculation.medusa import LearnedHeads
 BASE = ("configuration", "weights", "float32")
 GIVEN, FIRST, SECOND, THIRD = (letter * 64 for letter in "0123")
 PAIR = ("one", "")
-ADOPTED = Record(PAIR, "", SECOND, FIRST, 0.5, (Decision(1.0, "adopted", "better", SECOND),))
+ADOPTED = Record(PAIR, "", SECOND, FIRST, 0.5, (HeadsDecision(1.0, "adopted", "better", SECOND),))
 
 
 class Adapters:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, JobRows
 from lorikeet.adapters.medusa.texts import NOTHING
-from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, Job, RowsLayout, row_indices
+from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, RowsLayout, TrainingJob, row_indices
 from lorikeet.shard.learning.rings import Pair, Rings
 
 SIZE = 4
@@ -76,8 +76,8 @@ def test_the_pair_with_the_most_rows_gives_way() -> None:
     assert rings.num_bytes == 0 and not any(os.pread(rings.fd, rings.layout.num_bytes, 8 * MIN_BLOCKS))
 
 
-def job_of(rings: Rings, num_new: int) -> Job:
-    return Job(1, rings.blocks(("one", "")), num_new, "", "", 1.02)
+def job_of(rings: Rings, num_new: int) -> TrainingJob:
+    return TrainingJob(1, rings.blocks(("one", "")), num_new, "", "", 1.02)
 
 
 def test_a_job_learns_from_whole_texts_and_holds_out_the_newest() -> None:

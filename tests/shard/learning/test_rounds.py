@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
-from lorikeet.adapters.formats.heads import HeadsShape, MedusaHeads
+from lorikeet.adapters.formats.heads import MedusaHeads, MedusaShape
 from lorikeet.adapters.learning import rounds as module
 from lorikeet.adapters.learning.base_head import BaseHead
 from lorikeet.adapters.learning.rounds import BUSY_SHARE, Rounds, Throttle
 from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
 from lorikeet.adapters.medusa import training
 from lorikeet.adapters.medusa.texts import NOTHING
-from lorikeet.proto.learning import Job, RowsLayout, TrainerSettings
+from lorikeet.proto.learning import RowsLayout, TrainerSettings, TrainingJob
 from lorikeet.shard.learning.rings import Rings
 from tests import tiny
 
@@ -63,7 +63,7 @@ def test_logits_of_candidates_are_those_of_the_whole_vocabulary(head: BaseHead) 
 @pytest.mark.parametrize("has_matrices", [False, True])
 def test_a_replay_head_by_head_equals_one_of_all_proposals(head: BaseHead, has_matrices: bool) -> None:
     generator, random = torch.Generator().manual_seed(0), Random(0)
-    shape = HeadsShape(NUM_HEADS, 2, head.hidden_size, head.vocab_size if has_matrices else None)
+    shape = MedusaShape(NUM_HEADS, 2, head.hidden_size, head.vocab_size if has_matrices else None)
     heads = MedusaHeads(shape)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -102,7 +102,7 @@ def test_a_round_ends_in_time(base: Path, head: BaseHead, tmp_path: Path, monkey
             TrainerSettings(str(base), False, "float32", store, 1 << 30, rings.fd, rings.layout), lambda: False
         )
         rounds.prepare()
-        answer = rounds.do(Job(1, rings.blocks(("one", "")), 10**6, "", "", 0.0))
+        answer = rounds.do(TrainingJob(1, rings.blocks(("one", "")), 10**6, "", "", 0.0))
         assert answer.error == ""
         found[seconds] = any(bool(weight.any()) for weight in rounds._pairs[1].heads.weights)
     assert found == {0.0: False, 60.0: True}
@@ -161,7 +161,7 @@ def test_a_replay_is_throttled_too(head: BaseHead, monkeypatch: pytest.MonkeyPat
         waits.append(throttle)
 
     monkeypatch.setattr(Throttle, "wait", count)
-    heads = MedusaHeads(HeadsShape(NUM_HEADS, 1, head.hidden_size))
+    heads = MedusaHeads(MedusaShape(NUM_HEADS, 1, head.hidden_size))
     rows = torch.randn(3 * module.PROPOSED_ROWS, head.hidden_size).to(torch.bfloat16)
     module._tokens_per_step(heads, HeldOut(rows, [[1] * len(rows)]), head, Throttle())
     assert len(waits) >= 3

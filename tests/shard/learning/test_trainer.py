@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorikeet.proto.learning import Job, RowsLayout, Trained, TrainerSettings
+from lorikeet.proto.learning import RowsLayout, Trained, TrainerSettings, TrainingJob
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import ENDED, Trainer
 from tests import tiny
@@ -43,7 +43,7 @@ class Running:
 
     def train(self) -> int:
         """Start a job; returns the process."""
-        self.trainer.train(Job(1, self.rings.blocks(PAIR), 10**6, "", "", 0.0))
+        self.trainer.train(TrainingJob(1, self.rings.blocks(PAIR), 10**6, "", "", 0.0))
         assert self.trainer._process is not None
         return self.trainer._process.pid
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats import layout
-from lorikeet.adapters.formats.heads import HeadsFile, HeadsShape, MedusaHeads
+from lorikeet.adapters.formats.heads import HeadsFile, MedusaHeads, MedusaShape
 from lorikeet.shard.adapters.manager import ModelSlots
 from lorikeet.shard.batch.inputs import HeadsRow, Segment
 from lorikeet.shard.batch.padding import Bounds
@@ -29,10 +29,10 @@ from tests.shard.padded import Always
 
 IDS = [3, 250, 17, 17, 96, 5, 301, 44, 8, 120, 77]
 SHAPES = {
-    "version 2": HeadsShape(3, 1, 64),
-    "version 2 of two blocks": HeadsShape(2, 2, 64),
-    "version 1": HeadsShape(2, 1, 64, tiny.VOCAB),
-    "version 1 without blocks": HeadsShape(4, 0, 64, tiny.VOCAB),
+    "version 2": MedusaShape(3, 1, 64),
+    "version 2 of two blocks": MedusaShape(2, 2, 64),
+    "version 1": MedusaShape(2, 1, 64, tiny.VOCAB),
+    "version 1 without blocks": MedusaShape(4, 0, 64, tiny.VOCAB),
 }
 
 
@@ -94,7 +94,7 @@ def run(model: Model, rows: Sequence[int], heads: Sequence[HeadsRow], ids: Seque
 def test_heads_give_what_plain_torch_gives(name: str, shape: str, is_for_device: bool, worlds: Worlds) -> None:
     world = worlds(name)
     model, target = world.model, world.target
-    heads, other = small.heads(SHAPES[shape]), small.heads(HeadsShape(1, 1, 64), seed=9)
+    heads, other = small.heads(SHAPES[shape]), small.heads(MedusaShape(1, 1, 64), seed=9)
     world.put(4, heads, is_for_device)
     world.put(2, other, is_for_device)
     (hidden,) = target.rows([IDS])
@@ -116,7 +116,7 @@ def test_draft_rows_have_equal_bits_in_any_batch(shape: str, dtype: str, worlds:
     model = world.model
     count = SHAPES[shape].num_heads
     world.put(0, small.heads(SHAPES[shape]))
-    world.put(1, small.heads(HeadsShape(5, 1, 64), seed=1))
+    world.put(1, small.heads(MedusaShape(5, 1, 64), seed=1))
     plain = run(model, [9], [])
     alone = run(model, [9], [HeadsRow(0, 0, count)])
     assert torch.equal(alone[:1], plain)
@@ -135,7 +135,7 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     """A LoRA on the output head counts for heads too, from its own file and from another's: so they were trained."""
     folder = small.base(tmp_path / "base")
     small.lora(folder, tmp_path / "both", ("q_proj", "lm_head"))
-    heads = small.heads(HeadsShape(3, 1, 64), scale=0.3)
+    heads = small.heads(MedusaShape(3, 1, 64), scale=0.3)
     files.write(tmp_path / "alone", heads)
     files.write(tmp_path / "both", heads)
     reader, facts = making.make_reader(folder)
@@ -166,10 +166,10 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
 def test_version_1_with_the_base_s_matrix_is_version_2(dtype: str, worlds: Worlds) -> None:
     world = worlds(dtype=dtype)
     model = world.model
-    two = small.heads(HeadsShape(3, 1, 64), scale=0.5)
+    two = small.heads(MedusaShape(3, 1, 64), scale=0.5)
     matrix = world.target.model.get_output_embeddings().weight.detach()
     own = {f"{head}.1.weight": matrix.clone() for head in range(3)}
-    one = HeadsFile(HeadsShape(3, 1, 64, tiny.VOCAB), {**two.tensors, **own})
+    one = HeadsFile(MedusaShape(3, 1, 64, tiny.VOCAB), {**two.tensors, **own})
     world.put(0, two)
     world.put(1, one)
     logits = run(model, [4, 9], [HeadsRow(0, 0, 3), HeadsRow(0, 1, 3), HeadsRow(1, 1, 2), HeadsRow(1, 0, 2)])[2:]
@@ -180,7 +180,7 @@ def test_version_1_with_the_base_s_matrix_is_version_2(dtype: str, worlds: World
 def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
     world = worlds()
     model = world.model
-    world.put(0, small.heads(HeadsShape(2, 1, 64)))
+    world.put(0, small.heads(MedusaShape(2, 1, 64)))
     with pytest.raises(RuntimeError, match="slot 0 has 2 heads, the step needs 3"):
         run(model, [4], [HeadsRow(0, 0, 3)])
     model.heads.clear(0)
@@ -213,7 +213,7 @@ def test_more_heads_than_a_slot_has_are_an_error(worlds: Worlds) -> None:
 )
 def test_files_that_do_not_fit_are_rejected(metadata: str, sentence: str, worlds: Worlds, tmp_path: Path) -> None:
     pool = worlds().model.heads
-    file = write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)), metadata)
+    file = write(tmp_path / "file", small.heads(MedusaShape(2, 1, 64)), metadata)
     with pytest.raises(ValueError, match=sentence):
         read_heads(file, pool, Arena(1 << 20), torch.float32, False)
 
@@ -221,7 +221,7 @@ def test_files_that_do_not_fit_are_rejected(metadata: str, sentence: str, worlds
 def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: Path) -> None:
     model = worlds().model
     model.allocate_adapters(8)
-    write(tmp_path / "file", small.heads(HeadsShape(2, 1, 64)))
+    write(tmp_path / "file", small.heads(MedusaShape(2, 1, 64)))
     destination = Destination(torch.float32, Arena(1 << 20))
     content = AdapterFiles(model.lora_targets, destination, model.heads).read(tmp_path / "file")
     assert content.num_heads == 2 and content.num_bytes >= 2 * 4 * (64 * 64 + 64)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorikeet.adapters.formats.heads import HeadsShape as Shape
 from lorikeet.adapters.formats.heads import MedusaHeads
+from lorikeet.adapters.formats.heads import MedusaShape as Shape
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.model.adapters.tables import DeviceKernels
@@ -19,7 +19,7 @@ from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
 from lorikeet.shard.model.medusa.heads import HeadsPool, SlotHeads
-from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from lorikeet.shard.model.medusa.loading import HeadsContent, MedusaShape
 from tests import tiny
 from tests.adapters.medusa import small
 from tests.shard.model.medusa import test_heads
@@ -68,7 +68,7 @@ class World:
     def put(self, *slots: int) -> None:
         for slot in slots:
             num_heads, num_blocks, is_own = KINDS[slot]
-            shape = HeadsShape(num_heads, num_blocks, self.size, VOCAB if is_own else 0)
+            shape = MedusaShape(num_heads, num_blocks, self.size, VOCAB if is_own else 0)
             made = [self.random(*size) / self.size**0.5 for size in shape.tensors()]
             sizes = [-(-tensor.nbytes // 64) * 64 for tensor in made]
             memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=DEVICE)
