@@ -32,8 +32,8 @@ def has_page_tables() -> bool:
 def current_implementation() -> str:
     """`FA3` where it was activated in this process, else `FA2`."""
     # torch 2.11 may lack the function
-    found = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    return FA3 if found == FA3 else FA2
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return FA3 if current == FA3 else FA2
 
 
 def kind_in_use() -> str:
@@ -51,11 +51,11 @@ def choose_implementation(device: torch.device) -> str:
     reason = ""
     if current_implementation() != FA3:
         reason = _activate(device)
-    found = current_implementation()
+    implementation = current_implementation()
     if device.type == "cuda":
         keys = "in pages" if has_page_tables() else "copied from their pages"
-        log.info("flash_attention", implementation=found, keys=keys, **({"reason": reason} if reason else {}))
-    return found
+        log.info("flash_attention", implementation=implementation, keys=keys, **({"reason": reason} if reason else {}))
+    return implementation
 
 
 def _activate(device: torch.device) -> str:
@@ -85,11 +85,11 @@ def _try(device: torch.device) -> None:
         torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [2], [[0]])
     )
     if has_page_tables():
-        found = varlen.varlen_attn(
+        output = varlen.varlen_attn(
             query, page, page, cu_rows, None, 2, 2,
             window_size=(-1, 0), seqused_k=kv_lens, block_table=pages, num_splits=1,
         )  # fmt: skip
     else:
-        found = varlen.varlen_attn(query, query, query, cu_rows, cu_rows, 2, 2, window_size=(-1, 0))
-    if not isinstance(found, torch.Tensor) or float(found.abs().max()):  # waits for the kernel
+        output = varlen.varlen_attn(query, query, query, cu_rows, cu_rows, 2, 2, window_size=(-1, 0))
+    if not isinstance(output, torch.Tensor) or float(output.abs().max()):  # waits for the kernel
         raise RuntimeError("attention to zeros is not zero")

@@ -92,21 +92,21 @@ def parse(text: str, name: str) -> dict[str, KernelLimits]:
 def _limits(entries: object, what: str) -> list[Limit]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{what} is not a list of limits")
-    found: list[Limit] = []
+    limits: list[Limit] = []
     for entry in entries:
         if not isinstance(entry, dict) or set(entry) != set(Limit._fields):
             raise ValueError(f"{what}: a limit has exactly the keys {' and '.join(Limit._fields)}")
         limit = Limit(**entry)
         if not _is_count(limit.max_query) or limit.max_query < LEAST_QUERY:
             raise ValueError(f"{what}: max_query is {limit.max_query!r}, not a number of at least {LEAST_QUERY} tokens")
-        found.append(limit)
-    *ends, last = [limit.max_context for limit in found]
+        limits.append(limit)
+    *ends, last = [limit.max_context for limit in limits]
     if last is not None:
         raise ValueError(f"{what}: the max_context of the last limit must be null")
     numbers = [0 if end is None or not _is_count(end) else end for end in ends]
     if any(later <= before for before, later in zip([0, *numbers], numbers, strict=False)):
         raise ValueError(f"{what}: max_context must be ascending numbers of tokens before the last limit")
-    return found
+    return limits
 
 
 def _is_count(value: object) -> bool:

@@ -135,8 +135,8 @@ def _compare(backend: AttentionBackend, spec: AttentionSpec, dtype: torch.dtype,
         steps = trial_steps(backend.page_size)
         num_pages = 1 + max(page for segments in steps for segment in segments for page in segment.page_ids)
         ours, expected, terms = (
-            _Trial(each, spec, each.allocate(spec, num_pages, dtype, device), device)
-            for each in (backend, reference, reference)
+            _Trial(candidate, spec, candidate.allocate(spec, num_pages, dtype, device), device)
+            for candidate in (backend, reference, reference)
         )
         for segments in steps:
             query, key, value = _trial_rows(spec, sum(segment.num_tokens for segment in segments))

@@ -75,8 +75,8 @@ def _get(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -
     """[L, heads, dim] of slots [L]."""
     if scales is None:
         return pool.flatten(0, 1)[slots]
-    found = pool.view(torch.uint8).flatten(0, 1)[slots].view(pool.dtype)
-    return dequantize(found, scales.flatten(0, 1)[slots])
+    rows = pool.view(torch.uint8).flatten(0, 1)[slots].view(pool.dtype)
+    return dequantize(rows, scales.flatten(0, 1)[slots])
 
 
 def attend_one(

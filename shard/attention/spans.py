@@ -100,15 +100,15 @@ def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, s
 
 def starts_of(tables: StepTables, rows: Rows) -> tuple[Indices, Indices]:
     """Where `tables.numbers` has the first position of an uncertain segment: [n] indices, and [n] the segments."""
-    found, segments = [], []
+    places, segments = [], []
     for kind, num_items in enumerate(tables.num_items):
         at = int(tables.numbers[kind * HEADER])
         items = tables.numbers[at : at + num_items * RECORD].reshape(-1, RECORD)
         owners = np.searchsorted(rows.first_rows, items[:, 0], side="right") - 1
         moved = np.flatnonzero(rows.num_uncertain[owners])
-        found.append(at + RECORD * moved + START)
+        places.append(at + RECORD * moved + START)
         segments.append(owners[moved])
-    return np.concatenate(found).astype(np.int64), np.concatenate(segments).astype(np.int64)
+    return np.concatenate(places).astype(np.int64), np.concatenate(segments).astype(np.int64)
 
 
 def header_size(num_kinds: int) -> int:
@@ -137,7 +137,7 @@ def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers,
     if kind.window is not None:
         begins = spans_at(np.maximum(starts + first // kind.group - kind.window + 1, 0), span)
     order = np.argsort(begins - ends, kind="stable")
-    owners, first, count, begins, ends = (each[order] for each in (owners, first, count, begins, ends))
+    owners, first, count, begins, ends = (array[order] for array in (owners, first, count, begins, ends))
     spans = ends - begins
     fair = max(1, -(-int(spans.sum()) * kind.num_kv_heads // num_programs))
     # [tiles] memory for partial rows up to and including the tile's; the longest tiles are first

@@ -149,7 +149,7 @@ class VarlenAttention(AttentionBackend):
 
 
 class CopiedKeysAttention(VarlenAttention):
-    """The same for versions of torch without page tables: for long prompts, next to which copies are short. Each
+    """Attention for versions of torch without page tables: for long prompts, next to which copies are short. Each
     segment has calls of its own, so that the memory for copies is that of one.
     """
 

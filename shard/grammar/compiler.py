@@ -60,15 +60,16 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> Future[Compiled]:
         key = _key(grammar)
         with self._lock:
-            found = self._compiled.pop(key, None)
-            if found is None:
-                found = self._threads.submit(partial(self._build, grammar), TOO_SLOW), len(grammar)
+            compiled = self._compiled.pop(key, None)
+            if compiled is None:
+                compiled = self._threads.submit(partial(self._build, grammar), TOO_SLOW), len(grammar)
                 self._num_bytes += len(grammar)
-            self._compiled[key] = found
+            self._compiled[key] = compiled
             while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
                 self._forget(next(iter(self._compiled)))
-        found[0].add_done_callback(partial(self._compiled_one, key))  # outside the lock, because it may be called now
-        return found[0]
+        # outside the lock, because it may be called now
+        compiled[0].add_done_callback(partial(self._compiled_one, key))
+        return compiled[0]
 
     def _compiled_one(self, key: bytes, done: Future[Compiled]) -> None:
         """One that took too long is compiled again when it is asked for again: the machine may have been busy."""
@@ -98,10 +99,10 @@ class GrammarCompiler:
 
     @staticmethod
     def _style(grammar: str, tokenizer: LLTokenizer) -> LLMatcher | None:
-        """The same JSON with white space as `json.dumps` writes it: where it forces tokens, they are likely."""
+        """A JSON grammar with white space as `json.dumps` writes it: where it forces tokens, they are likely."""
         try:
             parsed = json.loads(grammar)
-            (schema,) = [each["json_schema"] for each in parsed["grammars"]]
+            (schema,) = [single["json_schema"] for single in parsed["grammars"]]
             if "whitespace_pattern" not in (options := schema["x-guidance"]):
                 return None
         except (ValueError, KeyError, TypeError):  # no JSON schema

@@ -83,25 +83,25 @@ class GrammarMasks:
     def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
         num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
         bitmask = np.full((num_rows, self._num_words), -1, dtype=np.int32)
-        wanted, first = list[Wanted](), 0
+        jobs_in_rows, first = list[Wanted](), 0
         for constraint, draft_ids, _ in jobs:
-            wanted.append((constraint.matcher, first, list(draft_ids)))
+            jobs_in_rows.append((constraint.matcher, first, list(draft_ids)))
             first += 1 + len(draft_ids)
         try:
-            self._fill_rows(wanted, bitmask)
+            self._fill_rows(jobs_in_rows, bitmask)
         except BaseException as failure:
             raise_unless_library(failure)
-            for (constraint, _, _), each in zip(jobs, wanted, strict=True):
-                constraint.checked(partial(self._fill_rows, [each], bitmask), None)
-        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, wanted, strict=True):
+            for (constraint, _, _), job in zip(jobs, jobs_in_rows, strict=True):
+                constraint.checked(partial(self._fill_rows, [job], bitmask), None)
+        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, jobs_in_rows, strict=True):
             _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
             if not constraint.error and (error := reason(constraint.matcher)):
                 constraint.error = f"no token can follow in the grammar: {error}"
         return bitmask
 
-    def _fill_rows(self, wanted: Sequence[Wanted], bitmask: Bitmask) -> None:
-        single = [(matcher, row) for matcher, row, draft_ids in wanted if not draft_ids]
-        drafted = [each for each in wanted if each[2]]
+    def _fill_rows(self, jobs: Sequence[Wanted], bitmask: Bitmask) -> None:
+        single = [(matcher, row) for matcher, row, draft_ids in jobs if not draft_ids]
+        drafted = [job for job in jobs if job[2]]
         if single:
             fill_next_token_bitmask_par(self._executor, single, bitmask)
         if drafted:

@@ -108,13 +108,13 @@ class Graphs:
         """
         started = time.monotonic()
         self._model, self._padding = model, padding
-        most_logits = max(each.num_logits for each in bounds)
+        most_logits = max(shape.num_logits for shape in bounds)
         # [most S + E, V] of the current step
         self._logits = torch.zeros(most_logits, model.info.vocab_size, device=model.info.device)
         self._launches: dict[Bounds, Launch] = {}
         self._agree = agree
-        for each in bounds:
-            self._raise_agreed(self._try_capture(each, recorder))
+        for shape in bounds:
+            self._raise_agreed(self._try_capture(shape, recorder))
         self.num_graphs = len(self._launches)
         self.seconds = time.monotonic() - started
 
@@ -129,27 +129,27 @@ class Graphs:
         """Compare the largest graph of each family with the same launches outside a graph, for tokens that it was not
         captured with, and what it samples with its logits. Raises CannotCapture, on all of several ranks.
         """
-        families = {(bool(each.num_drafts), each.has_adapters): each for each in reversed(self._launches)}
+        families = {(bool(shape.num_drafts), shape.has_adapters): shape for shape in reversed(self._launches)}
         for bounds in families.values():
             self._raise_agreed(self._check(bounds))
 
     def _check(self, bounds: Bounds) -> str:
         """What is wrong with a graph. Ranks that do not sample replay it as often."""
         self._describe(bounds, first_token=1)
-        found = self.replay(bounds)[: bounds.num_wanted].clone()
+        logits = self.replay(bounds)[: bounds.num_wanted].clone()
         self._describe(bounds, first_token=1, is_sampled=True)
         self.replay(bounds)
-        wanted = self._model.compute()[: bounds.num_wanted].float()
-        most, sizes = TOLERANCE[self._model.info.dtype], comparison.sizes_in_rows(wanted)
-        off = ((found - wanted).abs() / sizes).max()
+        expected = self._model.compute()[: bounds.num_wanted].float()
+        most, sizes = TOLERANCE[self._model.info.dtype], comparison.sizes_in_rows(expected)
+        off = ((logits - expected).abs() / sizes).max()
         if not bool(off <= most):
             return f"a step of {bounds} gives other logits when replayed: off by {float(off):.3g} of a logit's size"
         sampling = self._model.inputs.graph_sampling
         if sampling is None:
             return ""
         # no request has row 0 yet, so that it has no parameters: its tokens are those of the highest logits
-        sampled = found.gather(1, sampling.token_ids(bounds.num_wanted)[:, None])[:, 0]
-        off = ((found.amax(1) - sampled) / sizes.amin(1)).max()
+        sampled = logits.gather(1, sampling.token_ids(bounds.num_wanted)[:, None])[:, 0]
+        off = ((logits.amax(1) - sampled) / sizes.amin(1)).max()
         return (
             "" if bool(off <= most) else f"a step of {bounds} samples lower logits: by {float(off):.3g} of their size"
         )

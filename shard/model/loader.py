@@ -173,8 +173,8 @@ def _reported(weights: Collection[Any]) -> Iterator[Any]:
 def _whole(config: ShardConfig, options: dict[str, Any], auto: Any) -> nn.Module:
     """A network whose weights are all in the files, except for a pooling layer that its task does not use."""
     network: nn.Module
-    network, found = auto.from_pretrained(config.model_path, output_loading_info=True, **options)
-    missing = sorted(name for name in found["missing_keys"] if not name.startswith("pooler."))
+    network, report = auto.from_pretrained(config.model_path, output_loading_info=True, **options)
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     if missing:
         raise ValueError(f"cannot serve {config.model_id}: its files lack weights, such as {missing[0]}")
     return network

@@ -260,8 +260,8 @@ class Model:
             input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))
         arguments = (input_ids[None], position_ids[None], rows)
         # [1, S + E, V]
-        found = None if self.compiled is None else self.compiled(*arguments)
-        logits = (_call(self.network, *arguments) if found is None else found)[0]
+        compiled = None if self.compiled is None else self.compiled(*arguments)
+        logits = (_call(self.network, *arguments) if compiled is None else compiled)[0]
         if logits.shape[0] < inputs.num_logits:
             raise RuntimeError("Medusa heads need a model whose logits come from its output head (lm_head)")
         return logits

@@ -47,12 +47,12 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
         torch.manual_seed(0)  # seeds the device's generator too
         rows = [torch.randint(0, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
-            expected, given = _both_ways(config, small, rows, device, group)
+            expected, ours = _both_ways(config, small, rows, device, group)
         except TensorParallelUnsupported:
             raise
         except Exception as failure:
             raise ValueError(f"cannot serve {checkpoint.model_type}: its two-layer copy fails: {failure}") from failure
-    worst = largest_share(expected, given)
+    worst = largest_share(expected, ours)
     if not worst <= TOLERANCE:
         raise ValueError(
             f"cannot serve {checkpoint.model_type}: packed into one row its layers give other logits "
@@ -60,9 +60,9 @@ def probe(config: ShardConfig, checkpoint: Any, group: Group | None = None) -> N
         )
 
 
-def largest_share(expected: list[torch.Tensor], given: list[torch.Tensor]) -> float:
-    """The largest difference of an element, as a share of its size. expected, given: [n, C] of each prompt."""
-    return float(comparison.per_channel(torch.cat(expected), torch.cat(given)).max())
+def largest_share(expected: list[torch.Tensor], ours: list[torch.Tensor]) -> float:
+    """The largest difference of an element, as a share of its size. expected, ours: [n, C] of each prompt."""
+    return float(comparison.per_channel(torch.cat(expected), torch.cat(ours)).max())
 
 
 def vary(network: nn.Module) -> None:
@@ -77,9 +77,9 @@ def vary(network: nn.Module) -> None:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
 
 
-def reject_overflow(model: Model, first_token: int, num_tokens: int, wanted: range) -> None:
+def reject_overflow(model: Model, first_token: int, num_tokens: int, result_rows: range) -> None:
     """Raise ValueError where the model computes in float16 and some results are not finite, for `first_token` and
-    tokens from all parts of the vocabulary. `wanted`: rows whose results are computed. Drops all pages.
+    tokens from all parts of the vocabulary. `result_rows`: rows whose results are computed. Drops all pages.
     """
     if model.info.dtype != torch.float16:
         return
@@ -87,8 +87,8 @@ def reject_overflow(model: Model, first_token: int, num_tokens: int, wanted: ran
     ids[0] = first_token
     num_pages = -(-num_tokens // model.page_size)
     model.allocate_kv(num_pages)
-    rows = torch.tensor(wanted, device=model.info.device)
-    model.inputs.fill([Segment(0, num_tokens, range(num_pages))], ids, rows, list(wanted))
+    rows = torch.tensor(result_rows, device=model.info.device)
+    model.inputs.fill([Segment(0, num_tokens, range(num_pages))], ids, rows, list(result_rows))
     is_finite = bool(model.forward().isfinite().all())
     model.free_kv()
     if not is_finite:
@@ -146,13 +146,13 @@ def _in_chunks(model: Model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """Logits of every row, all rows in the same steps, CHUNK tokens of each at a time."""
     pages = [range(i, 100, len(rows)) for i in range(len(rows))]
     model.allocate_kv(100)
-    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    logits: list[list[torch.Tensor]] = [[] for _ in rows]
     for start in range(0, max(LENGTHS), CHUNK):
         live = [i for i, row in enumerate(rows) if start < len(row)]
         parts = [rows[i][start : start + CHUNK] for i in live]
         segments = [Segment(start, len(part), pages[i]) for i, part in zip(live, parts, strict=True)]
         ids = torch.cat(parts)
         model.inputs.fill(segments, ids, torch.arange(len(ids), device=ids.device))
-        for i, logits in zip(live, model.forward().split([len(part) for part in parts]), strict=True):
-            found[i].append(logits)
-    return [torch.cat(parts) for parts in found]
+        for i, part in zip(live, model.forward().split([len(part) for part in parts]), strict=True):
+            logits[i].append(part)
+    return [torch.cat(parts) for parts in logits]

@@ -40,7 +40,7 @@ def rotary_width(network: nn.Module) -> int | None:
     """Elements of a head that are rotated; None where modules differ."""
     widths = {int(module.table.shape[2]) for module in network.modules() if isinstance(module, RotaryTable)}
     frequencies = (getattr(module, "inv_freq", None) for module in network.modules())
-    widths |= {2 * found.numel() for found in frequencies if isinstance(found, torch.Tensor)}
+    widths |= {2 * tensor.numel() for tensor in frequencies if isinstance(tensor, torch.Tensor)}
     return widths.pop() if len(widths) == 1 else None
 
 

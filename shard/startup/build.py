@@ -201,12 +201,12 @@ def has_tokenizer(config: ShardConfig) -> bool:
 def build_kv(config: ShardConfig, model: Model, draft_model: Model | None, has_adapters: bool) -> int:
     """Allocate the KV pages of both models, and capture their steps as graphs. Returns the number of pages."""
     models = [model] if draft_model is None else [model, draft_model]
-    plans = [plan_capture(config, each, has_adapters and each is model) for each in models]
+    plans = [plan_capture(config, network, has_adapters and network is model) for network in models]
     captured = [plan for plan in plans if plan is not None]
     num_spare = 1 if captured else 0
     num_pages = choose_num_pages(config, model, draft_model, sum(plan.num_bytes for plan in captured), num_spare)
-    for each in models:
-        each.allocate_kv(num_pages + num_spare)
+    for network in models:
+        network.allocate_kv(num_pages + num_spare)
     for plan in captured:
         plan.capture(spare_page=num_pages)
     return num_pages

@@ -90,8 +90,8 @@ def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> CapturePl
     num_trial = min(TRIAL, num_graphs)
     _used(model, padding, 1)
     first, several = (_used(model, padding, count) for count in (1, num_trial))
-    each = max(0, several - first) // max(1, num_trial - 1)
-    return CapturePlan(model, padding, first + each * (num_graphs - 1), bool(config.graphs))
+    per_graph = max(0, several - first) // max(1, num_trial - 1)
+    return CapturePlan(model, padding, first + per_graph * (num_graphs - 1), bool(config.graphs))
 
 
 def _used(model: Model, padding: Padding, count: int) -> int:

@@ -61,9 +61,9 @@ def read_vocabulary(folder: str) -> dict[int, Any] | None:
     read = json.loads(path.read_text())
     vocab = read.get("model", {}).get("vocab")
     if isinstance(vocab, dict):
-        found = {token_id: text for text, token_id in vocab.items()}
+        texts = {token_id: text for text, token_id in vocab.items()}
     elif isinstance(vocab, list):  # Unigram: pairs of text and score, in order
-        found = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
+        texts = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
     else:
         return None
-    return found | {added["id"]: added["content"] for added in read.get("added_tokens", [])}
+    return texts | {added["id"]: added["content"] for added in read.get("added_tokens", [])}

@@ -45,20 +45,20 @@ class ModelFiles:
         lower_priority(NICENESS)
         began = time.monotonic()
         try:
-            found = digest.of_files(self._folder, self.names)
+            digests = digest.of_files(self._folder, self.names)
             if self._states() != self._found:
                 raise ValueError("the model's files have changed since they were loaded")
         except (OSError, ValueError) as error:
             result.set_exception(error)
             return
-        log.info("model_files_digested", digest=found, seconds=round(time.monotonic() - began, 1))
-        result.set_result(found)
+        log.info("model_files_digested", digest=digests, seconds=round(time.monotonic() - began, 1))
+        result.set_result(digests)
 
     def _states(self) -> list[tuple[int, int, int]]:
         """What changes with a file's content: its inode, size and modification time."""
         paths = [self._folder / name for name in self.names]
-        found = [path.stat() for path in paths if path.exists()]  # loading reports a missing file
-        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in found]
+        states = [path.stat() for path in paths if path.exists()]  # loading reports a missing file
+        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
 
 
 def loaded_names(folder: Path, has_code: bool) -> list[str]:

@@ -56,9 +56,9 @@ def finishes(device: torch.device, seconds: float) -> bool:
 
 
 @contextmanager
-def assumed(found: tuple[int, int]) -> Iterator[None]:
+def assumed(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, every device has this compute capability: for compiling without a device."""
-    _assumed.append(found)
+    _assumed.append(capability)
     try:
         yield
     finally:

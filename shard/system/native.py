@@ -42,12 +42,12 @@ def library(source: Path, *defines: str) -> ctypes.CDLL:
     try:
         path = _compiled(source, defines)
     except CompilerMissing as reason:
-        found = prebuilt.find(source, defines)
-        if found is None:
+        library = prebuilt.find(source, defines)
+        if library is None:
             sentence = f"{reason}, and this installation has no kernels for this processor: {HINT}"
             raise CompilerMissing(sentence) from None
-        _log_level(found.parent.name, str(reason))
-        path = found
+        _log_level(library.parent.name, str(reason))
+        path = library
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

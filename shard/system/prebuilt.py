@@ -103,15 +103,15 @@ def build(folder: Path, levels: Sequence[Level] = LEVELS) -> list[str]:
         if compiler is None:
             missing.append(f"no kernels for {level.name}: there is no gcc for {level.machine}")
             continue
-        tasks += [(compiler, level, *each) for each in libraries(level)]
+        tasks += [(compiler, level, *library) for library in libraries(level)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         reasons = pool.map(lambda task: _compile(folder, *task), tasks)
         return [*missing, *filter(None, reasons)]
 
 
 def libraries(level: Level) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Those of a level: sources and macros."""
-    return (each for each in LIBRARIES if not level.only or each[0] in level.only)
+    """The libraries of a level: sources and macros."""
+    return (library for library in LIBRARIES if not level.only or library[0] in level.only)
 
 
 def _compiler(machine: str) -> str | None:
@@ -143,5 +143,5 @@ def _instructions() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    found = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(found, []))
+    words = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(words, []))

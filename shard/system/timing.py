@@ -50,10 +50,10 @@ class PhaseTimer:
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events, self._events[1:], strict=False)
-            found = [start.elapsed_time(end) / 1000 for start, end in pairs]
+            seconds = [start.elapsed_time(end) / 1000 for start, end in pairs]
         else:
-            found = [end - start for start, end in zip(self._times, self._times[1:], strict=False)]
-        return dict.fromkeys(Phase, 0.0) | dict(zip(self._phases, found, strict=False))
+            seconds = [end - start for start, end in zip(self._times, self._times[1:], strict=False)]
+        return dict.fromkeys(Phase, 0.0) | dict(zip(self._phases, seconds, strict=False))
 
 
 class IdleTime:

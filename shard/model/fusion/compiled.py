@@ -152,7 +152,7 @@ def compile_network(network: nn.Module) -> CompiledNetwork | None:
     if parts.keys() != DECODER_PARTS or len(list(network.children())) != 2:
         return None
     layers = [getattr(layer, "compiled_layer", None) for layer in parts["layers"].children()]
-    found: list[CompiledLayer] = [layer for layer in layers if layer is not None]
-    if len(found) < len(layers) or len({layer.kernels.code for layer in found}) != 1:
+    compiled: list[CompiledLayer] = [layer for layer in layers if layer is not None]
+    if len(compiled) < len(layers) or len({layer.kernels.code for layer in compiled}) != 1:
         return None
-    return CompiledNetwork(decoder, head, CompiledLayers(found))
+    return CompiledNetwork(decoder, head, CompiledLayers(compiled))

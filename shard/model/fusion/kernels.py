@@ -159,7 +159,7 @@ class IntegerKernels(CpuKernels):
         layer.row_bytes = max(matrix.packed.row_bytes for matrix in matrices.values())
 
     def _can_multiply(self, *parts: Any) -> bool:
-        """Those with one input must round it alike."""
+        """Whether a kernel multiplies these matrices; those with one input must round it alike."""
         return isinstance(parts[-1], IntegerLinear) and _are_alike(parts[:-1])
 
 

@@ -54,7 +54,7 @@ class FusedDecoderLayer(nn.Module):
         return self.one_by_one(hidden_states, **options)
 
     def one_by_one(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The same by the parts' own calls."""
+        """The layer's results by the parts' own calls."""
         attended = self.attention(hidden_states=self.input_norm(hidden_states), **options)[0]
         if self.attended_norm is not None:
             attended = self.attended_norm(attended)
@@ -133,12 +133,12 @@ def _agrees(layer: Any, fused: FusedDecoderLayer, is_exact: bool) -> bool:
     weight = fused.input_norm.weight
     x = verify.rows(weight.shape[0], weight)[None]
     try:
-        wanted = layer(x, attention_mask=None, position_embeddings=None)
+        expected = layer(x, attention_mask=None, position_embeddings=None)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # other arguments: another kind of layer
         return False
-    if not isinstance(wanted, torch.Tensor):
+    if not isinstance(expected, torch.Tensor):
         return False
     got = fused.one_by_one(x, attention_mask=None, position_embeddings=None)
     if is_exact:
-        return torch.equal(wanted, got)
-    return comparison.has_same_roundings(comparison.per_channel(wanted, got), wanted.dtype)
+        return torch.equal(expected, got)
+    return comparison.has_same_roundings(comparison.per_channel(expected, got), expected.dtype)

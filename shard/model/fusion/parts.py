@@ -113,8 +113,8 @@ def _is_tanh(parts: MlpParts) -> bool | None:
     if parts.activation is None:  # the comparison with the plain module decides
         return False
     x = torch.linspace(-8, 8, 257, device=sample(parts.ups[0]).device)
-    found = parts.activation(x)
+    activated = parts.activation(x)
     for is_tanh, known in ((False, functional.silu(x)), (True, functional.gelu(x, approximate="tanh"))):
-        if (found - known).abs().max() <= _SAME:
+        if (activated - known).abs().max() <= _SAME:
             return is_tanh
     return None

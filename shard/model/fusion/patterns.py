@@ -81,7 +81,9 @@ def mlp_parts(module: nn.Module, shared: set[int]) -> MlpParts | None:
     ups = _plain(module, ("gate_proj", "up_proj"), shared) or _plain(module, ("gate_up_proj",), shared)
     if not isinstance(down, nn.Module) or ups is None:
         return None
-    activation = next((found for name in ("act_fn", "activation_fn") if (found := getattr(module, name, None))), None)
+    activation = next(
+        (function for name in ("act_fn", "activation_fn") if (function := getattr(module, name, None))), None
+    )
     return MlpParts(ups, down, is_plain(down, shared), activation)
 
 
@@ -139,10 +141,10 @@ def sample(part: Linear, size: int = 0) -> torch.Tensor:
 
 def _plain(module: nn.Module, names: tuple[str, ...], shared: set[int]) -> tuple[Linear, ...] | None:
     """The linear layers of these names, if they are all there."""
-    found: list[Linear] = []
+    linears: list[Linear] = []
     for name in names:
         part = getattr(module, name, None)
         if not is_plain(part, shared) or _is_completed(part):
             return None
-        found.append(part)
-    return tuple(found)
+        linears.append(part)
+    return tuple(linears)

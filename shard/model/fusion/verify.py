@@ -119,14 +119,14 @@ def matches_reference(
     """
     plain, fused = Recorder(), Recorder()
     try:
-        wanted = attend(block, plain, x, position_embeddings)
+        expected = attend(block, plain, x, position_embeddings)
     except (RuntimeError, TypeError):  # other arguments or other angles: another kind of block
         return None
     made = make(plain)
     if made is None:
         return None
     got = attend(made, fused, x, position_embeddings)
-    pairs = [(wanted, got), *zip(plain.seen, fused.seen, strict=True)]
+    pairs = [(expected, got), *zip(plain.seen, fused.seen, strict=True)]
     return made if all(close(one, other) for one, other in pairs) else None
 
 

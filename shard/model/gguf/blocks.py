@@ -109,7 +109,7 @@ def _q4_k(blocks: torch.Tensor) -> Parts:
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
-    """The same with a fifth bit of each value: group g's are bit g of 32 bytes."""
+    """A block of Q4_K with a fifth bit of each value: group g's are bit g of 32 bytes."""
     low = _nibbles(blocks[..., 48:].unflatten(2, (4, 32))).unflatten(3, (2, 32)).flatten(2, 3)
     # [out, blocks, 8, 32]
     return Parts(low | _shifted(blocks[..., 16:48], range(8), 1) << 4, *_scales_of_k(blocks))
@@ -223,7 +223,7 @@ def _iq1_s(blocks: torch.Tensor) -> Parts:
 
 
 def _iq1_m(blocks: torch.Tensor) -> Parts:
-    """Of each 8 values their place in a grid of -1, 0 and 1; its upper bits and the sign of an eighth; 16 scales in 3
+    """A block that holds, for each 8 values, their place in a grid of -1, 0 and 1; its upper bits and the sign of an eighth; 16 scales in 3
     bits and a quarter of the scale of scales.
     """
     upper, pairs = _in_turn(blocks[..., 32:48]).int(), _pairs(blocks[..., 48:])

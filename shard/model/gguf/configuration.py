@@ -74,13 +74,13 @@ def llama3_parameters(config: Any, factors: torch.Tensor) -> dict[str, Any]:
     plain = (1 / factors.double() - 1 / largest) / (1 - 1 / largest) if largest > 1 else torch.ones(len(factors))
     between = (plain > TOLERANCE) & (plain < 1 - TOLERANCE)
     lengths = ((plain * (HIGH - LOW) + LOW) / rounds)[between]
-    found = {
+    values = {
         "rope_type": "llama3", "rope_theta": theta, "factor": largest, "low_freq_factor": LOW, "high_freq_factor": HIGH,
         "original_max_position_embeddings": round(float(lengths.median())) if len(lengths) else ORIGINAL_LENGTH,
     }  # fmt: skip
-    if not torch.allclose(_factors(config, found), factors, rtol=TOLERANCE, atol=0):
+    if not torch.allclose(_factors(config, values), factors, rtol=TOLERANCE, atol=0):
         raise ValueError(f"its tensor {ROPE_FACTORS} does not match rope_type llama3: use the original checkpoint")
-    return found
+    return values
 
 
 def _factors(config: Any, parameters: dict[str, Any]) -> torch.Tensor:

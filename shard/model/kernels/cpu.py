@@ -171,7 +171,7 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     bfloat16. Returns [..., out].
     """
     if weight.shape[1] % 2:  # pairs are packed
-        x, weight = (functional.pad(each, (0, 1)) for each in (x, weight))
+        x, weight = (functional.pad(matrix, (0, 1)) for matrix in (x, weight))
     rows, weight = _rows(x), weight.contiguous()
     (num_rows, num_in), stride = rows.shape, rows.stride(0)
     num_out = weight.shape[0]
@@ -224,7 +224,7 @@ def decoder_layers(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Of each layer norm, attention, residual, norm, gated MLP and residual, all layers in one call.
+    """Compute norm, attention, residual, norm, gated MLP and residual of each layer, all layers in one call.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """

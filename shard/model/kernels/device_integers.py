@@ -62,16 +62,16 @@ class DeviceIntegers:
     def _is_exact(self) -> bool:
         if self.bits == 8 and self.minimums is not None:
             return False
-        parts = [each for each in (self.scales, self.minimums) if each is not None]
+        parts = [part for part in (self.scales, self.minimums) if part is not None]
         is_moderate = all(
-            bool(((each.abs() < MOST_EXACT) & ((each.abs() > LEAST_EXACT) | (each == 0))).all()) for each in parts
+            bool(((part.abs() < MOST_EXACT) & ((part.abs() > LEAST_EXACT) | (part == 0))).all()) for part in parts
         )
-        return is_moderate and all(torch.equal(each.to(self.dtype).float(), each) for each in parts)
+        return is_moderate and all(torch.equal(part.to(self.dtype).float(), part) for part in parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return sum(each.nbytes for each in (self.words, self.scales, self.minimums) if each is not None)
+        return sum(tensor.nbytes for tensor in (self.words, self.scales, self.minimums) if tensor is not None)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -192,5 +192,5 @@ def pack_words(values: torch.Tensor, bits: int, size: int) -> torch.Tensor:
 def unpack_words(words: torch.Tensor, bits: int, num_in: int) -> torch.Tensor:
     """What `pack_words` packed: [out, in], uint8 in 4 bits and int8 in 8."""
     parts = [words >> bits * part & (1 << bits) - 1 for part in range(WORD_BITS // bits)]
-    parts = [each.to(torch.uint8) if bits == 4 else (each - 128).to(torch.int8) for each in parts]
+    parts = [part.to(torch.uint8) if bits == 4 else (part - 128).to(torch.int8) for part in parts]
     return torch.stack(parts, 2).transpose(0, 1).flatten(1)[:, :num_in]

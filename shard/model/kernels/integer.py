@@ -132,7 +132,7 @@ class IntegerWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of the values and their scales."""
-        return sum(each.nbytes for each in (self.values, self.scales, self.minimums) if each is not None)
+        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.minimums) if tensor is not None)
 
     def squared_norms(self, dtype: torch.dtype) -> torch.Tensor:
         """[out] float32: of the rows in a number format. A few rows at a time: each takes 16 bytes per element."""
@@ -277,7 +277,7 @@ class PackedIntegers:
         _for_each_part(weight, put)
         self.bias, self.num_out = bias, num_out
         sizes = (num_out, num_in, group, bits, zero)
-        held = [None if each is None else each.data_ptr() for each in (self.packed, self.scales, self.minimums)]
+        held = [None if tensor is None else tensor.data_ptr() for tensor in (self.packed, self.scales, self.minimums)]
         self._without_bias = _Matrix(*sizes, *held, None)
         self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
         self.row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
@@ -285,7 +285,7 @@ class PackedIntegers:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return sum(each.nbytes for each in (self.packed, self.scales, self.minimums) if each is not None)
+        return sum(tensor.nbytes for tensor in (self.packed, self.scales, self.minimums) if tensor is not None)
 
     @property
     def address(self) -> int:

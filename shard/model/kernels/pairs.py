@@ -82,8 +82,8 @@ def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks:
     lasts = torch.searchsorted(keys, keys, right=True, out_int32=True)
     starts_task = ((places - firsts) % num_rows == 0) & (values >= 0)
     numbers = torch.where(starts_task, starts_task.cumsum(0) - 1, num_tasks)
-    found = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
+    pairs = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
     # one row more, for the pairs that start no task
-    tasks = found.new_zeros(num_tasks + 1, 3)
-    tasks[numbers] = found
+    tasks = pairs.new_zeros(num_tasks + 1, 3)
+    tasks[numbers] = pairs
     return tasks[:num_tasks]

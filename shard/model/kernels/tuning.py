@@ -55,9 +55,9 @@ class Tuned:
     def tiles(self, kernel: str, size: int, dtype: torch.dtype) -> list[int]:
         """The values of `kernel` for a module of this size, in the order of BUILT_IN."""
         key = (kernel, size, dtype)
-        found = self.entries.get(key)
-        if found is not None:
-            return found
+        values = self.entries.get(key)
+        if values is not None:
+            return values
         if self.is_file and key not in self._missed:
             self._missed.add(key)
             log.info("kernel_config_missing", kernel=kernel, size=size, dtype=str(dtype))
@@ -80,7 +80,7 @@ def read(device: torch.device, folder: Path = FOLDER) -> Tuned:
 
 
 def read_for(name: str, folder: Path = FOLDER, others: Tuned = DEFAULTS) -> Tuned:
-    """The same for a GPU of this name; `others` has what its file lacks."""
+    """The tuned file for a GPU of this name; `others` has what its file lacks."""
     path = folder / file_name(name)
     if not path.exists():
         log.info("kernel_configs_built_in", gpu=name, missing=path.name)
@@ -105,15 +105,15 @@ def parse(text: str, gpu: str, name: str) -> dict[tuple[str, int, torch.dtype], 
         raise ValueError(f"{name} must hold exactly the keys gpu and kernels")
     if content["gpu"] != gpu:
         raise ValueError(f"{name} was measured on {content['gpu']!r}, this is {gpu!r}")
-    found: dict[tuple[str, int, torch.dtype], list[int]] = {}
+    tiles: dict[tuple[str, int, torch.dtype], list[int]] = {}
     for kernel, entries in _table(content["kernels"], f"{name}: kernels").items():
         if kernel not in BUILT_IN:
             raise ValueError(f"{name}: unknown kernel {kernel}; known: {', '.join(BUILT_IN)}")
         for key, values in _table(entries, f"{name}: {kernel}").items():
             what = f"{name}: {kernel} for {key}"
             checked = check(kernel, _table(values, what), what)
-            found[(kernel, *_read_key(key, what))] = checked
-    return found
+            tiles[(kernel, *_read_key(key, what))] = checked
+    return tiles
 
 
 def write(entries: Mapping[tuple[str, int, torch.dtype], list[int]], gpu: str) -> str:
@@ -150,7 +150,7 @@ def _table(value: object, what: str) -> dict[str, object]:
 
 def _read_key(key: str, what: str) -> tuple[int, torch.dtype]:
     size, _, dtype = key.partition(" ")
-    found = next((each for each, name in DTYPES.items() if name == dtype), None)
-    if not size.isdecimal() or int(size) < 1 or found is None:
+    number_format = next((member for member, name in DTYPES.items() if name == dtype), None)
+    if not size.isdecimal() or int(size) < 1 or number_format is None:
         raise ValueError(f"{what}: not a size and a dtype of {', '.join(DTYPES.values())}")
-    return int(size), found
+    return int(size), number_format

@@ -69,7 +69,7 @@ class SlotWeights:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are not None, by name."""
+        """The tensors that are not None, by name."""
         named = {"a": self.a, "b": self.b, "scale": self.scale, "bias": self.bias}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

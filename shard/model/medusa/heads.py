@@ -126,7 +126,7 @@ class HeadsPool:
         """Append the draft rows to the output head's input, [1, rows, H]."""
         self.is_reached = True
         self._own.clear()  # rows of a step that failed
-        wanted = self._inputs.heads
+        drafting = self._inputs.heads
         if not (self._inputs.num_draft_rows or self.keeps_rows):
             return None
         num_rows = self._inputs.logits_rows.shape[0]
@@ -139,31 +139,32 @@ class HeadsPool:
             return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:
             raise RuntimeError("Medusa heads in a padded step need kernels of a device")
-        drafts = self._draft(rows, wanted)
+        drafts = self._draft(rows, drafting)
         return (torch.cat([rows, drafts])[None], *args[1:])
 
-    def _draft(self, rows: torch.Tensor, wanted: Sequence[HeadsRow]) -> torch.Tensor:
-        """rows: [S, H]. Returns [E, H] in the order of `wanted`."""
+    def _draft(self, rows: torch.Tensor, drafting: Sequence[HeadsRow]) -> torch.Tensor:
+        """rows: [S, H]. Returns [E, H] in the order of `drafting`."""
         # [E] index of each draft row among the hidden rows of all slots
-        sources = [0] * sum(each.num_drafts for each in wanted)
-        ends = list(accumulate(each.num_drafts for each in wanted))
+        sources = [0] * sum(request.num_drafts for request in drafting)
+        ends = list(accumulate(request.num_drafts for request in drafting))
         parts: list[torch.Tensor] = []
         first = 0
-        for slot, group in groupby(sorted(range(len(wanted)), key=lambda i: wanted[i].slot), lambda i: wanted[i].slot):
+        by_slot = sorted(range(len(drafting)), key=lambda i: drafting[i].slot)
+        for slot, group in groupby(by_slot, lambda i: drafting[i].slot):
             members = list(group)
-            heads = self._heads(slot, max(wanted[i].num_drafts for i in members))
-            hidden = _of_rows(heads, rows, [wanted[i].row for i in members])
+            heads = self._heads(slot, max(drafting[i].num_drafts for i in members))
+            hidden = _of_rows(heads, rows, [drafting[i].row for i in members])
             for index, member in enumerate(members):
-                begin, count = ends[member] - wanted[member].num_drafts, wanted[member].num_drafts
+                begin, count = ends[member] - drafting[member].num_drafts, drafting[member].num_drafts
                 at = first + index * heads.num_heads
                 sources[begin : begin + count] = range(at, at + count)
-            self._keep_own(heads, hidden, [(ends[i] - wanted[i].num_drafts, wanted[i].num_drafts) for i in members])
+            self._keep_own(heads, hidden, [(ends[i] - drafting[i].num_drafts, drafting[i].num_drafts) for i in members])
             parts.append(hidden.flatten(0, 1))
             first += parts[-1].shape[0]
-        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        drafts = torch.cat(parts) if len(parts) > 1 else parts[0]
         if sources == list(range(first)):
-            return found
-        return found.index_select(0, _indices(sources, rows.device))
+            return drafts
+        return drafts.index_select(0, _indices(sources, rows.device))
 
     def _heads(self, slot: int, num_drafts: int) -> SlotHeads:
         heads = self._slots.get(slot)
@@ -176,10 +177,10 @@ class HeadsPool:
         """Record the rows of version 1 heads. hidden: [n, heads, H]; spans: first place and number per row."""
         num_rows = self._inputs.logits_rows.shape[0]
         for head, product in enumerate(heads.outputs):
-            wanted = [index for index, (_, count) in enumerate(spans) if head < count]
-            if wanted:
-                places = _indices([num_rows + spans[index][0] + head for index in wanted], hidden.device)
-                rows = hidden[:, head].index_select(0, _indices(wanted, hidden.device))
+            members = [index for index, (_, count) in enumerate(spans) if head < count]
+            if members:
+                places = _indices([num_rows + spans[index][0] + head for index in members], hidden.device)
+                rows = hidden[:, head].index_select(0, _indices(members, hidden.device))
                 self._own.append(_OwnRows(places, rows, product))
 
     def _after(self, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

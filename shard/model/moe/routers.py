@@ -35,10 +35,10 @@ class RouterWeight(torch.Tensor):
         own = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, cls)), None)
         if func is functional.linear and own is not None:
             return own._linear(*_plain(*args, **(kwargs or {})))
-        found: Any = super().__torch_function__(func, types, tuple(args), kwargs or {})
-        if own is not None and isinstance(found, cls):
-            found.__dict__.update(own.__dict__)
-        return found
+        result: Any = super().__torch_function__(func, types, tuple(args), kwargs or {})
+        if own is not None and isinstance(result, cls):
+            result.__dict__.update(own.__dict__)
+        return result
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., H]. Returns [..., experts]."""

@@ -90,10 +90,10 @@ class PooledNetwork(nn.Module):
         hidden_states: torch.Tensor = output.last_hidden_state[0]
         if not len(logits_to_keep):  # no prompt ends in this step
             return CausalLMOutputWithPast(logits=hidden_states[None, :0])
-        found = self._mean(hidden_states, logits_to_keep) if self._is_mean else hidden_states[logits_to_keep]
+        pooled = self._mean(hidden_states, logits_to_keep) if self._is_mean else hidden_states[logits_to_keep]
         for step in self._steps:
-            found = step(found)
-        return CausalLMOutputWithPast(logits=found[None])
+            pooled = step(pooled)
+        return CausalLMOutputWithPast(logits=pooled[None])
 
     def _mean(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden_states: [T, H]; rows: [S] the last row of each segment, or all its rows. Returns [S, H]: means, summed
@@ -106,14 +106,14 @@ class PooledNetwork(nn.Module):
         means = means.to(hidden_states.dtype)
         if not any(segment.per_token for segment in inputs.segments):
             return means.expand(rows.shape[0], -1)
-        found = hidden_states[rows]
+        values = hidden_states[rows]
         widths = [segment.num_tokens if segment.per_token else 1 for segment in inputs.segments]
         firsts = [0, *accumulate(widths)]
-        pooled = [(firsts[index], index) for index, each in enumerate(inputs.segments) if not each.per_token]
+        pooled = [(firsts[index], index) for index, segment in enumerate(inputs.segments) if not segment.per_token]
         if pooled:
             at, index = torch.tensor(pooled, device=rows.device).unbind(1)
-            found[at] = means[index]
-        return found
+            values[at] = means[index]
+        return values
 
     def _token_types(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[1, T]: 1 for the tokens of the second text of a pair."""

@@ -31,10 +31,10 @@ def probe_pooled(config: ShardConfig, checkpoint: Any, pooled: PooledModel) -> N
         torch.manual_seed(0)
         rows = [torch.randint(PADDING + 1, VOCAB, (length,), device=device) for length in LENGTHS]
         try:
-            expected, given = _both_ways(config, small, pooled, rows, device)
+            expected, ours = _both_ways(config, small, pooled, rows, device)
         except Exception as failure:
             raise ValueError(f"cannot serve {checkpoint.model_type}: its two-layer copy fails: {failure}") from failure
-    worst = largest_share(expected, given)
+    worst = largest_share(expected, ours)
     if not worst <= TOLERANCE:
         raise ValueError(
             f"cannot serve {checkpoint.model_type}: packed into one row its layers give other values "
@@ -78,19 +78,19 @@ def _in_steps(model: Model, rows: list[torch.Tensor], pooled: PooledModel) -> li
     pages = [range(i, 100, len(rows)) for i in range(len(rows))]
     model.allocate_kv(100)
     chunk = max(LENGTHS) if pooled.is_whole else CHUNK
-    found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    results: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     for start in range(0, max(LENGTHS), chunk):
         live = [i for i, row in enumerate(rows) if start < len(row)]
         parts = [rows[i][start : start + chunk] for i in live]
         ids = torch.cat(parts)
         segments = [Segment(start, len(part), pages[i]) for i, part in zip(live, parts, strict=True)]
-        wanted = [wanted_rows(len(part), pooled) for part in parts]
+        result_rows = [wanted_rows(len(part), pooled) for part in parts]
         firsts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
-        indices = [first + row for first, each in zip(firsts, wanted, strict=True) for row in each]
+        indices = [first + row for first, row_range in zip(firsts, result_rows, strict=True) for row in row_range]
         model.inputs.fill(segments, ids, torch.tensor(indices, device=ids.device), indices)
-        for i, values in zip(live, model.forward().split([len(each) for each in wanted]), strict=True):
-            found[i] = values
-    return found
+        for i, values in zip(live, model.forward().split([len(row_range) for row_range in result_rows]), strict=True):
+            results[i] = values
+    return results
 
 
 def wanted_rows(num_tokens: int, pooled: PooledModel) -> range:

@@ -211,7 +211,7 @@ def round_network(network: Any, rounding: Rounding, device: torch.device) -> Non
     """
     output = getattr(network, "get_output_embeddings", lambda: None)()
     of_head = rounding._replace(bits=8, group=GROUPS[-1])
-    holders = Counter(id(each) for module in network.modules() for each in module.parameters(recurse=False))
+    holders = Counter(id(parameter) for module in network.modules() for parameter in module.parameters(recurse=False))
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D) and module.weight.numel() // _num_in(module) >= LEAST_OUTPUTS:
             try:
@@ -297,7 +297,7 @@ def _round_to_8(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _round_to_4(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same with values from 0 to 15. Scale and minimum are searched for the least squares of errors, as in ggml's
+    """Round to values from 0 to 15. Scale and minimum are searched for the least squares of errors, as in ggml's
     K-quants: several scales are tried, and the best is refined.
     """
     low = weight.amin(2, keepdim=True)

@@ -74,7 +74,7 @@ def loading(method: str | None, checkpoint: Any, dtype: torch.dtype, device: str
 
 
 def _reading(method: str, checkpoint: Any, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The same for a checkpoint that is quantised, which its configuration states."""
+    """The options for a checkpoint that is quantised, which its configuration states."""
     if method not in _TORCH_KERNELS:
         return {}
     if device == "cpu":
@@ -172,7 +172,7 @@ def check_batch_invariance(matrices: list[QuantizedMatrix], device: torch.device
         raise ValueError("this method quantises none of its layers")
     generator = torch.Generator().manual_seed(0)
     tolerance = 0.0 if device.type == "cpu" else BATCH_INVARIANCE_TOLERANCE
-    for matrix in {each.kind: each for each in matrices}.values():
+    for matrix in {member.kind: member for member in matrices}.values():
         rows = torch.randn(NUM_ROWS, matrix.in_features, generator=generator).to(device, matrix.dtype)
         if matrix.bias is not None:
             matrix.project(rows[:2])

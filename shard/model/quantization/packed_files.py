@@ -45,17 +45,17 @@ def load_packed(
             missing.discard(name)
         elif not name.endswith("rotary_emb.inv_freq"):  # old checkpoints have that tensor
             raise ValueError(f"its tensor {name} has no place in transformers' {type(network).__name__}")
-    for stem, given in parts.items():
+    for stem, tensors in parts.items():
         try:
             module = network.get_submodule(stem)
-            weight = read_weight(given, settings)
+            weight = read_weight(tensors, settings)
         except AttributeError:  # such as one of many experts
             raise ValueError(f"its matrix {stem} has no place in transformers' {type(network).__name__}") from None
         except ValueError as reason:
             raise ValueError(f"{stem}: {reason}") from None
         if weight.values.shape != module.weight.shape:
-            wanted = tuple(module.weight.shape)
-            raise ValueError(f"its matrix {stem} has the shape {tuple(weight.values.shape)}, not {wanted}")
+            shape = tuple(module.weight.shape)
+            raise ValueError(f"its matrix {stem} has the shape {tuple(weight.values.shape)}, not {shape}")
         made = IntegerLinear(weight, module.bias, rounds_activations, dtype)
         network.set_submodule(stem, made)
         missing.discard(f"{stem}.weight")
@@ -120,6 +120,6 @@ def _put(network: Any, name: str, values: torch.Tensor) -> None:
     place, _, attribute = name.rpartition(".")
     module = network.get_submodule(place)
     if values.shape != getattr(module, attribute).shape:
-        wanted = tuple(getattr(module, attribute).shape)
-        raise ValueError(f"its tensor {name} has the shape {tuple(values.shape)}, not {wanted}")
+        shape = tuple(getattr(module, attribute).shape)
+        raise ValueError(f"its tensor {name} has the shape {tuple(values.shape)}, not {shape}")
     setattr(module, attribute, nn.Parameter(values, requires_grad=False))

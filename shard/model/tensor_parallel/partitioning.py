@@ -47,13 +47,13 @@ def partition_network(network: nn.Module, text_config: Any, group: Group) -> dic
         embeddings.weight.data = embeddings.weight.data.clone()
     partitions: dict[str, Partition] = {}
     for name, module in network.named_modules():
-        wanted = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if wanted is None or wanted in _WHOLE:
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is None or style in _WHOLE:
             continue
         if module is output and module.out_features % group.size:
             continue  # a vocabulary that does not divide: every rank computes all of it
         try:
-            partitions[name] = _partition(module, wanted, group)
+            partitions[name] = _partition(module, style, group)
         except ValueError as error:
             raise TensorParallelUnsupported(f"cannot split {kind}: {name}: {error}") from None
     if not partitions:
