@@ -223,8 +223,8 @@ def _iq1_s(blocks: torch.Tensor) -> Parts:
 
 
 def _iq1_m(blocks: torch.Tensor) -> Parts:
-    """A block that holds, for each 8 values, their place in a grid of -1, 0 and 1; its upper bits and the sign of an eighth; 16 scales in 3
-    bits and a quarter of the scale of scales.
+    """Each 8 values have their place in a grid of -1, 0 and 1, its upper bits and the sign of an eighth; a block has
+    16 scales in 3 bits and a quarter of the scale of scales.
     """
     upper, pairs = _in_turn(blocks[..., 32:48]).int(), _pairs(blocks[..., 48:])
     bits = torch.stack([pairs[..., index] >> 12 << 4 * index for index in range(4)]).sum(0)
