@@ -29,7 +29,7 @@ class RowsLayout:
 
     @classmethod
     def within(cls, max_bytes: int, hidden_size: int) -> "RowsLayout":
-        """As many blocks as fit into `max_bytes`. Raises ValueError if those are too few."""
+        """The layout of as many blocks as fit into `max_bytes`. Raises ValueError if those are too few."""
         block_bytes = cls(hidden_size, 1).num_bytes
         num_blocks = max_bytes // block_bytes
         if num_blocks < MIN_BLOCKS:
@@ -44,7 +44,7 @@ class RowsLayout:
     def arrays(self, memory: memoryview) -> "RowArrays":
         """Views of `memory`, of `num_bytes` bytes."""
         num_rows, start = self.num_blocks * BLOCK_ROWS, 0
-        found: list[npt.NDArray[Any]] = []
+        arrays: list[npt.NDArray[Any]] = []
         shapes: list[tuple[type[np.generic], tuple[int, ...]]] = [
             (np.int64, (self.num_blocks,)),
             (np.int64, (num_rows,)),
@@ -53,9 +53,9 @@ class RowsLayout:
         ]
         for kind, shape in shapes:
             array = np.ndarray(shape, kind, memory, start)
-            found.append(array)
+            arrays.append(array)
             start += array.nbytes
-        return RowArrays(*found)
+        return RowArrays(*arrays)
 
 
 class RowArrays(NamedTuple):

@@ -39,7 +39,7 @@ WITHOUT_TORCH = (
 )
 
 FOLDERS = {
-    "adapters": ("", "sources", "formats", "medusa", "loader", "learning"),
+    "adapters": ("", "sources", "formats", "medusa", "loader"),
     "router": (
         "text", "requests", "schemas", "metrics", "shards", "adapters", "output", "dispatch", "api/routes", "api", "",
     ),

@@ -235,18 +235,22 @@ def read_heads(
     return ParsedHeads(shape, ours, tuple(warnings))
 
 
+def served_names(shape: MedusaShape) -> dict[str, str]:
+    """The names in the served layout of all tensors of a file of this shape."""
+    names: dict[str, str] = {}
+    for name in expected_shapes(shape):
+        head, block, *part = name.split(".")
+        middle = f".{block}" if shape.num_layers > 1 else ""
+        names[name] = f"heads.{head}{middle}.{part[1]}" if part[0] == "linear" else f"heads.{head}.output"
+    return names
+
+
 def lay_out_heads(heads: ParsedHeads, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The served layout's tensors, contiguous. Raises AdapterInvalid for numbers that are not finite."""
-    shape, laid_out = heads.shape, dict[str, torch.Tensor]()
-    for head in range(shape.num_heads):
-        for block in range(shape.num_layers):
-            middle = f".{block}" if shape.num_layers > 1 else ""
-            for part in ("weight", "bias"):
-                name = f"{head}.{block}.linear.{part}"
-                laid_out[f"heads.{head}{middle}.{part}"] = _cast_heads(name, heads.tensors[name], dtype)
-        if shape.vocab_size is not None:
-            name = f"{head}.{shape.num_layers}.weight"
-            laid_out[f"heads.{head}.output"] = resized(_cast_heads(name, heads.tensors[name], dtype), vocab_size)
+    laid_out: dict[str, torch.Tensor] = {}
+    for name, served in served_names(heads.shape).items():
+        tensor = _cast_heads(name, heads.tensors[name], dtype)
+        laid_out[served] = resized(tensor, vocab_size) if served.endswith(".output") else tensor
     return laid_out
 
 

@@ -4,8 +4,9 @@ Everything here runs between steps, in the step loop's thread. Speculation is lo
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import structlog
@@ -13,7 +14,6 @@ import torch
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, TrainingJob
-from lorikeet.shard.learning.pairs import Acceptance, CollectedRows, LearnedPair
 from lorikeet.shard.learning.records import HeadsDecision, Record, Records
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
@@ -26,9 +26,9 @@ from lorikeet.shard.speculation.medusa import pair_of
 
 log = structlog.get_logger()
 
-MOST_WAITS = 16
+MAX_WAITS = 16
 """After each training without a gain the next one waits for twice as many rows, up to this factor of MIN_ROWS."""
-MOST_BLOCKS = 2048
+MAX_BLOCKS = 2048
 """The newest blocks of a pair that one training reads: so many fit the buffer of a pipe."""
 MIN_GAIN = 1.02
 """Tokens per step of new heads over those in use, from which on they are adopted."""
@@ -38,8 +38,89 @@ MARGIN = 0.98
 """Acceptance counts as lower below this part of the earlier one: it is a mean of random events."""
 FLOOR = 0.02
 """Acceptance that heads need which replaced none."""
-MOST_PAIRS = 1024
+MAX_PAIRS = 1024
 """Pairs that are known; those that were not used for longest are dropped."""
+MIN_ROWS = 2048
+"""Rows of a pair that come between two of its trainings, at least."""
+ACCEPTANCE_STEPS = 256
+"""Steps over which acceptance is averaged."""
+KNOWN_STEPS = 64
+"""Steps until acceptance is known."""
+MAX_DECISIONS = 20
+"""Decisions that are kept of each pair."""
+
+
+@dataclass
+class LearnedPair:
+    """What is known of the requests of one tenant with one adapter: their rows, the heads they use, and how well these
+    draft.
+    """
+
+    pair: Pair
+    number: int
+    given_digest: str = ""
+    """The heads that requests come with."""
+    num_collected: int = 0
+    num_new: int = 0
+    """Rows since the last training."""
+    num_waits: int = 1
+    """Factor of MIN_ROWS for the next training."""
+    trained: int = 0
+    """Number of the last training, over all pairs."""
+    digest: str = ""
+    """The adopted heads."""
+    candidate: str = ""
+    """Better heads that are being loaded."""
+    replaced: str = ""
+    """Heads that drafted before the adopted ones."""
+    replaced_acceptance: float = 0.0
+    """Acceptance of those heads."""
+    acceptance: float = 0.0
+    """Share of the newest steps in which the first draft of the heads in use was accepted."""
+    num_observed: int = 0
+    """Steps with drafts of the heads in use."""
+    num_below: int = 0
+    """Steps in a row with a lower acceptance than that of the replaced heads."""
+    decisions: deque[HeadsDecision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+
+    @property
+    def heads(self) -> str:
+        """The heads in use, "" for none."""
+        return self.digest or self.given_digest
+
+    @property
+    def learned(self) -> set[str]:
+        """All learned heads that it may need."""
+        return {self.digest, self.candidate, self.replaced} - {"", self.given_digest}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are rows for the next training, and no new heads that are yet to be loaded."""
+        return self.num_new >= MIN_ROWS * self.num_waits and not self.candidate
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the acceptance is that of enough steps."""
+        return self.num_observed >= KNOWN_STEPS
+
+    def observe(self, is_accepted: bool) -> None:
+        """One more step with drafts of the heads in use."""
+        self.num_observed += 1
+        self.acceptance += (is_accepted - self.acceptance) / min(self.num_observed, ACCEPTANCE_STEPS)
+        threshold = max(FLOOR, MARGIN * self.replaced_acceptance)
+        is_below = self.digest and self.is_known and self.acceptance < threshold
+        self.num_below = self.num_below + 1 if is_below else 0
+
+    def record(self) -> Record:
+        """What survives a restart."""
+        heads = self.given_digest, self.digest, self.replaced
+        return Record(self.pair, *heads, self.replaced_acceptance, tuple(self.decisions))
+
+    def came_with(self, digest: str) -> None:
+        """A request came with these heads, "" for none. If such drafted before the adopted ones, they would again."""
+        if self.replaced == self.given_digest:
+            self.replaced = digest
+        self.given_digest = digest
 
 
 class Learning:
@@ -59,8 +140,8 @@ class Learning:
         self.trainer = trainer
         self._scheduler, self._heads, self._records = scheduler, heads, records
         self._num_pairs = self._num_jobs = 0
-        self._collected: dict[Pair, CollectedRows] = {}
-        """Rows collected from the step that is being committed."""
+        self._collected: dict[Pair, tuple[list[int], list[int], list[int]]] = {}
+        """Of the step that is being committed: number of the request, index of the row, and token, of each row."""
         self._due: dict[int, LearnedPair] = {}
         """Pairs that have rows for a training."""
         for record in records.read():
@@ -83,9 +164,14 @@ class Learning:
             return
         pair = self._pair(key)
         pair.came_with(request.given_heads_digest)
-        self._collected.setdefault(key, CollectedRows()).add(request.order, first, token_ids)
+        texts, rows, row_tokens = self._collected.setdefault(key, ([], [], []))
+        texts += [request.order] * len(token_ids)
+        rows += range(first, first + len(token_ids))
+        row_tokens += token_ids
         if item.source == Source.MEDUSA and item.draft_ids and request.heads_digest == pair.heads:
-            self._observe(pair, token_ids[0] == item.draft_ids[0])
+            pair.observe(token_ids[0] == item.draft_ids[0])
+            if pair.num_below >= REVERT_STEPS:
+                self._revert(pair)
 
     def append(self, rows: torch.Tensor | None) -> None:
         """After all of a step's tokens: its rows, [S, H] in bfloat16, on the host; None if none were kept."""
@@ -94,9 +180,8 @@ class Learning:
             return
         # numpy has no bfloat16
         bits = rows.view(torch.int16).numpy().view(np.uint16)
-        for key, collected in self._collected.items():
-            texts, token_ids = np.array(collected.texts, np.int64), np.array(collected.token_ids, np.int32)
-            self.rings.append(key, texts, token_ids, bits[collected.rows])
+        for key, (texts, indices, token_ids) in self._collected.items():
+            self.rings.append(key, np.array(texts, np.int64), np.array(token_ids, np.int32), bits[indices])
             if (pair := self.pairs.get(key)) is not None:
                 pair.num_collected += len(token_ids)
                 pair.num_new += len(token_ids)
@@ -119,7 +204,7 @@ class Learning:
         """A job has ended."""
         self._totals.train_seconds += answer.seconds
         self._totals.cpu_seconds += answer.cpu_seconds
-        pair = next((each for each in self.pairs.values() if each.number == answer.pair), None)
+        pair = next((pair for pair in self.pairs.values() if pair.number == answer.pair), None)
         if pair is None:
             return
         if answer.error:
@@ -136,7 +221,7 @@ class Learning:
             if self._scheduler.adapters.is_resident(answer.heads_digest):
                 self._use(pair, answer.heads_digest)
             return
-        pair.num_waits = min(2 * pair.num_waits, MOST_WAITS)
+        pair.num_waits = min(2 * pair.num_waits, MAX_WAITS)
 
     def update(self) -> None:
         """Between steps: start a job if one is due."""
@@ -145,11 +230,11 @@ class Learning:
         due = [pair for pair in self._due.values() if pair.is_due]
         if not due:
             return
-        pair = min(due, key=lambda each: each.trained)  # pairs take turns, whatever their traffic
+        pair = min(due, key=lambda pair: pair.trained)  # pairs take turns, whatever their traffic
         del self._due[pair.number]
         self._num_jobs += 1
         pair.trained = self._num_jobs
-        blocks = self.rings.blocks(pair.pair)[-MOST_BLOCKS:]
+        blocks = self.rings.blocks(pair.pair)[-MAX_BLOCKS:]
         num_new, pair.num_new = pair.num_new, 0
         self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
 
@@ -180,7 +265,7 @@ class Learning:
                 num_collected=pair.num_collected,
                 heads_digest=pair.digest,
                 replaced_digest=pair.replaced,
-                acceptance=pair.acceptance.value,
+                acceptance=pair.acceptance,
                 replaced_acceptance=pair.replaced_acceptance,
             )
             for decision in pair.decisions:
@@ -193,7 +278,7 @@ class Learning:
         for pair in self.pairs.values():
             self._scheduler.learned_heads.adopt(pair.pair, "")
             self._scheduler.swap_heads(pair.pair)
-            for digest in {pair.digest, pair.candidate, pair.replaced} - {"", pair.given_digest}:
+            for digest in pair.learned:
                 self._scheduler.adapters.unload(digest)
         self._records.purge()
         self.pairs.clear()
@@ -206,7 +291,7 @@ class Learning:
             self._num_pairs += 1
             pair = LearnedPair(key, self._num_pairs)
         self.pairs[key] = pair
-        if len(self.pairs) > MOST_PAIRS:
+        if len(self.pairs) > MAX_PAIRS:
             self._forget(next(iter(self.pairs)))
         return pair
 
@@ -235,23 +320,13 @@ class Learning:
         pair = self.pairs.pop(key)
         self._scheduler.learned_heads.adopt(key, "")
         self._due.pop(pair.number, None)
-        for digest in {pair.digest, pair.candidate, pair.replaced} - {"", pair.given_digest}:
+        for digest in pair.learned:
             self._records.release(digest)
-
-    def _observe(self, pair: LearnedPair, is_accepted: bool) -> None:
-        """A step with drafts of the heads in use."""
-        pair.acceptance.observe(is_accepted)
-        if not pair.digest or not pair.acceptance.is_known:
-            return
-        least = max(FLOOR, MARGIN * pair.replaced_acceptance)
-        pair.num_below = pair.num_below + 1 if pair.acceptance.value < least else 0
-        if pair.num_below >= REVERT_STEPS:
-            self._revert(pair)
 
     def _use(self, pair: LearnedPair, digest: str) -> None:
         """New heads are in a slot: they draft from the next step on."""
         oldest, pair.replaced = pair.replaced, pair.heads
-        pair.replaced_acceptance = pair.acceptance.value if pair.heads and pair.acceptance.is_known else 0.0
+        pair.replaced_acceptance = pair.acceptance if pair.heads and pair.is_known else 0.0
         pair.candidate, pair.digest = "", digest
         self._switch(pair)
         self._remove(pair, oldest)
@@ -261,7 +336,7 @@ class Learning:
     def _revert(self, pair: LearnedPair) -> None:
         """The heads before draft again."""
         reason = (
-            f"the first draft was accepted in {pair.acceptance.value:.2f} of the steps, with the heads before in "
+            f"the first draft was accepted in {pair.acceptance:.2f} of the steps, with the heads before in "
             f"{pair.replaced_acceptance:.2f}, for {REVERT_STEPS} steps in a row"
         )
         self._totals.num_reverted += 1
@@ -283,12 +358,12 @@ class Learning:
             pair.replaced_acceptance = 0.0
         self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(pair.number, digest))
         self._switch(pair)
-        for each in unused:
-            self._remove(pair, each)
+        for name in unused:
+            self._remove(pair, name)
 
     def _switch(self, pair: LearnedPair) -> None:
         """Let running requests use the heads that the pair has now."""
-        pair.acceptance, pair.num_below = Acceptance(), 0
+        pair.acceptance, pair.num_observed, pair.num_below = 0.0, 0, 0
         self._scheduler.learned_heads.adopt(pair.pair, pair.digest)
         self._scheduler.swap_heads(pair.pair)
         self._records.write(pair.record())
@@ -300,7 +375,8 @@ class Learning:
             self._records.remove(digest)
 
     def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
-        found = about.heads_digest, about.tokens_per_step, about.tokens_per_step_before, about.num_rows, about.seconds
-        pair.decisions.append(HeadsDecision(time.time(), decision, reason, *found))
+        steps = about.tokens_per_step, about.tokens_per_step_before
+        facts = about.heads_digest, *steps, about.num_rows, about.seconds
+        pair.decisions.append(HeadsDecision(time.time(), decision, reason, *facts))
         self._records.write(pair.record())
         log.info("learning_decision", decision=decision, reason=reason, adapter=pair.pair[1][:16])

@@ -9,9 +9,8 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lorikeet.shard.learning.rings import Pair
 log = structlog.get_logger()
 
 FOLDER = "learning"
-MOST_FILES = 4096
+MAX_FILES = 4096
 """The newest files, which are read at start."""
 
 
@@ -71,17 +70,16 @@ class Records:
         self._root, self._folder, self._base = root, root / FOLDER, list(base)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._held: dict[str, int] = {}
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="learning records", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "learning records")
 
     def read(self) -> list[Record]:
         """The newest records of this base, the most recently written last."""
-        return self._read_all(MOST_FILES)
+        return self._read_all(MAX_FILES)
 
     def write(self, record: Record) -> None:
         """Write the record of a pair, soon."""
         text = json.dumps({"base": self._base, **asdict(record)})
-        self._tasks.put(lambda: _write(self._path(record.pair), text))
+        self._soon(lambda: _write(self._path(record.pair), text))
 
     def hold(self, digest: str) -> bool:
         """Keep heads in the store; whether they are there."""
@@ -103,13 +101,11 @@ class Records:
     def remove(self, digest: str) -> None:
         """Delete heads from the store, soon."""
         self.release(digest)
-        self._tasks.put(lambda: (self._root / f"{digest}.safetensors").unlink(missing_ok=True))
+        self._soon(lambda: (self._root / f"{digest}.safetensors").unlink(missing_ok=True))
 
     def flush(self) -> None:
         """Wait until everything is written."""
-        done = threading.Event()
-        self._tasks.put(done.set)
-        done.wait()
+        self._thread.submit(lambda: None).result()
 
     def purge(self) -> None:
         """Delete all records of this base, and the learned heads that they name. Waits for it."""
@@ -122,10 +118,10 @@ class Records:
         for record in records:
             self._path(record.pair).unlink(missing_ok=True)
 
-    def _read_all(self, most: int | None = None) -> list[Record]:
-        """All records of this base in the `most` newest files, or in all, the most recently written last."""
+    def _read_all(self, max_files: int | None = None) -> list[Record]:
+        """All records of this base in the `max_files` newest files, or in all, the most recently written last."""
         paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        newest = paths if most is None else paths[-most:]
+        newest = paths if max_files is None else paths[-max_files:]
         return [record for path in newest if (record := self._read(path)) is not None]
 
     def _read(self, path: Path) -> Record | None:
@@ -134,7 +130,7 @@ class Records:
             if values.pop("base") != self._base:
                 return None
             tenant, adapter = values["pair"]
-            decisions = tuple(HeadsDecision(**each) for each in values["decisions"])
+            decisions = tuple(HeadsDecision(**fields) for fields in values["decisions"])
             return Record(**values | {"pair": (tenant, adapter), "decisions": decisions})
         except (OSError, ValueError, KeyError, TypeError) as failure:
             log.warning("learning_record_not_read", file=path.name, reason=str(failure))
@@ -144,13 +140,14 @@ class Records:
         name = hashlib.sha256(json.dumps([*self._base, *pair]).encode()).hexdigest()
         return self._folder / f"{name}.json"
 
-    def _run(self) -> None:
-        while True:
-            task = self._tasks.get()
+    def _soon(self, task: Callable[[], None]) -> None:
+        def run() -> None:
             try:
                 task()
             except OSError as failure:
                 log.warning("learning_record_not_written", reason=str(failure))
+
+        self._thread.submit(run)
 
 
 def _write(path: Path, text: str) -> None:

@@ -73,8 +73,8 @@ class Rings:
                 ring.blocks.append(self._take_block())
                 ring.num_last = 0
             taken = min(num_rows - first, BLOCK_ROWS - ring.num_last)
-            at = ring.blocks[-1] * BLOCK_ROWS + ring.num_last
-            rows, source = slice(at, at + taken), slice(first, first + taken)
+            start = ring.blocks[-1] * BLOCK_ROWS + ring.num_last
+            rows, source = slice(start, start + taken), slice(first, first + taken)
             self._arrays.texts[rows] = texts[source]
             self._arrays.token_ids[rows] = token_ids[source]
             self._arrays.hidden[rows] = hidden[source]

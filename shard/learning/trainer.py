@@ -1,5 +1,6 @@
-"""The trainer's process: started ahead of the first job or at it, ended by a purge, started again where it has ended by
-itself.
+"""The trainer's process: started ahead of the first job or at it, ended by a purge, started again if it has ended.
+
+It is for Linux, as learning is, and has the lowest priority of all processes.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from lorikeet.proto.process import python
 
 log = structlog.get_logger()
 
-MODULE = "lorikeet.adapters.learning"
+MODULE = "lorikeet.adapters.medusa.learning"
 ENDED = "the trainer ended: its log has the reason"
 
 
@@ -82,6 +83,9 @@ class Trainer:
         )
         assert process.stdin is not None
         os.sched_setaffinity(process.pid, self._cpus)
+        # it computes only while a processor would be idle
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         process.stdin.write(write_line(self._settings))
         self._process = process
         threading.Thread(target=self._read, args=(process,), name="trainer answers", daemon=True).start()

@@ -66,7 +66,7 @@ def learning(server: Launched, method: str = "GET") -> dict[str, Any]:
 def trainers(server: Launched) -> list[int]:
     shard = server.shard(0)
     children = Path(f"/proc/{shard}/task/{shard}/children").read_text().split()
-    return [int(pid) for pid in children if "adapters.learning" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [int(pid) for pid in children if "medusa.learning" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def learn(server: Launched) -> list[list[dict[str, Any]]]:

@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "heads are trained on rows of an overwritten block",
-        "adapters/learning/rows.py",
+        "adapters/medusa/learning.py",
         "labels[torch.from_numpy(~self._is_current(indices))] = NOTHING",
         "labels[torch.from_numpy(~self._is_current(indices))] += 0",
         "tests/shard/learning/test_rings.py::test_nothing_is_learned_from_rows_that_were_replaced_meanwhile",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.learning.rounds import Rounds
+from lorikeet.adapters.medusa.learning import Rounds
 from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.config import ShardConfig

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
-from lorikeet.adapters.learning.base_head import BaseHead
+from lorikeet.adapters.medusa.learning import BaseHead
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, row_indices
 from lorikeet.proto.params import Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.learning import learning as module
-from lorikeet.shard.learning import pairs
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.requests.request import Source
 from tests.shard.learning import learners
@@ -33,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.shard.startup.build.Trainer", DirectTrainer)
-    monkeypatch.setattr(pairs, "MIN_ROWS", 400)
-    monkeypatch.setattr(module, "MOST_WAITS", 1)
+    monkeypatch.setattr(module, "MIN_ROWS", 400)
+    monkeypatch.setattr(module, "MAX_WAITS", 1)
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def learned(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Learned:
 def learner(learned: Learned, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Learner:
     """The next shard over the same store, which trains nothing."""
     shutil.copytree(learned.store, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     return make()
 
 
@@ -99,7 +98,7 @@ def test_heads_are_learned_from_rows_and_adopted(learned: Learned) -> None:
 
 def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are adopted for the first time in the middle of running requests, greedy and sampled, and purged again."""
-    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     plain, learner = make(), make()
     groups: list[dict[str, Any]] = [{}, {"sampling": learners.sampled(7)}]
     expected = [each.token_ids for values in groups for each in plain.run(PROMPT_IDS[:8], 70, learner="", **values)]
@@ -107,9 +106,9 @@ def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monke
         learner.run(PROMPT_IDS)
     numbers = [number for values in groups for number in learner.submit(PROMPT_IDS[:8], 70, **values)]
     learner.turn(lambda: all(n in learner.outputs and len(learner.outputs[n].token_ids) > 10 for n in numbers))
-    monkeypatch.setattr(pairs, "MIN_ROWS", 400)
+    monkeypatch.setattr(module, "MIN_ROWS", 400)
     learner.turn(lambda: bool(learner.learning.pairs["one", ""].digest))
-    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     learner.turn(lambda: sum(learner.outputs[number].sources.count(Source.MEDUSA) for number in numbers) > 10)
     assert not all(learner.outputs[number].finish_reason for number in numbers)
     learner.ask(purge=True)
@@ -188,7 +187,7 @@ def test_heads_that_do_worse_than_those_before_are_reverted(
 def test_heads_whose_file_is_damaged_are_dropped_and_no_request_fails(
     learned: Learned, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     shutil.copytree(learned.store, tmp_path, dirs_exist_ok=True)
     path = tmp_path / f"{learned.reply.pairs[0].heads_digest}.safetensors"
     content = bytearray(path.read_bytes())
@@ -224,8 +223,8 @@ def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.shard.startup.build.Trainer", Scripted)
-    monkeypatch.setattr(pairs, "MIN_ROWS", 100)
-    monkeypatch.setattr(module, "MOST_WAITS", 4)
+    monkeypatch.setattr(module, "MIN_ROWS", 100)
+    monkeypatch.setattr(module, "MAX_WAITS", 4)
     learner = make()
     trainer = learner.learning.trainer
     assert isinstance(trainer, Scripted)
@@ -248,7 +247,7 @@ def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
 
 def test_each_row_gives_its_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of requests of two tenants and of one that takes no part, at different positions."""
-    monkeypatch.setattr(pairs, "MIN_ROWS", 10**6)
+    monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     learner = make()
     numbers: list[int] = []
     for index, ids in enumerate(PROMPT_IDS[:9]):

@@ -92,7 +92,7 @@ def test_a_purge_deletes_learned_heads_and_leaves_those_that_requests_came_with(
 def test_a_purge_reads_more_files_than_a_start(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records_module, "MOST_FILES", 1)
+    monkeypatch.setattr(records_module, "MAX_FILES", 1)
     saved(records, *(Record((str(n), ""), "", digest, "", 0.0, ()) for n, digest in enumerate((FIRST, SECOND, THIRD))))
     assert len(records.read()) == 1
     records.purge()
@@ -128,7 +128,7 @@ def test_a_forgotten_pair_keeps_nothing_in_the_store(
 ) -> None:
     saved(records, ADOPTED)
     learning = learning_of(records)
-    monkeypatch.setattr(module, "MOST_PAIRS", 1)
+    monkeypatch.setattr(module, "MAX_PAIRS", 1)
     learning._pair(("two", ""))
     assert list(learning.pairs) == [("two", "")]
     assert not any(is_locked(tmp_path, digest) for digest in (FIRST, SECOND))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, JobRows
+from lorikeet.adapters.medusa.learning import CANDIDATE_SHARE, JobRows
 from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, RowsLayout, TrainingJob, row_indices
 from lorikeet.shard.learning.rings import Pair, Rings

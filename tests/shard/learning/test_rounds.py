@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.heads import MedusaHeads, MedusaShape
-from lorikeet.adapters.learning import rounds as module
-from lorikeet.adapters.learning.base_head import BaseHead
-from lorikeet.adapters.learning.rounds import BUSY_SHARE, Rounds, Throttle
-from lorikeet.adapters.learning.rows import CANDIDATE_SHARE, HeldOut, _candidates
+from lorikeet.adapters.medusa import learning as module
 from lorikeet.adapters.medusa import training
+from lorikeet.adapters.medusa.learning import (
+    BUSY_SHARE,
+    CANDIDATE_SHARE,
+    BaseHead,
+    HeldOut,
+    Rounds,
+    Throttle,
+    _candidates,
+)
 from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import RowsLayout, TrainerSettings, TrainingJob
 from lorikeet.shard.learning.rings import Rings
