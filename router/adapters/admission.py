@@ -68,11 +68,7 @@ class AdapterAdmission:
     """Admission for one dispatcher."""
 
     def __init__(
-        self,
-        loader: LoaderClient,
-        links: Sequence[ShardLink],
-        placement: Placement,
-        metrics: AdapterMetrics,
+        self, loader: LoaderClient, links: Sequence[ShardLink], placement: Placement, metrics: AdapterMetrics
     ) -> None:
         self._links = links
         self._placement = placement

@@ -30,11 +30,7 @@ class AdapterAccess:
     """Access rights of one router. Without `sources` only the base model is served."""
 
     def __init__(
-        self,
-        directory: Directory,
-        sources: Sources | None,
-        ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, directory: Directory, sources: Sources | None, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Links in local folders are followed anew after `ttl_s`."""
         self._directory, self._sources = directory, sources

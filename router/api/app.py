@@ -15,27 +15,18 @@ from lorikeet.router.api import openapi
 from lorikeet.router.api.middleware import Cors, Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
 from lorikeet.router.api.pooled_models import check_generates
-from lorikeet.router.api.routes.admin import AdminRoutes, LearningRoutes
+from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
-from lorikeet.router.api.routes.information import (
-    ALTERNATIVES,
-    METHODS,
-    CapabilityRoutes,
-    InformationRoutes,
-    LiveRoutes,
-    ProbeRoutes,
-    StreamRoutes,
-    out_of_scope,
-)
+from lorikeet.router.api.routes.information import ALTERNATIVES, METHODS, InformationRoutes, ProbeRoutes, out_of_scope
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
-from lorikeet.router.api.routes.pooled import ClassificationRoutes, CohereRoute, EmbeddingRoutes, PairRoutes
+from lorikeet.router.api.routes.pooled import PooledRoutes
 from lorikeet.router.api.routes.responses import ResponsesRoute
-from lorikeet.router.api.routes.sagemaker import InvocationsRoute, SageMakerAdapterRoutes
+from lorikeet.router.api.routes.sagemaker import InvocationsRoute
 from lorikeet.router.api.routes.tokens import TokenRoutes
 from lorikeet.router.api.service import Service, make_service
-from lorikeet.router.api.sse import ClientGone
+from lorikeet.router.api.streaming import ClientGone
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
@@ -84,16 +75,16 @@ def _generating(service: Service) -> dict[str, Handle]:
 
 def _pooled(service: Service) -> dict[str, Handle]:
     """Those to embedding and classification models."""
-    embedding, labels, pairs = EmbeddingRoutes(service), ClassificationRoutes(service), PairRoutes(service)
+    routes = PooledRoutes(service)
     return {
-        "/v1/embeddings": embedding.embeddings,
-        "/v2/embed": CohereRoute(service).embed,
-        "/embed": embedding.embed,
-        "/pooling": labels.pooling,
-        "/classify": labels.classify,
-        "/classify_batch": labels.classify_batch,
-        **dict.fromkeys(("/score", "/v1/score"), pairs.score),
-        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pairs.rerank),
+        "/v1/embeddings": routes.embeddings,
+        "/v2/embed": routes.cohere_embed,
+        "/embed": routes.embed,
+        "/pooling": routes.pooling,
+        "/classify": routes.classify,
+        "/classify_batch": routes.classify_batch,
+        **dict.fromkeys(("/score", "/v1/score"), routes.score),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), routes.rerank),
     }
 
 
@@ -119,9 +110,7 @@ register_url_convertor("any", AnyConvertor())
 def _add_routes(app: FastAPI, service: Service) -> None:
     """All other routes."""
     probes, information, tokens = ProbeRoutes(service), InformationRoutes(service), TokenRoutes(service)
-    admin = AdminRoutes(service)
-    learning, sagemaker = LearningRoutes(service, admin), SageMakerAdapterRoutes(service, admin)
-    responses, messages = ResponsesRoute(service), MessagesRoute(service)
+    admin, responses, messages = AdminRoutes(service), ResponsesRoute(service), MessagesRoute(service)
     read: dict[str, _Route] = {
         **dict.fromkeys(("/", "/health", "/healthz", "/livez", "/ping"), probes.health),
         **dict.fromkeys(("/ready", "/readyz"), probes.ready),
@@ -139,7 +128,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/responses/{response_id}": responses.missing,
         "/v1/responses/{response_id}/input_items": responses.missing,
         "/admin/adapters": admin.listing,
-        "/admin/learning": learning.show,
+        "/admin/learning": admin.learning,
     }
     write = {
         "/admin/adapters/load": admin.load,
@@ -150,7 +139,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/admin/catalogue/reload": admin.reload,
         "/v1/load_lora_adapter": admin.load_lora_adapter,
         "/v1/unload_lora_adapter": admin.unload_lora_adapter,
-        "/adapters": sagemaker.load,
+        "/adapters": admin.load_sagemaker_adapter,
         "/ping": probes.health,
         "/tokenize": tokens.tokenize,
         "/chat_tokenize": tokens.chat_tokenize,
@@ -159,19 +148,22 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/responses/{response_id}/cancel": responses.missing,
         "/v1/messages/count_tokens": messages.count,
     }
-    streams = StreamRoutes(service)
-    read |= {_STREAM: streams.read, "/v1/live": LiveRoutes(service).watch}
-    read |= {"/": _page_or(probes.health), "/v1/capabilities": CapabilityRoutes(service).show}
+    read |= {
+        "/": _page_or(probes.health),
+        "/v1/capabilities": information.capabilities,
+        "/v1/live": information.watch,
+        _STREAM: information.read_stream,
+    }
     delete = {
-        "/admin/learning": learning.purge,
+        "/admin/learning": admin.purge_learning,
         "/v1/models/{model_id:any}": admin.delete_model,
         "/v1/responses/{response_id}": responses.missing,
-        "/adapters/{adapter_name:any}": sagemaker.unload,
-        _STREAM: streams.cancel,
+        "/adapters/{adapter_name:any}": admin.unload_sagemaker_adapter,
+        _STREAM: information.cancel_stream,
     }
     for path in ALTERNATIVES:
-        for each in (path, f"{path}/{{rest:any}}"):
-            app.router.add_route(each, out_of_scope, methods=METHODS)
+        for prefix in (path, f"{path}/{{rest:any}}"):
+            app.router.add_route(prefix, out_of_scope, methods=METHODS)
     for method, routes in (("GET", read), ("POST", write), ("DELETE", delete)):
         for path, handle in routes.items():
             app.router.add_route(path, handle, methods=[method])

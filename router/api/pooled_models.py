@@ -14,7 +14,7 @@ from starlette.requests import Request
 from lorikeet.proto import pooling
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Pooling
-from lorikeet.router.api.collect import Counts, answer_headers, ignored_fields
+from lorikeet.router.api.answer_parts import Counts, answer_headers, ignored_fields
 from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
@@ -27,7 +27,7 @@ from lorikeet.router.api.prepare import (
     submit_more,
 )
 from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import ClientWatch
+from lorikeet.router.api.streaming import ClientWatch
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError, WrongTask
 from lorikeet.router.requests.generation import Generation

@@ -14,12 +14,7 @@ from typing import ClassVar
 import structlog
 from starlette.requests import Request
 
-from lorikeet.proto.params import (
-    MAX_BAD_WORD_TOKENS,
-    Grammar,
-    SamplingParams,
-    Speculation,
-)
+from lorikeet.proto.params import MAX_BAD_WORD_TOKENS, Grammar, SamplingParams, Speculation
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError
 from lorikeet.router.output.outputs import Prepared
@@ -276,11 +271,7 @@ def _check_masks(service: Service, field: str) -> None:
 
 
 def _sequences(
-    service: Service,
-    shared: GenerationRequest,
-    fields: RequestFields,
-    prompts: list[Prompt],
-    max_tokens: list[int],
+    service: Service, shared: GenerationRequest, fields: RequestFields, prompts: list[Prompt], max_tokens: list[int]
 ) -> list[GenerationRequest]:
     """`num_sequences` of each prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
     requests = list[GenerationRequest]()

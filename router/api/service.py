@@ -25,11 +25,7 @@ from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.schemas.body import BodyMemory, BodyReader
 from lorikeet.router.schemas.grammar import names_grammar
-from lorikeet.router.schemas.speculation import (
-    SpeculationOffer,
-    fill_defaults,
-    make_offer,
-)
+from lorikeet.router.schemas.speculation import SpeculationOffer, fill_defaults, make_offer
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage_log import UsageLog
@@ -147,6 +143,13 @@ class Service:
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""
         return caller(request, self.selection.keys)
+
+
+class Routes:
+    """Handlers of one router."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
 
 def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfig, metrics: Metrics) -> Service:

@@ -22,7 +22,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumable request ends when its client disconnects",
-        "router/api/sse.py",
+        "router/api/streaming.py",
         "        if not self._is_read:\n            message",
         "        if True:\n            message",
         "tests/router/api/routes/test_streams.py::test_a_stream_that_nobody_reads_is_cancelled_after_its_time",

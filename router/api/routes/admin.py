@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-import orjson
 from google.protobuf.json_format import MessageToDict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -20,7 +19,8 @@ from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.directory import MAX_ADDED, single
-from lorikeet.router.api.service import Service
+from lorikeet.router.api.answer_parts import json_response
+from lorikeet.router.api.service import Routes
 from lorikeet.router.errors import (
     AdminOnly,
     AlreadyLoaded,
@@ -40,6 +40,7 @@ from lorikeet.router.schemas.adapters import (
     AdapterRefresh,
     AdapterUnload,
     LoadLora,
+    SageMakerAdapter,
     UnloadLora,
 )
 from lorikeet.router.schemas.model import BodyType
@@ -48,11 +49,8 @@ from lorikeet.router.shards.link import ShardLink
 _UNLOAD_SECONDS = 300.0
 
 
-class AdminRoutes:
+class AdminRoutes(Routes):
     """The handlers. Adapters are named as in requests: an alias, or an id with its source."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def listing(self, request: Request) -> Response:
         """Every name that the operator gave, and every loaded content with its place."""
@@ -80,7 +78,7 @@ class AdminRoutes:
             }
             for content, each in admission.loading.contents()
         ]
-        return _json({"named": named, "loaded": loaded})
+        return json_response({"named": named, "loaded": loaded})
 
     async def load(self, request: Request) -> Response:
         """Load an adapter, into shards too, before it is requested."""
@@ -102,7 +100,7 @@ class AdminRoutes:
         if not digests:
             await self._check_exists(entry)
         await self._unload(digests, body.disk)
-        return _json({"adapter_id": name, "unloaded": sorted(digests)})
+        return json_response({"adapter_id": name, "unloaded": sorted(digests)})
 
     async def refresh(self, request: Request) -> Response:
         """Query the sources again at the next request: for one adapter, 404 if there is none, or without a name for
@@ -111,18 +109,18 @@ class AdminRoutes:
         body = await self._read(request, AdapterRefresh)
         if (name := body.adapter_id) is None:
             self._service.rights.forget()
-            return _json({"refreshed": "all"})
+            return json_response({"refreshed": "all"})
         entry, refs = self._named(name, body.adapter_source)
         known = [self._service.rights.forget(ref) for ref in refs]
         if not any(known) and not self._service.admission.loading.digests(refs):
             await self._check_exists(entry)
-        return _json({"adapter_id": name, "refreshed": [_shown(ref) for ref in refs]})
+        return json_response({"adapter_id": name, "refreshed": [_shown(ref) for ref in refs]})
 
     async def reload(self, request: Request) -> Response:
         """Reload the operator's files, all or none."""
         self.check(request)
         changed = await self._service.reloading.reload()
-        return _json({"num_entries": changed.num_entries, "num_changed": changed.num_changed})
+        return json_response({"num_entries": changed.num_entries, "num_changed": changed.num_changed})
 
     async def load_lora_adapter(self, request: Request) -> Response:
         """vLLM's route: `lora_name` becomes an alias of `lora_path`."""
@@ -162,7 +160,23 @@ class AdminRoutes:
         if name in (*self._service.config.model_names, *BASE_NAMES):
             raise ValidationError("the base model cannot be deleted", "model")
         await self._remove(name, ModelNotFound(name[:256]))
-        return _json({"id": name, "object": "model", "deleted": True})
+        return json_response({"id": name, "object": "model", "deleted": True})
+
+    async def load_sagemaker_adapter(self, request: Request) -> Response:
+        """SageMaker's route: `name` becomes an alias of `src`."""
+        self.check(request)
+        body = SageMakerAdapter.read(await self._service.body(request))
+        request.state.given_body = {
+            "lora_name": body.name,
+            "lora_path": body.src,
+            "load_inplace": body.load_inplace,
+        }
+        return await self.load_lora_adapter(request)
+
+    async def unload_sagemaker_adapter(self, request: Request) -> Response:
+        """SageMaker's route: remove the alias of the path."""
+        request.state.given_body = {"lora_name": request.path_params["adapter_name"]}
+        return await self.unload_lora_adapter(request)
 
     async def _remove(self, name: str, missing: ModelNotFound) -> None:
         """Raises `missing` where there is no such alias."""
@@ -231,7 +245,7 @@ class AdminRoutes:
         for content, adapter in contents:
             act(self._service.admission, content.digest, adapter)
         shown = [{"digest": each.digest, "num_bytes": each.num_bytes, "rank": each.rank} for each, _ in contents]
-        return _json({"adapter_id": name, key: shown})
+        return json_response({"adapter_id": name, key: shown})
 
     async def _contents(self, entry: CatalogueEntry) -> list[tuple[Loaded, Adapter]]:
         """(content, adapter) of all versions, loaded. Raises AdapterProblem."""
@@ -259,38 +273,23 @@ class AdminRoutes:
         if not all(removed):
             raise ReloadRefused("another process keeps its file loaded: unload it there first")
 
-
-def _shown(ref: Ref) -> dict[str, Any]:
-    return {"source": ref.source.value, "id": ref.id, "revision": ref.revision}
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
-
-
-class LearningRoutes:
-    """The handlers."""
-
-    def __init__(self, service: Service, admin: AdminRoutes) -> None:
-        self._service, self._admin = service, admin
-
-    async def show(self, request: Request) -> Response:
+    async def learning(self, request: Request) -> Response:
         """What every shard collects, trains and adopts, with its decisions."""
-        return await self._answer(request, purge=False)
+        return await self._learning_of_all(request, purge=False)
 
-    async def purge(self, request: Request) -> Response:
+    async def purge_learning(self, request: Request) -> Response:
         """Delete all rows, learned heads and decisions of every shard. Raises NoShard where one cannot be reached."""
-        return await self._answer(request, purge=True)
+        return await self._learning_of_all(request, purge=True)
 
-    async def _answer(self, request: Request, purge: bool) -> Response:
-        self._admin.check(request)
+    async def _learning_of_all(self, request: Request, purge: bool) -> Response:
+        self.check(request)
         links = [link for link in self._service.dispatcher.links if link.info is not None]
         if purge and any(not link.client.connected for link in self._service.dispatcher.links):
             raise NoShard
-        shards = await asyncio.gather(*(self._of(link, purge) for link in links))
-        return Response(orjson.dumps({"purged": purge, "shards": shards}), media_type="application/json")
+        shards = await asyncio.gather(*(self._learning_of(link, purge) for link in links))
+        return json_response({"purged": purge, "shards": shards})
 
-    async def _of(self, link: ShardLink, purge: bool) -> dict[str, Any]:
+    async def _learning_of(self, link: ShardLink, purge: bool) -> dict[str, Any]:
         shown = {"shard": link.address}
         assert link.info is not None
         if not link.info.learning:
@@ -306,6 +305,10 @@ class LearningRoutes:
             pair["key"] = names.get(pair["tenant"])
             pair["adapter"] = adapters.get(pair["adapter_digest"])
         return shown | {"enabled": True} | values
+
+
+def _shown(ref: Ref) -> dict[str, Any]:
+    return {"source": ref.source.value, "id": ref.id, "revision": ref.revision}
 
 
 def _key_names(keys: Keys) -> dict[str, str]:

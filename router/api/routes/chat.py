@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lorikeet.router.api.collect import Completed, VisibleTokens
+from lorikeet.router.api.answer_parts import Completed, VisibleTokens
 from lorikeet.router.api.prepare import Prompt, Prompts
 from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute

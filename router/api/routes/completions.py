@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lorikeet.router.api.collect import Alternatives, Completed, VisibleTokens
+from lorikeet.router.api.answer_parts import Alternatives, Completed, VisibleTokens
 from lorikeet.router.api.prepare import Prompt, Prompts, check_ids, text_of
 from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute

@@ -5,14 +5,21 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import Completed, VisibleTokens, count_reasoning, interleave, metrics, usage
+from lorikeet.router.api.answer_parts import (
+    Completed,
+    VisibleTokens,
+    count_reasoning,
+    interleave,
+    json_response,
+    metrics,
+    usage,
+)
 from lorikeet.router.api.prepare import PreparedRequest, Prompt, Prompts, Timing, check_room, log_fields
 from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.sse import ClientWatch, named_event
+from lorikeet.router.api.streaming import ClientWatch, named_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
@@ -76,8 +83,7 @@ class DialectRoute(ChatRoute):
             with in_words_of(self.names):
                 adapter = await service.selection.choose(wanted.fields.adapter, caller)
                 prompts = await self._prompts(wanted, caller).tokenize(adapter)
-        counted = {**self._counted(), "input_tokens": len(prompts[0].ids)}
-        return Response(orjson.dumps(counted), media_type="application/json")
+        return json_response({**self._counted(), "input_tokens": len(prompts[0].ids)})
 
     def _counted(self) -> dict[str, Any]:
         """What the answer of `count` has besides the number."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,11 +14,11 @@ from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import MAX_ALTERNATIVES, Pooling
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
-from lorikeet.router.api.collect import collect
+from lorikeet.router.api.answer_parts import collect, json_response
 from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.prepare import PreparedRequest, now, submit
-from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import ClientWatch, EventStream, Replay
+from lorikeet.router.api.service import Routes, Service
+from lorikeet.router.api.streaming import ClientWatch, EventStream, Replay
 from lorikeet.router.errors import (
     AdminOnly,
     Failed,
@@ -36,15 +35,13 @@ from lorikeet.router.metrics.groups import MayName, everything
 from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.usage_log import shown_url
 
+MAX_EVENTS = 10**15
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 """Keys of LoRAX's `/info` that are flags of the launcher only."""
 
 
-class ProbeRoutes:
+class ProbeRoutes(Routes):
     """`/health`, `/ping` and `/` (liveness), `/ready` and `/startup`: 200 with an empty body, or 503."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def health(self, request: Request) -> Response:
         """200 while draining too, since running requests are still answered."""
@@ -87,11 +84,11 @@ class ProbeRoutes:
             raise Unhealthy()
 
 
-class InformationRoutes:
+class InformationRoutes(Routes):
     """The handlers; none of them sends anything to a shard."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        super().__init__(service)
         self._created = int(time.time())
 
     async def info(self, request: Request) -> Response:
@@ -130,7 +127,7 @@ class InformationRoutes:
         if key is None or not key.admin:
             content |= {"request_logger_url": None, "effective_configuration": config.public_configuration or {}}
             content = {name: _without_paths(value, config.model_id) for name, value in content.items()}
-        return _json(content)
+        return json_response(content)
 
     def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
         plain = [each.name for each in shard.DESCRIPTOR.fields if each.message_type is None]
@@ -139,16 +136,16 @@ class InformationRoutes:
 
     async def version(self, request: Request) -> Response:
         """vLLM's."""
-        return _json({"version": version()})
+        return json_response({"version": version()})
 
     async def load(self, request: Request) -> Response:
         """vLLM's: requests that are queued or running."""
-        return _json({"server_load": self._service.dispatcher.num_active})
+        return json_response({"server_load": self._service.dispatcher.num_active})
 
     async def model_info(self, request: Request) -> Response:
         """SGLang's."""
         config = self._service.config
-        return _json(
+        return json_response(
             {
                 "model_path": config.model_id,
                 "tokenizer_path": config.model_id,
@@ -165,7 +162,7 @@ class InformationRoutes:
         verified = self._service.metrics.speculation.values
         num_steps, num_accepted = (sum(verified[name].values()) for name in ("steps", "accepted_tokens"))
         accept_length = {"avg_spec_accept_length": 1 + num_accepted / num_steps} if num_steps else {}
-        return _json(
+        return json_response(
             {
                 "version": version(),
                 "status": "ready" if dispatcher.ready else "starting",
@@ -206,16 +203,16 @@ class InformationRoutes:
         digests = {} if admission is None else admission.loading.digests_by_name()
         shown = [self._adapter(line, digests) for line in self._service.selection.listed(caller)]
         names = self._service.config.served_model_names or (self._service.config.model_id,)
-        return _json({"object": "list", "data": [*map(self._model, names), *shown]})
+        return json_response({"object": "list", "data": [*map(self._model, names), *shown]})
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["model_id"]
         if wanted in self._service.config.model_names:
-            return _json(self._model(wanted))
+            return json_response(self._model(wanted))
         caller = self._service.caller(request)
         for line in self._service.selection.listed(caller):
             if line.alias == wanted:
-                return _json(self._adapter(line, self._service.admission.loading.digests_by_name()))
+                return json_response(self._adapter(line, self._service.admission.loading.digests_by_name()))
         raise ModelNotFound(wanted[:256])
 
     def _adapter(self, line: Listed, digests: Mapping[str, set[str]]) -> dict[str, Any]:
@@ -245,28 +242,7 @@ class InformationRoutes:
             "max_model_len": self._service.config.max_total_tokens,
         }
 
-
-def _without_paths(value: Any, model_id: str) -> Any:
-    """The last part of each absolute path in a value; the model's name is what clients write, whatever it is."""
-    if isinstance(value, dict):
-        return {name: _without_paths(each, model_id) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(each, model_id) for each in value]
-    is_path = isinstance(value, str) and value.startswith(("/", "~", "unix:")) and value != model_id
-    return value.rpartition("/")[2] if is_path else value
-
-
-def _json(content: Any, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), headers=headers, media_type="application/json")
-
-
-class CapabilityRoutes:
-    """The handler."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def show(self, request: Request) -> Response:
+    async def capabilities(self, request: Request) -> Response:
         """Limits and offers; nothing about other callers."""
         service = self._service
         config, info, offer, caller = service.config, service.dispatcher.info, service.offer, service.caller(request)
@@ -299,17 +275,10 @@ class CapabilityRoutes:
             "has_keys": has_keys,
             "may_watch": not has_keys or (key is not None and key.admin),
         }
-        return Response(orjson.dumps(content), media_type="application/json")
-
-
-class LiveRoutes:
-    """The handler. Open where the server has no keys, for administrators where it has."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+        return json_response(content)
 
     async def watch(self, request: Request) -> Response:
-        """Raises AdminOnly."""
+        """What the server does now, as events. For administrators only where the server has keys."""
         keys = self._service.selection.keys
         if keys.has_admin:
             refusal = AdminOnly("the live view needs the admin key as bearer token")
@@ -318,17 +287,7 @@ class LiveRoutes:
             raise AdminOnly("the live view is closed: the server has API keys, but no admin key")
         return EventStream(self._service.live.events(), {"x-accel-buffering": "no"})
 
-
-MAX_EVENTS = 10**15
-
-
-class StreamRoutes:
-    """The handlers."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def read(self, request: Request) -> Response:
+    async def read_stream(self, request: Request) -> Response:
         """The answer from event `from` on, and what is added to it. Raises StreamNotFound, StreamTrimmed, …"""
         stream, given = self._stream(request), request.query_params.get("from", "0")
         first_event = whole_number(given, 0, MAX_EVENTS)
@@ -343,13 +302,23 @@ class StreamRoutes:
                 f"`from` is {first_event}: the stream has {stream.num_events} events", "from"
             ) from None
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel_stream(self, request: Request) -> Response:
         """End the request, if it runs, and forget its answer."""
         self._service.streams.cancel(self._stream(request))
         return Response(status_code=204)
 
     def _stream(self, request: Request) -> KeptStream:
         return self._service.streams.find(self._service.caller(request).identity, request.path_params["stream_id"])
+
+
+def _without_paths(value: Any, model_id: str) -> Any:
+    """The last part of each absolute path in a value; the model's name is what clients write, whatever it is."""
+    if isinstance(value, dict):
+        return {name: _without_paths(each, model_id) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(each, model_id) for each in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~", "unix:")) and value != model_id
+    return value.rpartition("/")[2] if is_path else value
 
 
 _TEXT_ALONE = "the model reads and writes text alone"

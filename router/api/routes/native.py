@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
-from lorikeet.router.api.collect import (
+from lorikeet.router.api.answer_parts import (
     Completed,
     Counts,
     answer_headers,
     collect_all,
     ignored_fields,
+    json_response,
     speculation_report,
     stream_headers,
 )
@@ -34,8 +35,8 @@ from lorikeet.router.api.prepare import (
     now,
     prepare,
 )
-from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import ClientWatch, EventStream, event
+from lorikeet.router.api.service import Routes, Service
+from lorikeet.router.api.streaming import ClientWatch, EventStream, event
 from lorikeet.router.error_answers import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.generation import Generation
@@ -89,11 +90,8 @@ class LoraxPrompt(Prompts):
         return check_lengths(num_prompt, self._native.parameters.max_new_tokens, self._service.config)
 
 
-class NativeRoutes:
+class NativeRoutes(Routes):
     """The handlers; each reads a body and answers in LoRAX's shapes."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
@@ -120,7 +118,7 @@ class NativeRoutes:
         ignored = ignored_fields(native.ignored())
         answer, headers = await self.answered(request, native, arrived_at)
         headers |= ignored
-        return Response(orjson.dumps([answer] if as_list else answer), headers=headers, media_type="application/json")
+        return json_response([answer] if as_list else answer, headers)
 
     async def answered(
         self, request: Request, native: GenerateRequest, arrived_at: float
@@ -299,7 +297,7 @@ class PredictRoute:
         predict, native = self._read(request, await self._service.body(request))
         answer, headers = await self._native.answered(request, native, arrived_at)
         headers |= ignored_fields(predict.ignored())
-        return Response(orjson.dumps(answer["generated_text"]), headers=headers, media_type="application/json")
+        return json_response(answer["generated_text"], headers)
 
     def _read(self, request: Request, body: dict[str, Any]) -> tuple[PredictRequest, GenerateRequest]:
         predict = PredictRequest.read(body)

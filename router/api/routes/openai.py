@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-import orjson
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import (
+from lorikeet.router.api.answer_parts import (
     Completed,
     Counts,
     Envelope,
@@ -22,6 +21,7 @@ from lorikeet.router.api.collect import (
     count_reasoning,
     ignored_fields,
     interleave,
+    json_response,
     metrics,
     read_all,
     repeated,
@@ -40,8 +40,8 @@ from lorikeet.router.api.prepare import (
     now,
     prepare,
 )
-from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import DONE, ClientWatch, EventStream, event
+from lorikeet.router.api.service import Routes, Service
+from lorikeet.router.api.streaming import DONE, ClientWatch, EventStream, event
 from lorikeet.router.error_answers import openai_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import Event, ReasoningDelta
@@ -87,7 +87,7 @@ class OpenAIPrompts(Prompts):
         return fields.cut(await tokenizer.encode(text, special, caller=caller), limit)
 
 
-class OpenAIRoute(ABC, Generic[Wanted]):
+class OpenAIRoute(Routes, ABC, Generic[Wanted]):
     """One route: subclasses read its body and shape its choices."""
 
     id_prefix: ClassVar[str]
@@ -95,9 +95,6 @@ class OpenAIRoute(ABC, Generic[Wanted]):
     """`object` of an answer."""
     chunk_name: ClassVar[str]
     """`object` of a chunk of a stream."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     @abstractmethod
     def _read(self, body: dict[str, Any], caller: Caller) -> Wanted:
@@ -173,7 +170,7 @@ class OpenAIRoute(ABC, Generic[Wanted]):
         whole = await self._whole(wanted, prompts, sequences, generations, receipts)
         sums = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], sums) | ignored
-        return Response(orjson.dumps(whole), headers=headers, media_type="application/json")
+        return json_response(whole, headers)
 
     async def _whole(
         self,

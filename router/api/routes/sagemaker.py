@@ -9,10 +9,8 @@ from starlette.responses import Response
 from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.router.api.middleware import ErrorStyle, Handle
 from lorikeet.router.api.pooled_models import pooled_model
-from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.schemas.adapters import SageMakerAdapter
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 
@@ -62,27 +60,3 @@ def _path(task: str, body: Mapping[str, Any]) -> str:
     if not body.keys().isdisjoint(("text_1", "text_2", "queries", "data_1", "data_2")):
         return "/score"
     return {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}.get(task, "/pooling")
-
-
-class SageMakerAdapterRoutes:
-    """Adapter routes for administrators, as vLLM's two routes."""
-
-    def __init__(self, service: Service, admin: AdminRoutes) -> None:
-        self._service = service
-        self._admin = admin
-
-    async def load(self, request: Request) -> Response:
-        """`name` becomes an alias of `src`."""
-        self._admin.check(request)
-        body = SageMakerAdapter.read(await self._service.body(request))
-        request.state.given_body = {
-            "lora_name": body.name,
-            "lora_path": body.src,
-            "load_inplace": body.load_inplace,
-        }
-        return await self._admin.load_lora_adapter(request)
-
-    async def unload(self, request: Request) -> Response:
-        """Remove the alias of the path."""
-        request.state.given_body = {"lora_name": request.path_params["adapter_name"]}
-        return await self._admin.unload_lora_adapter(request)

@@ -7,12 +7,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.router.api.collect import ignored_fields
+from lorikeet.router.api.answer_parts import ignored_fields
 from lorikeet.router.api.middleware import ErrorStyle
 from lorikeet.router.api.prepare import check_ids
 from lorikeet.router.api.routes.chat import render
-from lorikeet.router.api.service import Service
-from lorikeet.router.api.sse import ClientWatch
+from lorikeet.router.api.service import Routes
+from lorikeet.router.api.streaming import ClientWatch
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.schemas.tokens import DetokenizeRequest, Tokenization, TokenizeChat, read_tokenize
 from lorikeet.router.text.tokenizer import MAX_WHOLE_BYTES
@@ -22,11 +22,8 @@ _AT_ONCE = 1000
 """Tokens that are written at once: orjson holds the GIL."""
 
 
-class TokenRoutes:
+class TokenRoutes(Routes):
     """The handlers; none of them sends anything to a shard."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def tokenize(self, request: Request) -> Response:
         """LoRAX's list of vocabulary entries with their character offsets, or vLLM's object of token ids."""

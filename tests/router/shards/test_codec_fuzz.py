@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import LogprobParams, Method, Speculation
-from lorikeet.router.api.collect import speculation_report
+from lorikeet.router.api.answer_parts import speculation_report
 from lorikeet.router.api.routes.native import token_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.requests.generation import Generation

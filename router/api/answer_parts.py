@@ -1,4 +1,8 @@
-"""Collects whole generations, or interleaves the chunks of several; which tokens a text shows; sums of speculation."""
+"""What answers consist of: whole generations or their interleaved chunks, the tokens that a text shows, usage, counts
+of speculation, and response headers (LoRAX's timings and counts, the adapter, names of ignored fields).
+
+Values that a client chose are sanitized before they become headers.
+"""
 
 import asyncio
 import re
@@ -7,6 +11,9 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
+from starlette.responses import Response
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
@@ -393,3 +400,8 @@ def answer_headers(service: Service, timing: Timing, generation: Generation, cou
 
 def _milliseconds(seconds: float) -> str:
     return str(max(0, int(seconds * 1000)))
+
+
+def json_response(content: Any, headers: dict[str, str] | None = None) -> Response:
+    """An answer of JSON, which may hold arrays of numpy."""
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), 200, headers, "application/json")

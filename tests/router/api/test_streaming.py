@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.api.sse import ClientGone, EventStream, event
+from lorikeet.router.api.streaming import ClientGone, EventStream, event
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,9 @@
-"""Server-sent events as a small ASGI response: one `send` per item, and comments that keep the connection alive."""
+"""Streams of answers: server-sent events, clients that disconnect, and resumable requests.
+
+An event stream is a small ASGI response: one `send` per item, and comments that keep the connection alive. With the
+header `x-lorikeet-resumable` the route writes into a buffer, and a closed connection does not cancel it. The client's
+own connection is the first reader of the buffer; `GET /v1/streams/{id}` makes others.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
