@@ -1,4 +1,4 @@
-"""The failures of one request: a tree of exceptions. answers.py has the HTTP answer of each leaf.
+"""The failures of one request: a tree of exceptions. error_answers.py has the HTTP answer of each leaf.
 
 RouterError
 ├── InvalidRequest              the client can correct it

@@ -14,52 +14,32 @@ from typing import Any
 from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
+from lorikeet.router import errors
 from lorikeet.router.api.middleware import ErrorStyle, style_of_path
 from lorikeet.router.api.routes.information import ALTERNATIVES, METHODS
 from lorikeet.router.error_answers import ANSWERS
-from lorikeet.router.errors import (
-    AdapterProblem,
-    AdminOnly,
-    AlreadyLoaded,
-    BodyMemoryFull,
-    BodyRejected,
-    ChatTemplateError,
-    Failed,
-    InternalError,
-    ModelNotFound,
-    NotServed,
-    Refused,
-    ReloadRefused,
-    ResponseNotFound,
-    RouterError,
-    ShuttingDown,
-    StreamNotFound,
-    StreamTrimmed,
-    Unhealthy,
-    UnknownMethod,
-    UnknownRoute,
-    ValidationError,
-)
 from lorikeet.router.schemas import adapters, answers, anthropic, native, openai, pooled, responses, tokens
 
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
 
-Errors = frozenset[type[RouterError]]
+Errors = frozenset[type[errors.RouterError]]
 
 
-def _leaves(*classes: type[RouterError]) -> Errors:
+def _leaves(*classes: type[errors.RouterError]) -> Errors:
     """The rows of the table of errors of these classes."""
     return frozenset(leaf for leaf in ANSWERS if issubclass(leaf, classes))
 
 
 _OF_KEYS = frozenset(
-    leaf for leaf, row in ANSWERS.items() if row.status == 401 and not issubclass(leaf, AdapterProblem)
+    leaf for leaf, row in ANSWERS.items() if row.status == 401 and not issubclass(leaf, errors.AdapterProblem)
 )
-_ANY = _leaves(ShuttingDown, InternalError) | _OF_KEYS
-_BODY = _leaves(BodyRejected, BodyMemoryFull, ValidationError)
+_ANY = _leaves(errors.ShuttingDown, errors.InternalError) | _OF_KEYS
+_BODY = _leaves(errors.BodyRejected, errors.BodyMemoryFull, errors.ValidationError)
 _OTHER_ROUTES = _leaves(
-    ResponseNotFound, UnknownRoute, UnknownMethod, AdminOnly, AlreadyLoaded, ReloadRefused, NotServed, Unhealthy,
-    StreamNotFound, StreamTrimmed,
+    errors.ResponseNotFound, errors.UnknownRoute, errors.UnknownMethod,
+    errors.AdminOnly, errors.AlreadyLoaded, errors.ReloadRefused,
+    errors.NotServed, errors.Unhealthy,
+    errors.StreamNotFound, errors.StreamTrimmed,
 )  # fmt: skip
 
 
@@ -67,18 +47,19 @@ class RouteKind(enum.Enum):
     """What an operation does, by which its errors are known."""
 
     GENERATE = frozenset(ANSWERS) - _OTHER_ROUTES
-    TOKENIZE = _ANY | _BODY | (_leaves(Refused) - _OTHER_ROUTES) | _leaves(
-        AdapterProblem, ChatTemplateError, ModelNotFound
+    TOKENIZE = _ANY | _BODY | (_leaves(errors.Refused) - _OTHER_ROUTES) | _leaves(
+        errors.AdapterProblem, errors.ChatTemplateError, errors.ModelNotFound
     )  # fmt: skip
-    PROBE = _leaves(Unhealthy, ShuttingDown, InternalError)
-    READ = _ANY | _leaves(ModelNotFound)
+    PROBE = _leaves(errors.Unhealthy, errors.ShuttingDown, errors.InternalError)
+    READ = _ANY | _leaves(errors.ModelNotFound)
     ADMIN = _ANY | _BODY | _leaves(
-        AdminOnly, AdapterProblem, AlreadyLoaded, ModelNotFound, NotServed, ReloadRefused, Failed
+        errors.AdminOnly, errors.AdapterProblem, errors.AlreadyLoaded, errors.ModelNotFound,
+        errors.NotServed, errors.ReloadRefused, errors.Failed
     )  # fmt: skip
-    WATCH = _ANY | _leaves(AdminOnly)
-    STREAM = _ANY | _leaves(StreamNotFound, StreamTrimmed, ValidationError)
-    MISSING = _ANY | _leaves(ResponseNotFound)
-    UNSUPPORTED = _ANY | _leaves(NotServed)
+    WATCH = _ANY | _leaves(errors.AdminOnly)
+    STREAM = _ANY | _leaves(errors.StreamNotFound, errors.StreamTrimmed, errors.ValidationError)
+    MISSING = _ANY | _leaves(errors.ResponseNotFound)
+    UNSUPPORTED = _ANY | _leaves(errors.NotServed)
 
 
 @dataclass(frozen=True)
@@ -237,11 +218,7 @@ _SCHEMES = {
 
 def document(root_path: str = "") -> dict[str, Any]:
     """The whole document; `root_path` is the path of the server behind a reverse proxy."""
-    used: set[type[BaseModel]] = {
-        answers.ErrorResponse,
-        answers.OpenAIErrorResponse,
-        answers.AnthropicErrorResponse,
-    }
+    used: set[type[BaseModel]] = {answers.ErrorResponse, answers.OpenAIErrorResponse, answers.AnthropicErrorResponse}
     for operation in OPERATIONS:
         used |= {model for model in (operation.request, operation.response, operation.streams) if model is not None}
     ordered = sorted(used, key=lambda model: model.__name__)
@@ -317,7 +294,7 @@ def _failures(operation: Operation) -> Iterator[tuple[int, str, dict[str, Any]]]
                 yield row.openai_status, JSON, _ref(answers.OpenAIErrorResponse)
             elif style is ErrorStyle.ANTHROPIC:
                 yield row.openai_status, JSON, _ref(answers.AnthropicErrorResponse)
-            elif issubclass(leaf, BodyRejected):
+            elif issubclass(leaf, errors.BodyRejected):
                 yield row.status, TEXT, {"type": "string"}
             else:
                 yield row.status, JSON, _ref(answers.ErrorResponse)

@@ -156,22 +156,6 @@ _GAUGES = {
     "lorikeet_credit_kv_tokens": "KV tokens that the shard could still accept",
     "lorikeet_shard_ready": "1 while a shard accepts requests",
 }
-_DEPRECATED = {
-    "lorikeet_requests_retried_total": "lorikeet_requests_moved_total",
-    "lorikeet_routing_decisions_total": "lorikeet_placements_total",
-    "lorikeet_dispatch_batch_size": "lorikeet_batch_sent",
-    "lorikeet_device_idle_seconds_total": "lorikeet_step_gap_seconds_total",
-}
-"""Former names, exported in addition for one release."""
-_DEPRECATED_REASONS = {
-    "only_shard": "only",
-    "adapter_resident": "adapter",
-    "prefix_cached": "prefix",
-    "adapter_affinity": "home",
-    "overflow": "spread",
-    "least_loaded": "credit",
-}
-"""Former values of the label `reason`."""
 
 
 def _linear(top: int) -> list[float]:
@@ -419,10 +403,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus families of all metrics."""
-        for family in families(self):
-            yield family
-            if family.name in _DEPRECATED:
-                yield _deprecated(family)
+        yield from families(self)
         yield from self.steps.collect()
         yield from self.adapters.collect()
         yield from self.speculation.collect()
@@ -466,17 +447,6 @@ class Metrics:
         gauges["lorikeet_shard_waiting_requests"] = sum(load.num_waiting for load in loads)
         gauges["lorikeet_kv_pages_used"] = used
         gauges["lorikeet_kv_pages_cached"] = sum(load.cached_pages for load in loads)
-
-
-def _deprecated(family: Metric) -> Metric:
-    """The same numbers under the former name."""
-    old = _DEPRECATED[family.name]
-    copy = Metric(old, f"Deprecated, removed in the next release: use {family.name}", family.type)
-    copy.name = old
-    for sample in family.samples:
-        labels = {name: _DEPRECATED_REASONS.get(value, value) for name, value in sample.labels.items()}
-        copy.add_sample(old + sample.name.removeprefix(family.name), labels, sample.value)
-    return copy
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's generation routes, with OpenAI's rules; LoRAX's and vLLM's fields keep their meaning.
 
-Ranges of token ids are not checked here but in `Service.check_ids`, which knows the vocabulary.
+Ranges of token ids are not checked here but in `check_ids` (`api/prepare.py`), which knows the vocabulary.
 """
 
 from dataclasses import dataclass, replace

@@ -166,11 +166,7 @@ class AdminRoutes(Routes):
         """SageMaker's route: `name` becomes an alias of `src`."""
         self.check(request)
         body = SageMakerAdapter.read(await self._service.body(request))
-        request.state.given_body = {
-            "lora_name": body.name,
-            "lora_path": body.src,
-            "load_inplace": body.load_inplace,
-        }
+        request.state.given_body = {"lora_name": body.name, "lora_path": body.src, "load_inplace": body.load_inplace}
         return await self.load_lora_adapter(request)
 
     async def unload_sagemaker_adapter(self, request: Request) -> Response:

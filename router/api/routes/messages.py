@@ -27,11 +27,7 @@ from lorikeet.router.schemas import anthropic
 from lorikeet.router.schemas.model import Translated
 from lorikeet.router.schemas.openai import ChatFields
 
-_STOP_REASONS = {
-    FinishKind.STOP: "end_turn",
-    FinishKind.LENGTH: "max_tokens",
-    FinishKind.TOOL_CALLS: "tool_use",
-}
+_STOP_REASONS = {FinishKind.STOP: "end_turn", FinishKind.LENGTH: "max_tokens", FinishKind.TOOL_CALLS: "tool_use"}
 _DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 
 
