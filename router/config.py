@@ -107,6 +107,8 @@ class RouterConfig(ConfigFile):
     catalogue_path: str | None = None
     """YAML file of adapters by alias."""
     strict_adapters: bool = False
+    no_adapter_downloads: bool = False
+    """Adapters that the operator has not listed come from local folders only."""
     keys_path: str | None = None
     """YAML file of API keys."""
     api_keys_sha256: tuple[str, ...] = ()
@@ -153,6 +155,8 @@ class RouterConfig(ConfigFile):
     request_timeout_s: float | None = None
     max_queue_seconds: float | None = None
     drain_timeout_s: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in `Host`, in addition to loopback's and `hostname`, on loopback connections; `*` is any."""
     cors_allow_origin: tuple[str, ...] = ()
     cors_allow_header: tuple[str, ...] = ()
     cors_allow_method: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ RouterError
 │   ├── AdapterProblem          the adapter is missing, forbidden, broken, or unavailable
 │   │   └── one leaf per status
 │   ├── KeyRequired (TwoCredentials), TooManyFailedKeys, AdminOnly, AlreadyLoaded, ReloadRefused
+│   ├── HostNotAllowed, ForeignPage
 │   ├── StreamNotFound, StreamExists, StreamTrimmed, ChatTemplateError, ToolError, WrongTask
 │   ├── ModelNotFound (LoraNotFound), ResponseNotFound
 │   └── UnknownRoute, UnknownMethod
@@ -264,6 +265,25 @@ class TooManyFailedKeys(InvalidRequest):
     def __init__(self, retry_after: float) -> None:
         super().__init__("too many invalid API keys were sent from this address: repeat the request later")
         self.retry_after = retry_after
+
+
+class HostNotAllowed(InvalidRequest):
+    """The name in `Host` is not one of this server, which has no keys: a page could have made it resolve to here."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"the host {host[:256]!r} is not a name of this server: connections over loopback may use localhost, a"
+            " loopback address or --hostname. Name it with --allowed-hosts, or the reverse proxy with --trusted-proxies"
+        )
+
+
+class ForeignPage(InvalidRequest):
+    """A page of another site asks a server without keys to work."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "pages of other sites may not do this on a server without API keys: name the site with --cors-allow-origin"
+        )
 
 
 class AlreadyLoaded(InvalidRequest):

@@ -261,6 +261,11 @@ _ADAPTERS: dict[str, tuple[Flag, ...]] = {
             " local adapters by all bytes of their files", SWITCH, False, ROUTER, new=True,
         ),
         Flag(
+            "no-adapter-downloads",
+            "requests may name adapters of local folders only, besides those that a flag or the file names", SWITCH,
+            False, ROUTER, new=True,
+        ),
+        Flag(
             "api-keys", "YAML file of the server's API keys, which lorikeet-keys writes; others get 401", to=ROUTER,
             field_name="keys_path", must_exist="file", new=True,
         ),
@@ -579,7 +584,16 @@ _MACHINE: dict[str, tuple[Flag, ...]] = {
             "drain-timeout-s", "seconds running requests get to finish after SIGTERM", NUMBER, 60.0, ROUTER | LAUNCHER,
             minimum=0, new=True,
         ),
-        Flag("cors-allow-origin", "allowed CORS origins", default=(), to=ROUTER, repeated=True),
+        Flag(
+            "allowed-hosts",
+            "further names in `Host` on connections over loopback to a server without API keys; `*` is any name",
+            default=(), to=ROUTER, repeated=True, new=True,
+        ),
+        Flag(
+            "cors-allow-origin", "allowed CORS origins", default=(), to=ROUTER, repeated=True,
+            default_text="any with API keys, else this server's own and loopback's",
+            differs="without API keys, LoRAX allows any origin",
+        ),
         Flag("cors-allow-header", "allowed CORS request headers", default=(), to=ROUTER, repeated=True),
         Flag("cors-expose-header", "exposed CORS response headers", default=(), to=ROUTER, repeated=True),
         Flag("cors-allow-method", "allowed CORS methods", default=(), to=ROUTER, repeated=True),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry
-from lorikeet.adapters.errors import AdapterError, AdapterNotFound, NotServed
+from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.base import Resolved
@@ -269,6 +269,7 @@ class Selection:
     async def _resolved(self, ref: Ref, token: str | None, caller: Caller) -> Resolved:
         """What a name that is not the operator's is for the caller. Raises AdapterError."""
         assert self.rights is not None
+        self._check_download(ref, caller)
         # Before anything else, so that a closed adapter has no other answer than one that does not exist.
         if not self._is_permitted(ref) or not await self.access.may_open(ref, caller.key):
             raise self.rights.sources[ref.source].missing(ref, token)
@@ -276,6 +277,20 @@ class Selection:
         if not await self.access.may_open(ref, caller.key, found):
             raise self.rights.sources[ref.source].missing(ref, token)
         return found
+
+    def _check_download(self, ref: Ref, caller: Caller) -> None:
+        """Raises AdapterNotAllowed for an adapter in a network that this request may not make the server load."""
+        if ref.source is Source.LOCAL:
+            return
+        if self._config.no_adapter_downloads:
+            raise AdapterNotAllowed(
+                f"{ref} is not loaded: this server has --no-adapter-downloads. Requests may name adapters of its local"
+                " folders, and those in its list"
+            )
+        if caller.is_foreign_page:
+            raise AdapterNotAllowed(
+                f"{ref} is not loaded for pages of other sites: list the site with --cors-allow-origin, or use a key"
+            )
 
     def _is_permitted(self, ref: Ref) -> bool:
         """Whether the server reads the adapter for callers, with its own credentials in S3."""

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from lorikeet.router.api import openapi
-from lorikeet.router.api.middleware import Cors, Handle, RequestMiddleware, failure_response
+from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
 from lorikeet.router.api.pooled_models import check_generates
 from lorikeet.router.api.routes.admin import AdminRoutes
@@ -51,7 +51,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
     app.add_exception_handler(RouterError, _answer_failure)
     app.add_exception_handler(HTTPException, _answer_unknown)
     app.add_exception_handler(Exception, _answer_bug)
-    app.middleware_stack = RequestMiddleware(app.build_middleware_stack(), generating, service, metrics, Cors(config))
+    app.middleware_stack = RequestMiddleware(app.build_middleware_stack(), generating, service, metrics)
     return app
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import orjson
 import structlog
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,7 +24,7 @@ from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.prepare import now
 from lorikeet.router.api.service import Service
 from lorikeet.router.api.streaming import Buffered, ClientGone, Replay, event, forward, named_event, wanted_ttl
-from lorikeet.router.config import RouterConfig
+from lorikeet.router.browsers import Browsers
 from lorikeet.router.error_answers import answer, anthropic_body, failure_headers, lorax_body, openai_body, reason
 from lorikeet.router.errors import (
     AdminOnly,
@@ -41,49 +40,6 @@ from lorikeet.router.http_protocol import Addresses
 from lorikeet.router.kept_streams import KeptStream
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.usage_log import Ending
-
-_METHODS = ("GET", "POST")
-
-
-class Cors:
-    """The rules of one router."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        """Raises ValueError for rules that would let any site use a visitor's credentials."""
-        origins = config.cors_allow_origin or ("*",)
-        if config.cors_allow_credentials and "*" in origins:
-            raise ValueError("cors_allow_credentials needs cors_allow_origin: else any site could use a visitor's")
-        self._rules = CORSMiddleware(
-            _nothing,
-            allow_origins=origins,
-            allow_methods=config.cors_allow_method or _METHODS,
-            allow_headers=config.cors_allow_header or ("*",),
-            expose_headers=config.cors_expose_header,
-            allow_credentials=bool(config.cors_allow_credentials),
-        )
-        simple = self._rules.simple_headers.items()
-        self._simple = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in simple]
-
-    def headers(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """To add to an answer."""
-        depends = [] if self._rules.allow_all_origins else [(b"vary", b"Origin")]
-        if origin is None:
-            return depends
-        if self._rules.allow_all_origins or not self._rules.is_allowed_origin(origin):
-            return [*self._simple, *depends]
-        return [*self._simple, (b"access-control-allow-origin", origin.encode("latin-1")), *depends]
-
-    def preflight(self, scope: Scope) -> Response | None:
-        """The answer to a preflight request, None for any other request."""
-        if scope["method"] != "OPTIONS":
-            return None
-        headers = Headers(scope=scope)
-        is_preflight = "origin" in headers and "access-control-request-method" in headers
-        return self._rules.preflight_response(headers) if is_preflight else None
-
-
-async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """The middleware's application, which is never called."""
 
 
 class ErrorStyle(enum.Enum):
@@ -157,12 +113,11 @@ _log = structlog.get_logger(__name__)
 class RequestMiddleware:
     """Wraps the application; `generating` are the POST routes to the model, which it counts and calls directly."""
 
-    def __init__(
-        self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics, cors: Cors
-    ) -> None:
+    def __init__(self, app: ASGIApp, generating: Mapping[str, Handle], service: Service, metrics: Metrics) -> None:
+        """Raises ValueError for rules of CORS that would let any site use a visitor's credentials."""
         self._app = app
-        self._cors = cors
         self._addresses = Addresses(service.config.trusted_proxies, hashed=service.config.hash_client_addresses)
+        self._browsers = Browsers(service.config, self._addresses)
         self._generating = generating
         self._service = service
         self._metrics = metrics
@@ -178,8 +133,8 @@ class RequestMiddleware:
         scope["path"] = normal_path(scope["path"], self._service.config.root_path)
         state = scope.setdefault("state", {})
         state["request_id"], state["address"] = identity, self._addresses.of(scope)
-        preflight = self._cors.preflight(scope)
-        cors = [] if preflight is not None else self._cors.headers(headers.get("origin"))
+        preflight = self._browsers.preflight(scope)
+        cors = [] if preflight is not None else self._browsers.cors_headers(scope)
         call = _RequestScope(scope, send, cors)
         call.client = self._addresses.shown(state["address"])
         if self._service.dispatcher.is_leaving:  # so that the next request goes to another router
@@ -217,6 +172,7 @@ class RequestMiddleware:
             if self._service.dispatcher.draining and not _stays_open(scope):
                 raise ShuttingDown()
             request = Request(scope, receive)
+            self._browsers.check(scope)
             self._service.authentication.check(request)
             if direct is None:
                 await self._app(scope, receive, call.send)

@@ -23,6 +23,8 @@ class Caller:
     """A bearer token that is not one, for example of a source."""
     address: str = ""
     """The client's IPv4 address or IPv6 /64, resolved through trusted proxies; empty where there is none."""
+    is_foreign_page: bool = False
+    """Whether a page of another site sent it, without a key."""
 
     @property
     def identity(self) -> str:
@@ -54,7 +56,8 @@ def caller(request: Request, keys: Keys) -> Caller:
         else:
             key = keys.find(request.headers.get(KEY_HEADER))
         address = getattr(request.state, "address", "")
-        request.state.caller = sender = Caller(request.state.request_id, key, token, address)
+        is_foreign = key is None and getattr(request.state, "is_foreign", False)
+        request.state.caller = sender = Caller(request.state.request_id, key, token, address, is_foreign)
     return sender
 
 

@@ -144,7 +144,7 @@ async def serving(folder: Path, *, connected: bool = True, **fields: Any) -> Asy
     template = fields.pop("template", None)
     loader = ScriptedLoader(folder, fields.pop("loader_answer", finds_all), fields.pop("loader_check", finds_all))
     if fields.pop("adapters", False):
-        (folder / "roots").mkdir(exist_ok=True)
+        (folder / "roots").mkdir(parents=True, exist_ok=True)
         fields = {
             "loader_address": str(folder / "loader.sock"),
             "sources": SourceSettings(local_roots=(str(folder / "roots"),)),

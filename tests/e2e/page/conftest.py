@@ -18,8 +18,8 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright from PyPI")
     if not CHROMIUM:
         pytest.skip("needs chromium (Debian: apt-get install chromium)")
-    # a name for the server that is not a loopback address, so that its origin is no secure context
-    names = "--host-resolver-rules=MAP lorikeet.test 127.0.0.1"
+    # names for the server that are not loopback addresses, so that their origins are no secure contexts
+    names = "--host-resolver-rules=MAP lorikeet.test 127.0.0.1, MAP hostile.test 127.0.0.1"
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", names])
         yield started
@@ -28,7 +28,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("page")) as started:
+    with Server(tmp_path_factory.mktemp("page"), allowed_hosts=("lorikeet.test",)) as started:
         yield started
 
 
