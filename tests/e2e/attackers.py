@@ -62,12 +62,12 @@ class Attacker:
 def post(path: str, body: bytes, num_declared: int | None = None) -> bytes:
     """A request; `num_declared` is its length where not all of the body is sent."""
     size = len(body) if num_declared is None else num_declared
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
     return head.encode() + body
 
 
 async def health(client: Attacker) -> None:
-    await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
 
 async def user(client: Attacker) -> None:
@@ -77,12 +77,12 @@ async def user(client: Attacker) -> None:
 
 async def pipelined(client: Attacker) -> None:
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 1500, "ignore_eos_token": True}}
-    both = post("/generate", json.dumps(body).encode()) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    both = post("/generate", json.dumps(body).encode()) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     await client.send(both, waits=False)
 
 
 async def large_head(client: Attacker) -> None:
-    head = b"GET / HTTP/1.1\r\nhost: x\r\n"
+    head = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
     fields = b"x: " + b"a" * (4 * MIB) if client.draw.random() < 0.5 else b"a: b\r\n" * (MIB // 2)
     await client.send(head + fields + b"\r\n\r\n")
 
@@ -135,7 +135,7 @@ async def many_sequences(client: Attacker) -> None:
 
 async def unfinished(client: Attacker) -> None:
     if client.draw.random() < 0.5:
-        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\nx: ", waits=False, holds=True)
+        await client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ", waits=False, holds=True)
     else:
         await client.send(post("/generate", b" " * (4 * MIB), 8 * MIB), waits=False, holds=True)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
 GZIP = {**JSON, "content-encoding": "gzip"}
 MIB = 1 << 20
-HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 FEW = {"inputs": "Hi", "parameters": {"max_new_tokens": 1}}
 
 

@@ -159,7 +159,7 @@ async def test_a_body_of_exactly_the_limit(tmp_path: Any, anyio_backend: str) ->
 async def test_a_disconnect_while_the_body_is_sent(server: Serving) -> None:
     port = httpx.URL(server.url).port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    head = b"POST /generate HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
     writer.write(head + b'{"inputs"')
     await writer.drain()
     writer.close()
