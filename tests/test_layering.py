@@ -50,7 +50,7 @@ FOLDERS = {
         "learning", "engine", "adapters", "startup", "",
     ),
     "launcher": ("config", "models", "processes", "cli", "bench", ""),
-    "demo": ("data/tasks", "data", "training", "evaluation", ""),
+    "demo": ("data/tasks", "data", "training", "evaluation", "smollm2", ""),
     "proto": ("",),
 }  # fmt: skip
 """Every folder of the installed package."""

@@ -28,7 +28,9 @@ _MODEL: dict[str, tuple[Flag, ...]] = {
     "Model": (
         Flag(
             "model-id", "base model: hub id, `id@revision`, local folder or .gguf file",
-            default_text="the built-in demo model", differs="without it the built-in demo model is served",
+            default_text="the demo's model, lorikeet/smollm2",
+            differs="without it SmolLM2-135M-Instruct is downloaded once and served with the demo's adapters; without "
+            "network lorikeet/base, which is part of the installation",
         ),
         Flag(
             "served-model-name",

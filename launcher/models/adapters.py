@@ -12,7 +12,7 @@ from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import refuse
-from lorikeet.launcher.models.model import TOKEN_VARIABLES, embedded
+from lorikeet.launcher.models.model import TOKEN_VARIABLES
 
 _FOLDER = "lorikeet-adapters"
 _S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_ROLE_ARN", "S3_ENDPOINT_URL", "R2_ACCOUNT_ID")
@@ -76,24 +76,25 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     )
 
 
-def with_family(settings: Settings, environment: Mapping[str, str]) -> Settings:
-    """The settings with the demo model's adapters by alias, if neither a model nor adapters are given."""
-    if settings["model-id"] is not None or settings["adapters"] is not None or settings["local-adapter-root"]:
+def with_family(settings: Settings, environment: Mapping[str, str], family: Path | None) -> Settings:
+    """The settings with the adapters of a demo model by alias, unless other adapters are given. `family`: the folder
+    of the demo model's adapters; None for any other model.
+    """
+    if family is None or settings["adapters"] is not None or settings["local-adapter-root"]:
         return settings
-    family = embedded().path.parent
     roots = (str(family / "adapters"), str(family), str(hub_cache(settings, environment)))
-    return settings.with_values(adapters=str(_family_catalogue(settings)), local_adapter_root=roots)
+    return settings.with_values(adapters=str(_family_catalogue(settings, family)), local_adapter_root=roots)
 
 
-def is_family(settings: Settings) -> bool:
-    """Whether the demo model's adapters are served."""
-    return settings["model-id"] is None and settings["adapters"] == str(_family_catalogue(settings))
+def is_family(settings: Settings, family: Path | None) -> bool:
+    """Whether the adapters of a demo model are served."""
+    return family is not None and settings["adapters"] == str(_family_catalogue(settings, family))
 
 
-def _family_catalogue(settings: Settings) -> Path:
-    """Catalogue of the demo model's adapters: those that generate text, or those that embed it."""
+def _family_catalogue(settings: Settings, family: Path) -> Path:
+    """Catalogue of a demo model's adapters: those that generate text, or those that embed it."""
     embeds = settings["pooling"] or settings["embedding-dim"] is not None
-    return embedded().path.parent / ("embedders.yaml" if embeds else "adapters.yaml")
+    return family / ("embedders.yaml" if embeds else "adapters.yaml")
 
 
 def hub_cache(settings: Settings, environment: Mapping[str, str]) -> Path:

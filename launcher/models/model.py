@@ -144,6 +144,9 @@ def _architectures() -> frozenset[str]:
 
 
 EMBEDDED_ID = "lorikeet/base"
+"""The small model of code that is part of the installation."""
+DEMO_ID = "lorikeet/smollm2"
+"""SmolLM2-135M-Instruct, which is downloaded once: what a server without --model-id serves."""
 MAX_DEFAULT_LEN = 4096
 """LoRAX's default for the length of requests, at most."""
 _MAX_DEFAULT_CONTEXT = 1 << 18
@@ -171,6 +174,8 @@ class ModelFolder:
     """Its commit, for a model of the hub."""
     is_local: bool = False
     """Whether `id` is a path."""
+    family: Path | None = None
+    """Folder of the adapters that belong to a demo model, with their catalogues."""
 
     @property
     def name(self) -> str:
@@ -187,12 +192,25 @@ def name_of(path: str) -> str:
     return absolute.name
 
 
+_DEMO = Path(__file__).parents[2] / "demo"
+DEMO_FAMILY = _DEMO / "smollm2"
+"""Folder of the demo's adapters, with their catalogue."""
+
+
 def embedded() -> ModelFolder:
-    """The built-in demo model."""
-    path = Path(__file__).parents[2] / "demo" / "base"
+    """The model of code that is part of the installation."""
+    path = _DEMO / "base"
     if (path / "config.json").is_file():
-        return ModelFolder(EMBEDDED_ID, path)
-    raise LauncherError(Exit.DOWNLOAD_ERROR, "this installation lacks the built-in demo model: give --model-id")
+        return ModelFolder(EMBEDDED_ID, path, family=_DEMO)
+    raise LauncherError(Exit.DOWNLOAD_ERROR, f"this installation lacks {EMBEDDED_ID}: give --model-id")
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """The demo's model, which may have to be downloaded."""
+
+    is_default: bool
+    """Whether no model was given: without network, the embedded model replaces it."""
 
 
 @dataclass(frozen=True)
@@ -203,10 +221,15 @@ class GgufModel:
     """The path that the operator gave."""
 
 
-def named(settings: Settings) -> refs.Ref | ModelFolder | GgufModel:
-    """The base model of the settings: a local folder or file, or a reference to the hub."""
+def named(settings: Settings) -> refs.Ref | ModelFolder | GgufModel | DemoModel:
+    """The base model of the settings: a demo model, a local folder or file, or a reference to the hub."""
     text = settings["model-id"]
-    return embedded() if text is None else found("model-id", text, settings["revision"])
+    embeds = settings["pooling"] is not None or settings["embedding-dim"] is not None
+    if text == EMBEDDED_ID or (text is None and embeds):  # the demo's model has no adapter that embeds
+        return embedded()
+    if text is None or text == DEMO_ID:
+        return DemoModel(is_default=text is None)
+    return found("model-id", text, settings["revision"])
 
 
 def found(flag: str, text: str, revision: str | None) -> refs.Ref | ModelFolder | GgufModel:

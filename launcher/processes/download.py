@@ -5,7 +5,9 @@ of its own, so that the launcher has no threads and a signal can end a download 
 """
 
 import json
+import logging
 import os
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +17,8 @@ from lorikeet.adapters.refs import Ref, Source
 from lorikeet.launcher.config.flags import TOKENS_WITH_A_DRAFT
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
-from lorikeet.launcher.models import model
-from lorikeet.launcher.models.model import TOKEN_VARIABLES, GgufModel, ModelFolder, Use
+from lorikeet.launcher.models import adapters, demo, model
+from lorikeet.launcher.models.model import TOKEN_VARIABLES, DemoModel, GgufModel, ModelFolder, Use
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto import logs
 from lorikeet.proto.config_file import ConfigFile
@@ -74,10 +76,12 @@ class _Downloads:
     folder: Path
     signals: Signals
 
-    def get(self, role: str, named: Ref | ModelFolder | GgufModel, weights: bool, use: Use) -> ModelFolder:
+    def get(self, role: str, named: Ref | ModelFolder | GgufModel | DemoModel, weights: bool, use: Use) -> ModelFolder:
         """The folder of `named`. Raises LauncherError or _Interrupted."""
         if isinstance(named, ModelFolder):
             return named
+        if isinstance(named, DemoModel):
+            return self._demo(role, named, use)
         answer = self.folder / f"fetched-{role}.json"
         if isinstance(named, GgufModel):
             return self._made_for(role, named, use, answer)
@@ -104,14 +108,53 @@ class _Downloads:
             raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
         return found
 
-    def _made_for(self, role: str, file: GgufModel, use: Use, answer: Path) -> ModelFolder:
-        """A folder for a file, which lasts as long as this run."""
+    def _demo(self, role: str, named: DemoModel, use: Use) -> ModelFolder:
+        """The demo's model; or, with a warning, the embedded one if it was not named and cannot be downloaded."""
+        read, answer = self.settings, self.folder / "demo-answer.json"
+        log = logging.getLogger("lorikeet.launcher")
+        home = adapters.hub_cache(read, os.environ) / demo.FOLDER
+        target = home / demo.NAME
+        made = ModelFolder(model.DEMO_ID, target, family=model.DEMO_FAMILY)
+        if (target / "config.json").is_file():
+            return made
+        request = demo.DemoRequest(
+            file=str(home / Path(demo.FILE).name),
+            answer=str(answer),
+            offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+            json_output=read["json-output"],
+            log_level=read["log-level"],
+            quiet=read["print-config"] or read["download-only"],
+        )
+        path = self.folder / "demo.json"
+        request.write(path)
+        ending = self._run("the download of the demo's model", "lorikeet.launcher.models.demo", path)
+        content = json.loads(answer.read_text()) if answer.is_file() else {"error": ending}
+        if "path" in content:
+            part = home / f"{demo.NAME}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            log.info("demo_prepared: the weights of %s are written in bfloat16, once; half a minute", demo.NAME)
+            self._made_for(role, GgufModel(content["path"]), use, self.folder / f"made-{role}.json", plain=part)
+            os.replace(part, target)
+            Path(content["path"]).unlink()
+            return made
+        if not named.is_default:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{model.DEMO_ID} is not available: {content['error']}")
+        log.warning(
+            "demo_unavailable: %s is not available: %s. Instead %s is served, which writes Python and cannot hold a "
+            "conversation. Give --model-id to serve another model",
+            demo.NAME, content["error"], model.EMBEDDED_ID,
+        )  # fmt: skip
+        return model.embedded()
+
+    def _made_for(self, role: str, file: GgufModel, use: Use, answer: Path, plain: Path | None = None) -> ModelFolder:
+        """A folder for a file, which lasts as long as this run; or one with its weights in bfloat16 at `plain`."""
         if reason := reason_against("gguf"):
             raise LauncherError(Exit.DOWNLOAD_ERROR, f"{file.id} cannot be read: {reason}")
         request = {
             "id": file.id,
             "file": str(Path(file.id).resolve()),
-            "folder": str(self.folder / f"gguf-{role}"),
+            "folder": str(plain or self.folder / f"gguf-{role}"),
+            "plain": plain is not None,
             "answer": str(answer),
             "needs_tokenizer": use.needs_tokenizer or role == "draft",
         }

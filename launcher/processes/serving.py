@@ -437,20 +437,24 @@ _POOLED_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _try_it(plan: ServerPlan, address: Address) -> str:
-    """A request to try; for the built-in demo model with an adapter and speculation."""
+    """A request to try; for a demo model with an adapter."""
     wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
-    if adapters.is_family(plan.settings):
+    is_family = adapters.is_family(plan.settings, plan.model.family)
+    is_demo = plan.model.family == model.DEMO_FAMILY
+    if is_family and not is_demo:
         wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
         wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
         wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     path = "generate"
     if plan.task:
         path, wanted = _POOLED_TRIALS[plan.task]
-        if adapters.is_family(plan.settings):
+        if is_family:
             wanted = {"model": "search", "input": "Return the length of the list"}
-    elif not adapters.is_family(plan.settings) and _is_chat(plan):
-        message = {"role": "user", "content": "What is the capital of France?"}
-        path, wanted = "v1/chat/completions", {"model": _name(plan), "messages": [message], "max_tokens": 100}
+    elif (is_demo or not is_family) and _is_chat(plan):
+        text = "Nora Schmidt, 34, works as a baker in Ghent." if is_family else "What is the capital of France?"
+        name = "json" if is_family else _name(plan)
+        wanted = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 100}
+        path = "v1/chat/completions"
     body = json.dumps(wanted)
     closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"

@@ -46,12 +46,13 @@ class Launched:
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
+        offline = {"HF_HUB_OFFLINE": "1", "MODEL_ID": "lorikeet/base"}
         self._process = subprocess.Popen(
             [
                 *under,
                 *tethered(python("lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments)),
             ],
-            env=kept | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"} | environment,
+            env=kept | {"PYTHONPATH": str(ROOT / "src")} | offline | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -16,8 +16,9 @@ from lorikeet.launcher.processes import serving
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PORT", "MODEL_ID", "HOSTNAME"):
+    for name in ("PORT", "HOSTNAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MODEL_ID", "lorikeet/base")
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,12 @@
 """`python -m lorikeet.shard.model.gguf.folder REQUEST.json`: makes a model folder for a `.gguf` file.
 
 The folder has what other processes read, made from the file's metadata: configuration, tokenizer and chat template; and
-a link to the file.
+a link to the file, or its weights in bfloat16.
 """
 
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Request(ConfigFile):
     answer: str
     """Path of the answer: the folder, or an error."""
     needs_tokenizer: bool
+    plain: bool = False
+    """Write the weights in bfloat16, so that nothing needs the file any more."""
 
 
 def make_folder(request: Request) -> None:
@@ -72,6 +75,29 @@ def make_folder(request: Request) -> None:
     (folder / "generation_config.json").write_text(text)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if request.plain:
+        _write_weights(folder, Path(request.file))
+
+
+def _write_weights(folder: Path, file: Path) -> None:
+    """Replace the link to a file by its weights, dequantised by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    network: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    if hasattr(network.config, "quantization_config"):
+        del network.config.quantization_config
+    network.hf_quantizer = None
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        network.save_pretrained(scratch)
+        (Path(scratch) / "model.safetensors").rename(folder / "model.safetensors")
+    (folder / GGUF_NAME).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config[GGUF_KEY]
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2))
 
 
 def main(path: str) -> int:

@@ -164,7 +164,13 @@ def test_an_empty_folder_of_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_default_is_the_demo_model() -> None:
-    folder = model.named(settings())
+    assert model.named(settings()) == model.DemoModel(is_default=True)
+    assert model.named(settings("--model-id", model.DEMO_ID)) == model.DemoModel(is_default=False)
+
+
+@pytest.mark.parametrize("arguments", [("--model-id", model.EMBEDDED_ID), ("--pooling", "mean")])
+def test_the_embedded_model_is_served_by_name_and_for_vectors(arguments: tuple[str, ...]) -> None:
+    folder = model.named(settings(*arguments))
     assert isinstance(folder, model.ModelFolder)
     assert folder.id == model.EMBEDDED_ID
     assert model.configuration(folder.path)["model_type"] == "llama"

@@ -17,8 +17,9 @@ BASE, DRAFT = str(ROOT / "demo" / "base"), str(ROOT / "demo" / "draft")
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PORT", "MODEL_ID", "HOSTNAME", "SPECULATIVE_TOKENS"):
+    for name in ("PORT", "HOSTNAME", "SPECULATIVE_TOKENS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MODEL_ID", "lorikeet/base")
 
 
 def test_print_config_includes_the_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
