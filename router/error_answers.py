@@ -61,6 +61,8 @@ ANSWERS: dict[type[errors.RouterError], ErrorAnswer] = {
     ),
     errors.AdminOnly: ErrorAnswer(403, "forbidden", "bad_request", 403, "permission_error", "admin_only"),
     errors.KeyRequired: ErrorAnswer(401, "unauthorized", "bad_request", 401, openai_code="invalid_api_key"),
+    errors.HostNotAllowed: ErrorAnswer(421, "host_not_allowed", "bad_request", 421, openai_code="host_not_allowed"),
+    errors.ForeignPage: ErrorAnswer(403, "forbidden", "bad_request", 403, "permission_error", "foreign_page"),
     errors.TooManyFailedKeys: ErrorAnswer(429, "unauthorized", "bad_request", 429, "requests", "rate_limit_exceeded"),
     errors.AlreadyLoaded: ErrorAnswer(400, "validation", "validation", 400),
     errors.ReloadRefused: ErrorAnswer(409, "validation", "validation", 409),
