@@ -70,12 +70,12 @@ class Addresses:
 
         A proxy sets one header and may pass the other one on as the client wrote it.
         """
-        found = set[str]()
+        reported = set[str]()
         for name, read in _READERS.items():
             text = ",".join(value.decode("latin-1") for key, value in headers if key == name)
             if text:
-                found.add(self._outermost(read(text), peer))
-        return found.pop() if len(found) == 1 else peer
+                reported.add(self._outermost(read(text), peer))
+        return reported.pop() if len(reported) == 1 else peer
 
     def _outermost(self, hops: Iterator[str], peer: str) -> str:
         """`hops` come from the nearest to the farthest; only those that trusted proxies have reported count."""
@@ -96,8 +96,8 @@ def _of_x_forwarded_for(text: str) -> Iterator[str]:
 def _of_forwarded(text: str) -> Iterator[str]:
     """RFC 7239's `for`."""
     for part in reversed(text.split(",")):
-        found = _FOR.search(part)
-        yield _without_port(found[1].strip().strip('"')) if found else ""
+        address = _FOR.search(part)
+        yield _without_port(address[1].strip().strip('"')) if address else ""
 
 
 _READERS = {b"x-forwarded-for": _of_x_forwarded_for, b"forwarded": _of_forwarded}
@@ -108,8 +108,8 @@ def _without_port(text: str) -> str:
     text = text.strip()
     if text.count(":") > 1 and not text.startswith("["):
         return text
-    found = _WITH_PORT.fullmatch(text)
-    return "" if found is None else found["six"] or found["four"] or ""
+    parts = _WITH_PORT.fullmatch(text)
+    return "" if parts is None else parts["six"] or parts["four"] or ""
 
 
 def _parsed(text: str) -> IPv4Address | IPv6Address | None:

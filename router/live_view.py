@@ -40,7 +40,7 @@ class _Counts:
         self.slots[-1][1] += 1
 
     def since(self, slot: int) -> int:
-        return sum(count for each, count in self.slots if each >= slot)
+        return sum(count for number, count in self.slots if number >= slot)
 
 
 class RecentFailures:
@@ -98,9 +98,9 @@ class SnapshotMaker:
             "generated_tokens": metrics.generated_tokens.values.get("", 0),
             "prompt_tokens": metrics.prompt_tokens.values.get("", 0),
             "requests": {
-                "running": sum(each["running"] for each in adapters),
-                "waiting": sum(each["waiting"] for each in adapters),
-                "preempted": sum(each["preempted"] for each in adapters),
+                "running": sum(adapter["running"] for adapter in adapters),
+                "waiting": sum(adapter["waiting"] for adapter in adapters),
+                "preempted": sum(adapter["preempted"] for adapter in adapters),
             },
             "adapters": _bounded(adapters),
             "tiers": self._tiers(),
@@ -143,12 +143,12 @@ class SnapshotMaker:
     def _drafts(self) -> dict[str, dict[str, float]]:
         """Draft tokens by source: verified, and accepted."""
         values = self._metrics.speculation.values
-        found: dict[str, dict[str, float]] = {}
+        drafts: dict[str, dict[str, float]] = {}
         for kind, family in (("drafted", "drafted_tokens"), ("accepted", "accepted_tokens")):
             for (method, _), number in values[family].items():
-                counts = found.setdefault(method, {"drafted": 0, "accepted": 0})
+                counts = drafts.setdefault(method, {"drafted": 0, "accepted": 0})
                 counts[kind] += number
-        return found
+        return drafts
 
     def _shard(self, link: ShardLink) -> dict[str, Any]:
         info, load = link.info, link.load
@@ -204,7 +204,7 @@ def _bounded(adapters: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     rest = shown[MAX_ADAPTERS:]
     if not rest:
         return shown
-    total = {kind: sum(each[kind] for each in rest) for kind in ("running", "waiting", "preempted")}
+    total = {kind: sum(adapter[kind] for adapter in rest) for kind in ("running", "waiting", "preempted")}
     return [*shown[:MAX_ADAPTERS], {"name": None, "num_others": len(rest), **total}]
 
 

@@ -40,9 +40,9 @@ class Served:
     """Information on the shard that computed the text."""
 
 
-def check_receipt(wanted: bool, speculation: Speculation, num_texts: int) -> None:
+def check_receipt(is_requested: bool, speculation: Speculation, num_texts: int) -> None:
     """Raises UnsupportedField where a request that asks for a receipt cannot have one."""
-    if not wanted:
+    if not is_requested:
         return
     if num_texts != 1:
         raise UnsupportedField("receipt", f"covers one text: this request asks for {num_texts}")
@@ -221,21 +221,21 @@ class Receipts:
     def _link(self, address: str) -> ShardLink:
         """The shard, or any other if that one is gone: all have the same files. Raises GenerationFailed."""
         known = [link for link in self._links if link.info is not None]
-        found = next((link for link in known if link.address == address), known[0] if known else None)
-        if found is None:
+        shard = next((link for link in known if link.address == address), known[0] if known else None)
+        if shard is None:
             raise GenerationFailed("there is no receipt: no shard is connected")
-        return found
+        return shard
 
     async def _base_digest(self, address: str) -> str:
         try:
-            found = await asyncio.shield(self._link(address).digest())
+            base_digest = await asyncio.shield(self._link(address).digest())
         except grpc.aio.AioRpcError as error:
             raise GenerationFailed(f"there is no receipt: {error.details()}") from None
         except (ConnectionError, grpc.aio.UsageError):
             raise GenerationFailed("there is no receipt: the shard that computed the text is gone") from None
-        if any(each.known_digest not in ("", found) for each in self._links):
+        if any(link.known_digest not in ("", base_digest) for link in self._links):
             raise GenerationFailed("there is no receipt: the shards hold different files")
-        return found
+        return base_digest
 
     async def _write(self, file: "_File") -> None:
         while self._unwritten or self._must_reopen:

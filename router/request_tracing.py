@@ -57,12 +57,12 @@ def operation_of(route: str) -> str:
     return OPERATIONS.get(route, "text_completion")
 
 
-def of_request(wanted: list[GenerationRequest]) -> Attributes:
+def of_request(requests: list[GenerationRequest]) -> Attributes:
     """What was asked for: settings and names, never a text."""
-    if not wanted:
+    if not requests:
         return {}
-    attributes = {} if wanted[0].pooling is not None else _of_output(wanted[0], len(wanted))
-    if (adapter := wanted[0].adapter) is not None:
+    attributes = {} if requests[0].pooling is not None else _of_output(requests[0], len(requests))
+    if (adapter := requests[0].adapter) is not None:
         attributes["lorikeet.adapter"] = adapter.name[:256]
     return attributes
 
@@ -91,10 +91,10 @@ def of_response(generations: list[Generation], began_at: float) -> Attributes:
     if not generations:
         return {}
     first = generations[0]
-    prompts = {id(each.request.prompt_ids): len(each.request.prompt_ids) for each in generations}
+    prompts = {id(generation.request.prompt_ids): len(generation.request.prompt_ids) for generation in generations}
     attributes: Attributes = {
         "gen_ai.usage.input_tokens": sum(prompts.values()),
-        "lorikeet.retries": sum(each.routing.num_retries for each in generations),
+        "lorikeet.retries": sum(generation.routing.num_retries for generation in generations),
     }
     if first.request.pooling is None:
         attributes |= _of_texts(generations)
@@ -107,18 +107,20 @@ def of_response(generations: list[Generation], began_at: float) -> Attributes:
 
 def _of_texts(generations: list[Generation]) -> Attributes:
     """Attributes of a request for text, from its outputs."""
-    stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
+    stats = [generation.speculation_stats for generation in generations if generation.speculation_stats is not None]
     attributes: Attributes = {
-        "gen_ai.usage.output_tokens": sum(each.num_generated for each in generations),
+        "gen_ai.usage.output_tokens": sum(generation.num_generated for generation in generations),
         "gen_ai.usage.cache_read.input_tokens": generations[0].num_cached,
-        "gen_ai.response.finish_reasons": [each.finish_reason.value for each in generations if each.finish_reason],
-        "lorikeet.steps": sum(each.num_generated - each.num_skipped for each in generations),
+        "gen_ai.response.finish_reasons": [
+            generation.finish_reason.value for generation in generations if generation.finish_reason
+        ],
+        "lorikeet.steps": sum(generation.num_generated - generation.num_skipped for generation in generations),
     }
-    if num_reasoning := sum(each.num_reasoning for each in generations):
+    if num_reasoning := sum(generation.num_reasoning for generation in generations):
         attributes["gen_ai.usage.reasoning.output_tokens"] = num_reasoning
     if stats:
-        attributes["lorikeet.spec.drafted_tokens"] = sum(each.num_drafted for each in stats)
-        attributes["lorikeet.spec.accepted_tokens"] = sum(each.num_accepted for each in stats)
+        attributes["lorikeet.spec.drafted_tokens"] = sum(counts.num_drafted for counts in stats)
+        attributes["lorikeet.spec.accepted_tokens"] = sum(counts.num_accepted for counts in stats)
     return attributes
 
 
@@ -222,9 +224,9 @@ class RequestTrace:
     def end(self, scope: Scope, client: str, ending: Ending) -> None:
         """The answer is complete: make the spans. `client` is the client's address as logs show it."""
         state: Mapping[str, Any] = scope["state"]
-        wanted, generations = state.get("wanted", []), state.get("generations", [])
+        requests, generations = state.get("requests", []), state.get("generations", [])
         operation = operation_of(state.get("served_as", ending.route))
-        adapter = wanted[0].adapter if wanted else None
+        adapter = requests[0].adapter if requests else None
         model = self._model if adapter is None else adapter.name[:256]
         self._span.update_name(f"{operation} {model}")
         server = scope.get("server") or ("", None)
@@ -246,7 +248,7 @@ class RequestTrace:
             "gen_ai.request.stream": self.is_stream,
             "gen_ai.latency.e2e": ending.ended_at - ending.began_at,
         }
-        self._span.set_attributes({**of_http, **of_model, **of_request(wanted)})
+        self._span.set_attributes({**of_http, **of_model, **of_request(requests)})
         self._span.set_attributes(of_response(generations, ending.began_at))
         if server[1] is not None:
             self._span.set_attribute("server.port", server[1])

@@ -86,12 +86,14 @@ class Ending:
 
 
 def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str) -> UsageRecord:
-    """Usage record of one request. `state` is the request's, to which routes add `wanted` and `generations`."""
-    wanted: list[GenerationRequest] = state.get("wanted", [])
+    """Usage record of one request. `state` is the request's, to which routes add `requests` and `generations`."""
+    requests: list[GenerationRequest] = state.get("requests", [])
     generations: list[Generation] = state.get("generations", [])
-    adapter = wanted[0].adapter if wanted else None
-    speculation_stats = [each.speculation_stats for each in generations if each.speculation_stats is not None]
-    first_tokens = [each.first_token_at for each in generations if each.first_token_at is not None]
+    adapter = requests[0].adapter if requests else None
+    speculation_stats = [
+        generation.speculation_stats for generation in generations if generation.speculation_stats is not None
+    ]
+    first_tokens = [generation.first_token_at for generation in generations if generation.first_token_at is not None]
     return UsageRecord(
         time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         request_id=caller.request_id,
@@ -104,16 +106,18 @@ def record(state: Mapping[str, Any], caller: Caller, ending: Ending, model: str)
         sequences=len(generations),
         prompt_tokens=sum(len(request.prompt_ids) for request, _ in _by_prompt(generations)),
         cached_tokens=sum(generation.num_cached for _, generation in _by_prompt(generations)),
-        generated_tokens=sum(each.num_generated for each in generations),
-        drafted_tokens=sum(each.num_drafted for each in speculation_stats),
-        accepted_tokens=sum(each.num_accepted for each in speculation_stats),
+        generated_tokens=sum(generation.num_generated for generation in generations),
+        drafted_tokens=sum(counts.num_drafted for counts in speculation_stats),
+        accepted_tokens=sum(counts.num_accepted for counts in speculation_stats),
         queue_seconds=_rounded(generations[0].routing.waited_s) if generations else None,
         first_token_seconds=_rounded(min(first_tokens) - ending.began_at) if first_tokens else None,
         total_seconds=round(ending.ended_at - ending.began_at, 6),
-        finish_reasons=[None if each.finish_reason is None else each.finish_reason.value for each in generations],
+        finish_reasons=[
+            None if generation.finish_reason is None else generation.finish_reason.value for generation in generations
+        ],
         error=ending.error,
         input=_texts([request.text for request, _ in _by_prompt(generations)], generations),
-        output=_texts(["".join(each.read_texts or ()) for each in generations], generations),
+        output=_texts(["".join(generation.read_texts or ()) for generation in generations], generations),
     )
 
 

@@ -206,9 +206,9 @@ class AdapterAdmission:
             self._send_pin(link, digest)
         num_free = 0 if link.info is None else link.info.adapter_slots - len(own)
         popular = (pin for pin, key in self._popularity.most_used() if self._placement.owner(key) is link)
-        if found := deque(islice((pin for pin in popular if pin.digest not in self._pins), max(0, num_free))):
-            log.info("adapter_prefetch_started", shard=link.index, adapters=len(found))
-            self._prefetch_queues[link.index] = found
+        if queue := deque(islice((pin for pin in popular if pin.digest not in self._pins), max(0, num_free))):
+            log.info("adapter_prefetch_started", shard=link.index, adapters=len(queue))
+            self._prefetch_queues[link.index] = queue
             self._prefetch_next(link)
 
     def on_disconnect(self, link: ShardLink) -> None:
@@ -232,8 +232,8 @@ class AdapterAdmission:
         loads: dict[str, AdapterLoad] = {}
         for entry in entries:
             names = (f"{version.ref.source.value}:{version.ref.id}" for version in entry.versions)
-            found = {digest for name in names for digest in digests.get(name, ())}
-            loads[entry.alias] = AdapterLoad(resident=self._num_resident(found))
+            known_digests = {digest for name in names for digest in digests.get(name, ())}
+            loads[entry.alias] = AdapterLoad(resident=self._num_resident(known_digests))
         for generation in queued:
             self._load_of(generation, loads).waiting_requests += 1
         for link in self._links:

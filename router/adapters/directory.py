@@ -86,8 +86,8 @@ class Directory:
         entry = self.find(alias)
         if entry is None:
             return self._unread.get(alias, "")
-        found = self._wrong.get(alias)
-        return found[1] if found is not None and found[0] == entry else ""
+        wrong = self._wrong.get(alias)
+        return wrong[1] if wrong is not None and wrong[0] == entry else ""
 
     def nearest(self, name: str, may_see: Callable[[CatalogueEntry], bool]) -> list[str]:
         """Aliases that are served and spelled like `name`, the nearest first."""
@@ -152,7 +152,7 @@ class Directory:
         self._file.clear()
         self._file.update(catalogue.entries)
         self._unread = dict(catalogue.problems)
-        self._wrong = {alias: found for alias, found in self._wrong.items() if self.find(alias) == found[0]}
+        self._wrong = {alias: wrong for alias, wrong in self._wrong.items() if self.find(alias) == wrong[0]}
         self._changed()
 
     @property

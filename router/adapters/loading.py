@@ -245,11 +245,11 @@ class Loading:
 
     def known(self, adapter: Adapter) -> Loaded | None:
         """The loader's last answer for this content, if it is recent."""
-        found = self._known.get(adapter.content)
-        if found is None or time.monotonic() - found[1] > FRESH_SECONDS:
+        answer = self._known.get(adapter.content)
+        if answer is None or time.monotonic() - answer[1] > FRESH_SECONDS:
             return None
         self._known.move_to_end(adapter.content)
-        return found[0]
+        return answer[0]
 
     @property
     def num_known(self) -> int:
@@ -316,24 +316,24 @@ class Loading:
 
     def contents(self) -> list[tuple[str, Loaded]]:
         """All that is known, by content."""
-        return [(content, each) for content, (each, _) in self._known.items()]
+        return [(content, known) for content, (known, _) in self._known.items()]
 
     def digests_by_name(self) -> dict[str, set[str]]:
         """Those of all versions, by source and id."""
-        found: dict[str, set[str]] = {}
-        for content, each in self.contents():
-            found.setdefault(content.rpartition("@")[0], set()).add(each.digest)
-        return found
+        digests: dict[str, set[str]] = {}
+        for content, known in self.contents():
+            digests.setdefault(content.rpartition("@")[0], set()).add(known.digest)
+        return digests
 
-    def digests(self, wanted: Iterable[Ref]) -> set[str]:
+    def digests(self, refs: Iterable[Ref]) -> set[str]:
         """The known digests of these adapters, of any version."""
-        names = tuple(f"{ref.source.value}:{ref.id}@" for ref in wanted)
-        return {each.digest for content, each in self.contents() if content.startswith(names)}
+        names = tuple(f"{ref.source.value}:{ref.id}@" for ref in refs)
+        return {known.digest for content, known in self.contents() if content.startswith(names)}
 
     def forget(self, digest: str, *, is_stale: bool = False) -> None:
         """Its file is gone: ask the loader before the next use. `is_stale`: requests that have it need it again."""
-        for content, each in self.contents():
-            if each.digest == digest:
+        for content, known in self.contents():
+            if known.digest == digest:
                 del self._known[content]
         if is_stale:
             self._stale[digest] = None

@@ -66,9 +66,9 @@ class AdapterPreloader:
 
     async def validate(self, entries: Iterable[CatalogueEntry]) -> dict[str, str]:
         """The problems by alias, found without loading anything. A source without an answer is not a problem."""
-        wanted = list(entries)
-        found = await asyncio.gather(*(self._validate(entry) for entry in wanted))
-        return {entry.alias: problem for entry, problem in zip(wanted, found, strict=True) if problem}
+        validated = list(entries)
+        problems = await asyncio.gather(*(self._validate(entry) for entry in validated))
+        return {entry.alias: problem for entry, problem in zip(validated, problems, strict=True) if problem}
 
     async def _reconcile(self) -> bool:
         """Make the pins match the directory; whether nothing has to be tried again."""
@@ -83,12 +83,12 @@ class AdapterPreloader:
         for entry in new:
             self._checked[entry.alias] = entry
             directory.set_problem(entry, problems.get(entry.alias, ""))
-        digests = {digest for each in loaded if each is not None for digest in each}
+        digests = {digest for contents in loaded if contents is not None for digest in contents}
         for digest, entry in list(self._pinned.items()):
             if digest not in digests and directory.find(entry.alias) != entry:
                 del self._pinned[digest]
                 self._admission.unpin(digest)
-        return all(each is not None for each in loaded)
+        return all(contents is not None for contents in loaded)
 
     def _is_pinned(self, entry: CatalogueEntry) -> bool:
         """The default adapter stays loaded, whatever its entry says."""
@@ -143,10 +143,10 @@ def read_catalogue(config: RouterConfig) -> Catalogue | None:
 def read_keys(config: RouterConfig) -> Keys:
     """The server's own API keys. Raises CatalogueError."""
     hashes, isolates = enumerate(config.api_keys_sha256, 1), not config.share_prefixes
-    given = [(digest, Key(f"api-key-{number}", isolate=isolates)) for number, digest in hashes]
+    flag_keys = [(digest, Key(f"api-key-{number}", isolate=isolates)) for number, digest in hashes]
     if config.keys_path is None:
-        return Keys(given, admin_sha256=config.admin_key_sha256)
-    return keys.read(config.keys_path, config.admin_key_sha256, given, isolate=isolates)
+        return Keys(flag_keys, admin_sha256=config.admin_key_sha256)
+    return keys.read(config.keys_path, config.admin_key_sha256, flag_keys, isolate=isolates)
 
 
 @dataclass(frozen=True)

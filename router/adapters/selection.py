@@ -88,14 +88,14 @@ class AdapterAccess:
         return self._closed
 
     def _indexed(self, entries: list[CatalogueEntry]) -> dict[_RealId, list[CatalogueEntry]]:
-        found: defaultdict[_RealId, list[CatalogueEntry]] = defaultdict(list)
+        index: defaultdict[_RealId, list[CatalogueEntry]] = defaultdict(list)
         for entry in entries:
             for ref in {version.ref for version in entry.versions}:
                 assert self._sources is not None
                 ids = self._sources[ref.source].real_ids(ref.id)
                 for id in ids | ({self._resolved[ref]} if ref in self._resolved else set()):
-                    found[ref.source, id].append(entry)
-        return dict(found)
+                    index[ref.source, id].append(entry)
+        return dict(index)
 
     def _forget(self) -> None:
         self._made_at = -math.inf
@@ -172,10 +172,10 @@ class Selection:
         token, alias, template = self.operators_token(ref), entry.alias, entry.chat_template
         share = next((version.share for version in entry.versions if version.ref == ref), 1.0)
         assert self.rights is not None
-        found = await self.rights.resolve(ref, token)
-        self.access.note(ref, found)
-        token, weight = _needed(token, found), entry.weight * share
-        return Adapter(alias, (found.pin,), token=token, alias=alias, weight=weight, chat_template=template)
+        resolved = await self.rights.resolve(ref, token)
+        self.access.note(ref, resolved)
+        token, weight = _needed(token, resolved), entry.weight * share
+        return Adapter(alias, (resolved.pin,), token=token, alias=alias, weight=weight, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
         return self._config.hub_token if ref.source is Source.HUB else None
@@ -186,9 +186,9 @@ class Selection:
             if self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
                 yield line
 
-    def source(self, given: str | None) -> Source:
+    def source(self, source: str | None) -> Source:
         """The source of a request's adapter. Raises ValidationError, which names the field."""
-        name = given or self._config.default_adapter_source or self._config.adapter_source
+        name = source or self._config.default_adapter_source or self._config.adapter_source
         if name == Source.PBASE:
             sentence = "`adapter_source` pbase is not served: Predibase's service is closed to it"
             raise ValidationError(sentence, "adapter_source")
@@ -203,8 +203,8 @@ class Selection:
             raise NotServed(f"{name} is not served: {line.problem}")
         ref = self._parsed(name, fields.source, caller, fields.is_model, fields.field)
         token = self._token(fields, caller)
-        found = await self._resolved(ref, token, caller)
-        return Adapter(str(ref), (found.pin,), token=_needed(token, found), caller=caller.identity)
+        resolved = await self._resolved(ref, token, caller)
+        return Adapter(str(ref), (resolved.pin,), token=_needed(token, resolved), caller=caller.identity)
 
     def _unread(self, name: str, caller: Caller) -> Listed | None:
         """The line of a name whose entry could not be parsed."""
@@ -215,11 +215,11 @@ class Selection:
     def _token(self, fields: AdapterFields, caller: Caller) -> str | None:
         """The token for a source: never one of the server's own API keys, nor a former one."""
         is_key = fields.token is not None and self.keys.knew(fields.token)
-        given = None if is_key else checked_token(fields.token, "`api_token`")
+        api_token = None if is_key else checked_token(fields.token, "`api_token`")
         bearer = checked_token(caller.token, "the token of the `Authorization` header")
         if bearer is not None and not self.is_for_source(bearer):
             bearer = None
-        return given or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
+        return api_token or bearer or (self._config.hub_token if self._config.use_hub_token_for_all else None)
 
     def is_for_source(self, bearer: str) -> bool:
         """Whether a token of the Authorization header, which may be meant for this server, is sent to the hub."""
@@ -235,8 +235,8 @@ class Selection:
             raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
         token = self._token(fields, caller)
         parts = await asyncio.gather(*(self._part(name, fields, caller, token) for name in merge.ids))
-        pins, tokens = tuple(found.pin for found, _ in parts), tuple(own for _, own in parts)
-        token = _needed(token, *(found for found, _ in parts))
+        pins, tokens = tuple(part.pin for part, _ in parts), tuple(own for _, own in parts)
+        token = _needed(token, *(part for part, _ in parts))
         return Adapter(",".join(merge.ids), pins, merge.merging, token, tokens, caller=caller.identity)
 
     async def _part(
@@ -247,13 +247,15 @@ class Selection:
         if entry is not None:
             adapter = await self.named(entry, fields.user or caller.request_id)
             return Resolved(adapter.pins[0], is_public=adapter.token is None), adapter.token
-        found = await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
-        return found, _needed(token, found)
+        resolved = await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
+        return resolved, _needed(token, resolved)
 
-    def _parsed(self, name: str, given: str | None, caller: Caller, is_model: bool, field: str = "adapter_id") -> Ref:
-        """`given`: the request's source, if any. Raises AdapterNotFound for a name that can only be an alias."""
-        is_hubs = name.startswith(refs.HUB_PREFIX) and given in (None, Source.HUB)
-        source = Source.HUB if is_hubs else self.source(given)
+    def _parsed(
+        self, name: str, source_name: str | None, caller: Caller, is_model: bool, field: str = "adapter_id"
+    ) -> Ref:
+        """`source_name`: the request's source, if any. Raises AdapterNotFound for a name that can only be an alias."""
+        is_hubs = name.startswith(refs.HUB_PREFIX) and source_name in (None, Source.HUB)
+        source = Source.HUB if is_hubs else self.source(source_name)
         if source is Source.HUB and not is_hubs and refs.is_plain(name):
             nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key))
             hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
@@ -273,10 +275,10 @@ class Selection:
         # Before anything else, so that a closed adapter has no other answer than one that does not exist.
         if not self._is_permitted(ref) or not await self.access.may_open(ref, caller.key):
             raise self.rights.sources[ref.source].missing(ref, token)
-        found = await self.rights.resolve(ref, token)
-        if not await self.access.may_open(ref, caller.key, found):
+        resolved = await self.rights.resolve(ref, token)
+        if not await self.access.may_open(ref, caller.key, resolved):
             raise self.rights.sources[ref.source].missing(ref, token)
-        return found
+        return resolved
 
     def _check_download(self, ref: Ref, caller: Caller) -> None:
         """Raises AdapterNotAllowed for an adapter in a network that this request may not make the server load."""
@@ -309,6 +311,6 @@ class Selection:
         return UnsupportedField(fields.field, _BASE_ONLY)
 
 
-def _needed(token: str | None, *found: Resolved) -> str | None:
+def _needed(token: str | None, *parts: Resolved) -> str | None:
     """The token for loading: none for public adapters, whose load others share, so that no token can make it fail."""
-    return None if all(each.is_public for each in found) else token
+    return None if all(part.is_public for part in parts) else token

@@ -156,7 +156,9 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             if chunk.finish_reason is not None:
                 return
     arrivals: asyncio.Queue[tuple[int, OutputChunk | BaseException]] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_forward(index, each, arrivals)) for index, each in enumerate(generations)]
+    tasks = [
+        asyncio.ensure_future(_forward(index, generation, arrivals)) for index, generation in enumerate(generations)
+    ]
     num_running = len(tasks)
     try:
         while num_running:
@@ -215,24 +217,28 @@ def speculation_report(generations: Sequence[Generation]) -> dict[str, Any] | No
 
     `steps` is the number of forwards that gave tokens, so `generated_tokens / steps` is the tokens per forward.
     """
-    measured = [(each, each.speculation_stats) for each in generations if each.speculation_stats is not None]
+    measured = [
+        (generation, generation.speculation_stats)
+        for generation in generations
+        if generation.speculation_stats is not None
+    ]
     if not measured:
         return None
     speculation = generations[0].request.speculation
     stats = [stats for _, stats in measured]
-    sources: Counter[int] = sum((each.sources for each in stats), Counter())
+    sources: Counter[int] = sum((counts.sources for counts in stats), Counter())
     return {
         "method": speculation.method,
         "verification": speculation.verify,
         "verify": speculation.verify,  # deprecated name
         "steps": sum(generation.num_generated - generation.num_skipped for generation, _ in measured),
-        "drafted": sum(each.num_drafted for each in stats),
-        "accepted": sum(each.num_accepted for each in stats),
+        "drafted": sum(counts.num_drafted for counts in stats),
+        "accepted": sum(counts.num_accepted for counts in stats),
         "resampled": sources[pb.SOURCE_RESAMPLE],
         "bonus": sources[pb.SOURCE_BONUS],
-        "draft_seconds": round(sum(each.draft_seconds for each in stats), 6),
-        "verify_seconds": round(sum(each.verify_seconds for each in stats), 6),
-        "accept_seconds": round(sum(each.accept_seconds for each in stats), 6),
+        "draft_seconds": round(sum(counts.draft_seconds for counts in stats), 6),
+        "verify_seconds": round(sum(counts.verify_seconds for counts in stats), 6),
+        "accept_seconds": round(sum(counts.accept_seconds for counts in stats), 6),
         "sources": {SOURCE_NAMES[source]: sources[source] for source in sorted(sources)},
     }
 
@@ -269,20 +275,20 @@ def token_counts(num_prompt: int, num_completion: int) -> dict[str, int]:
 async def count_reasoning(tokenizer: Tokenizer, texts: Sequence[str], generations: Sequence[Generation]) -> int:
     """Tokens of the reasoning in all outputs, counted apart from the rest; notes those of each generation."""
     ids = await tokenizer.encode_each(list(texts)) if any(texts) else []
-    for generation, each in zip(generations, ids, strict=False):
-        generation.num_reasoning = len(each)
+    for generation, reasoning_ids in zip(generations, ids, strict=False):
+        generation.num_reasoning = len(reasoning_ids)
     return sum(map(len, ids))
 
 
 def usage(
-    wanted: OpenAIRequest, num_prompt: int, generations: Sequence[Generation], num_reasoning: int = 0
+    params: OpenAIRequest, num_prompt: int, generations: Sequence[Generation], num_reasoning: int = 0
 ) -> dict[str, Any]:
     """LoRAX's keys first, in its order; speculative decoding's counts are where OpenAI has those of predictions.
 
     `num_prompt` and `num_reasoning` are tokens of all prompts, and of the reasoning in all outputs.
     """
-    num_completion = 0 if wanted.only_prompt else sum(generation.num_generated for generation in generations)
-    num_cached = sum(generation.num_cached for generation in generations[:: wanted.best_of])
+    num_completion = 0 if params.only_prompt else sum(generation.num_generated for generation in generations)
+    num_cached = sum(generation.num_cached for generation in generations[:: params.best_of])
     counts: dict[str, Any] = token_counts(num_prompt, num_completion)
     counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
     details: dict[str, Any] = {"reasoning_tokens": num_reasoning} if num_reasoning else {}
@@ -298,13 +304,13 @@ def usage(
 
 def metrics(generations: Sequence[Generation]) -> dict[str, Any]:
     """vLLM's `metrics`, of requests with one sequence."""
-    found = speculation_metrics(generations[0]) if len(generations) == 1 else None
-    return {} if found is None else {"metrics": {"speculative_decoding": found}}
+    report = speculation_metrics(generations[0]) if len(generations) == 1 else None
+    return {} if report is None else {"metrics": {"speculative_decoding": report}}
 
 
-def repeated(wanted: OpenAIRequest) -> dict[str, Any]:
+def repeated(params: OpenAIRequest) -> dict[str, Any]:
     """What an answer repeats of the request."""
-    report = wanted.report
+    report = params.report
     fields: dict[str, Any] = {} if report.service_tier is None else {"service_tier": "default"}
     return fields if report.metadata is None else fields | {"metadata": report.metadata}
 
@@ -320,9 +326,9 @@ def safe(value: str) -> str:
     return _UNSAFE.sub("?", value)
 
 
-def request_id(given: str | None) -> str:
+def request_id(client_id: str | None) -> str:
     """The client's id without characters that could break a header or a log line; a new id where nothing is left."""
-    cleaned = _NOT_IN_ID.sub("", given or "")[:128]
+    cleaned = _NOT_IN_ID.sub("", client_id or "")[:128]
     return cleaned or secrets.token_hex(16)
 
 

@@ -203,11 +203,11 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> list[str]:
     """All methods of the path: several routes may have it."""
-    found = {"OPTIONS"}
+    methods = {"OPTIONS"}
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
-            found |= getattr(route, "methods", None) or set()
-    return sorted(found)
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:

@@ -51,13 +51,13 @@ class Authentication:
 
     def _checked(self, request: Request, refusal: Exception) -> Key:
         """The key of a request. Every credential that it presents must be right, wherever it stands."""
-        keys, given = self._selection.keys, offered(request)
-        header, token = given
+        keys, credentials = self._selection.keys, offered(request)
+        header, token = credentials
         key = caller(request, keys).key
         is_pair = header is not None and token is not None and header != token
         if is_pair and keys.find(header) is not None and self._selection.is_for_source(token or ""):
-            is_pair, given = False, (header, None)
-        if is_pair or any(each is not None and keys.find(each) is None for each in given):
+            is_pair, credentials = False, (header, None)
+        if is_pair or any(credential is not None and keys.find(credential) is None for credential in credentials):
             self._failures.add(getattr(request.state, "address", ""))
             raise TwoCredentials() if is_pair else refusal
         if key is None:
@@ -131,11 +131,11 @@ class KeyLimits:
     def end(self, key: Key, generations: Iterable[Generation]) -> None:
         """Count the tokens of a request: each prompt once, and every output."""
         spent, prompts, num_tokens = self._spent[key.name], set[int](), 0
-        for each in generations:
-            num_tokens += each.num_generated
-            if id(each.request.prompt_ids) not in prompts:
-                prompts.add(id(each.request.prompt_ids))
-                num_tokens += len(each.request.prompt_ids)
+        for generation in generations:
+            num_tokens += generation.num_generated
+            if id(generation.request.prompt_ids) not in prompts:
+                prompts.add(id(generation.request.prompt_ids))
+                num_tokens += len(generation.request.prompt_ids)
         spent.num_running -= 1
         if key.tokens_per_minute is not None:
             spent.tokens.level = spent.tokens.refill(key.tokens_per_minute, self._clock()) - num_tokens

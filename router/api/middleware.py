@@ -56,8 +56,8 @@ _OPENAI_PATHS = ("/v1/", "/v2/", "/detokenize", "/tokenizer_info", "/adapters", 
 
 def style_of(scope: Scope) -> ErrorStyle:
     """By the path, unless the route has set `state.error_style`, because it serves several APIs."""
-    given: ErrorStyle | None = scope.get("state", {}).get("error_style")
-    return given or style_of_path(scope["path"])
+    style: ErrorStyle | None = scope.get("state", {}).get("error_style")
+    return style or style_of_path(scope["path"])
 
 
 def style_of_path(path: str) -> ErrorStyle:

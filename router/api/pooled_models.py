@@ -86,7 +86,7 @@ class PooledTexts(Prompts):
         service, cut, field = self._service, self._cut, self._field
         written: list[Input] = [text for text in self._texts if not isinstance(text, list)]
         if cut.most is None:
-            for part in (part for each in written for part in ((each,) if isinstance(each, str) else each)):
+            for part in (part for text in written for part in ((text,) if isinstance(text, str) else text)):
                 check_text_length(part, service.tokenizer.length, service.config, field)
         tokenized = iter(await service.tokenizer.encode_texts(written, cut, caller=self._caller))
         prompts = []
@@ -118,7 +118,7 @@ class Computed:
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts."""
-        return sum(len(each.ids) for each in self.encoded)
+        return sum(len(text.ids) for text in self.encoded)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -160,7 +160,7 @@ async def compute(
     request.state.log_fields = log_fields(prepared.requests[0], 0, FinishReason.LENGTH)
     request.state.log_fields |= {"prompt_tokens": counts.prompt_tokens}
     headers = answer_headers(service, timing, generations[0], counts) | ignored_fields(common.ignored)
-    values = [_values(each) for each in generations]
+    values = [_values(generation) for generation in generations]
     return Computed(values, encoded, generations, headers)
 
 
@@ -215,8 +215,8 @@ class PooledFiles:
 
     @cached_property
     def _configuration(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(Path(self.config.model_path, "config.json").read_bytes())
-        return found
+        configuration: dict[str, Any] = json.loads(Path(self.config.model_path, "config.json").read_bytes())
+        return configuration
 
     @cached_property
     def _pooled(self) -> pooling.PooledModel | None:

@@ -237,28 +237,28 @@ def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
 
 async def _sampling(service: Service, fields: RequestFields, caller: str) -> SamplingParams:
     """With what the client asks for of the output's tokens. Raises ValidationError."""
-    wanted, tokenizer = fields.constraints, service.tokenizer
+    constraints, tokenizer = fields.constraints, service.tokenizer
     check_ids(service, fields.logprobs.alternative_ids, "logprob_token_ids")
-    check_ids(service, wanted.stop_token_ids, "stop_token_ids")
-    check_ids(service, wanted.allowed_token_ids, "allowed_token_ids")
+    check_ids(service, constraints.stop_token_ids, "stop_token_ids")
+    check_ids(service, constraints.allowed_token_ids, "allowed_token_ids")
     check_ids(service, [token_id for token_id, _ in fields.sampling.logit_bias], "logit_bias")
-    if wanted.masks is None:
+    if constraints.masks is None:
         return fields.sampling
-    _check_masks(service, wanted.masks)
-    words = await bad_word_ids(tokenizer, wanted.bad_words, caller)
+    _check_masks(service, constraints.masks)
+    words = await bad_word_ids(tokenizer, constraints.bad_words, caller)
     if any(len(word) > MAX_BAD_WORD_TOKENS for word in words):
         raise ValidationError(f"a word of `bad_words` may have up to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
     # those of the model even if `ignore_eos` is set
-    end_ids = tokenizer.eos_ids.union(wanted.stop_token_ids) if wanted.min_tokens else frozenset[int]()
+    end_ids = tokenizer.eos_ids.union(constraints.stop_token_ids) if constraints.min_tokens else frozenset[int]()
     sampling = replace(
         fields.sampling,
-        allowed_ids=wanted.allowed_token_ids,
+        allowed_ids=constraints.allowed_token_ids,
         bad_words=words,
-        min_tokens=wanted.min_tokens,
+        min_tokens=constraints.min_tokens,
         min_tokens_stop_ids=tuple(sorted(end_ids)),
     )
     if sampling.excludes_all(end_ids):
-        names = " and ".join(f"`{name}`" for name in ("bad_words", "min_tokens") if getattr(wanted, name))
+        names = " and ".join(f"`{name}`" for name in ("bad_words", "min_tokens") if getattr(constraints, name))
         raise ValidationError(f"`allowed_token_ids` leaves no token next to {names}", "allowed_token_ids")
     return sampling
 
@@ -310,7 +310,7 @@ def submit(service: Service, request: Request, prepared: PreparedRequest, arrive
     """
     if (charge := getattr(request.state, "body_charge", None)) is not None:
         charge.settle()
-    request.state.wanted, request.state.generations = prepared.requests, prepared.generations
+    request.state.requests, request.state.generations = prepared.requests, prepared.generations
     if (limit := service.config.request_timeout_s) is not None:
         prepared = replace(prepared, deadline=arrived_at + limit)
     submit_more(service, request, prepared)

@@ -98,8 +98,8 @@ class Service:
 
     def native_defaults(self, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:
         """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""
-        given = body.get("parameters")
-        parameters = {} if given is None else given
+        sent = body.get("parameters")
+        parameters = {} if sent is None else sent
         if not isinstance(parameters, dict) or parameters.get("merged_adapters") is not None:
             return body
         defaults = self._defaults(caller, parameters.get("adapter_id"), parameters)
@@ -134,10 +134,10 @@ class Service:
 
         Raises a leaf of BodyRejected, or BodyMemoryFull.
         """
-        given: dict[str, Any] | None = getattr(request.state, "given_body", None)
-        if given is not None:
+        body: dict[str, Any] | None = getattr(request.state, "given_body", None)
+        if body is not None:
             del request.state.given_body
-            return given
+            return body
         return await self.bodies.read(request, self.caller(request).identity)
 
     def caller(self, request: Request) -> Caller:

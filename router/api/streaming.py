@@ -147,10 +147,10 @@ ID_HEADER = b"x-lorikeet-stream"
 
 def wanted_ttl(headers: Mapping[str, str]) -> int | None:
     """The seconds for which a request asks its answer to be kept; None without. Raises ValidationError."""
-    given = headers.get(TTL_HEADER)
-    if given is None:
+    text = headers.get(TTL_HEADER)
+    if text is None:
         return None
-    seconds = whole_number(given, 1, MAX_TTL_S)
+    seconds = whole_number(text, 1, MAX_TTL_S)
     if seconds is None:
         raise ValidationError(f"`{TTL_HEADER}` must be a number of seconds from 1 to {MAX_TTL_S}", TTL_HEADER)
     return seconds

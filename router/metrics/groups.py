@@ -54,7 +54,7 @@ def without_names(family: Metric, may_show: MayName) -> Metric:
             labels[_ADAPTER_LABEL] = OTHER
         for name in _ADAPTER_LISTS:
             if name in labels:
-                shown = (each if may_show(each) else OTHER for each in labels[name].split(","))
+                shown = (name if may_show(name) else OTHER for name in labels[name].split(","))
                 labels[name] = ",".join(dict.fromkeys(shown))
         key = (sample.name, tuple(labels.items()))
         sums[key] = sums.get(key, 0.0) + sample.value

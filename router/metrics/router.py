@@ -63,11 +63,13 @@ class LearningMetrics:
         everything = [self._gone, *self._newest.values()]
         for name, (field, text) in _COUNTERS.items():
             yield counter_family(
-                f"lorikeet_{name}_total", text, [({}, sum(getattr(each, field) for each in everything))]
+                f"lorikeet_{name}_total", text, [({}, sum(getattr(totals, field) for totals in everything))]
             )
-        decisions = [({"decision": each}, sum(getattr(t, f"num_{each}") for t in everything)) for each in _DECISIONS]
+        decisions = [
+            ({"decision": decision}, sum(getattr(t, f"num_{decision}") for t in everything)) for decision in _DECISIONS
+        ]
         yield counter_family("lorikeet_learning_decisions_total", "Trained heads, by what became of them", decisions)
-        ring_bytes = sum(each.ring_bytes for each in everything)
+        ring_bytes = sum(totals.ring_bytes for totals in everything)
         yield GaugeMetricFamily("lorikeet_learning_ring_bytes", "Memory of the collected rows", value=ring_bytes)
 
 

@@ -74,7 +74,7 @@ class MergedAdapters(Body):
     def _check_lengths(cls, values: Any) -> Any:
         """Before the elements, whatever they are."""
         lists = [values.get(name) for name in ("ids", "weights")] if isinstance(values, dict) else []
-        num_ids, num_weights = ([len(each) if isinstance(each, list) else 0 for each in lists] or [0, 0])[:2]
+        num_ids, num_weights = ([len(items) if isinstance(items, list) else 0 for items in lists] or [0, 0])[:2]
         if num_ids and num_weights and num_ids != num_weights:
             raise broken_rule(_UNEQUAL, "merged_adapters")
         if (longer := max(num_ids, num_weights)) > MAX_MERGED:
@@ -126,8 +126,8 @@ class AdapterGroup(Body):
         if not name and merge is None:
             return AdapterFields(model, self.adapter_source, self.api_token, is_model=True, user=user)
         if model not in ("", name, *base_names, *BASE_NAMES):
-            given = "merged_adapters" if merge is not None else "adapter_id"
-            raise ValidationError(f"`model` must be the base model, since `{given}` names the adapter", "model")
+            field_name = "merged_adapters" if merge is not None else "adapter_id"
+            raise ValidationError(f"`model` must be the base model, since `{field_name}` names the adapter", "model")
         return AdapterFields(name, self.adapter_source, self.api_token, merge, user=user)
 
 

@@ -20,6 +20,7 @@ from lorikeet.router.schemas.model import (
     Translated,
     UnknownKind,
     fail_fast,
+    present,
     published_as,
     text_only,
 )
@@ -203,13 +204,10 @@ class AnthropicTool(Body):
         """In the form of chat completions, which check the values."""
         if self.type not in (None, "custom"):
             raise UnsupportedField(f"{where}.{str(self.type)[:32]}", _SERVERS)
-        given = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+        function = present(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return {"type": "function", "function": function}
 
 
 class AnthropicToolChoice(Body):

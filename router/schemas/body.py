@@ -101,7 +101,7 @@ class BodyMemory:
         if self._fits(charge, num_bytes):
             self._add(charge, num_bytes)
             return
-        if sum(each.charge.caller == charge.caller for each in self._waiting) >= MAX_WAITING_PER_CALLER:
+        if sum(waiter.charge.caller == charge.caller for waiter in self._waiting) >= MAX_WAITING_PER_CALLER:
             raise BodyMemoryFull()
         waiting = _Waiting(charge, num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)

@@ -43,13 +43,17 @@ class Conversation:
     @property
     def texts(self) -> list[str]:
         """What templates show of the messages."""
-        calls = [json.dumps(each["tool_calls"], ensure_ascii=False) for each in self.messages if "tool_calls" in each]
-        return [*(each["content"] for each in self.messages), *calls]
+        calls = [
+            json.dumps(message["tool_calls"], ensure_ascii=False)
+            for message in self.messages
+            if "tool_calls" in message
+        ]
+        return [*(message["content"] for message in self.messages), *calls]
 
     @property
     def documents(self) -> list[str]:
         """The documents as JSON, whose length is about that of what a template shows of them."""
-        return [orjson.dumps(each).decode() for each in self.options.variables.get("documents", ())]
+        return [orjson.dumps(document).decode() for document in self.options.variables.get("documents", ())]
 
     def ignored(self, unread: Iterable[str]) -> list[str]:
         """The fields of variables that the template does not read.
@@ -331,12 +335,12 @@ class ToolFields:
     @property
     def allowed(self) -> tuple[Function, ...]:
         """The functions that may be called."""
-        return tuple(each for each in self.functions if each.name in self.allowed_names)
+        return tuple(function for function in self.functions if function.name in self.allowed_names)
 
     @property
     def is_strict(self) -> bool:
         """Whether one of them is strict."""
-        return any(each.is_strict for each in self.allowed)
+        return any(function.is_strict for function in self.allowed)
 
 
 NO_TOOLS = ToolFields()
@@ -451,7 +455,7 @@ def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
             raise ValidationError("`tool_choice.allowed_tools.tools` must be a list of tools", "tool_choice")
         if inner.get("mode") not in ("auto", "required"):
             raise ValidationError("`tool_choice.allowed_tools.mode` must be auto or required", "tool_choice")
-        return inner["mode"] == "required", [_named(each, names) for each in listed]
+        return inner["mode"] == "required", [_named(tool, names) for tool in listed]
     return True, [_named(choice, names)]
 
 

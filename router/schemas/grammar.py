@@ -157,8 +157,8 @@ class StructuredGroup(Body):
 
     def grammar_fields(self) -> GrammarFields | None:
         """The one grammar of a body, or None. Raises ValidationError, which names the field."""
-        given = self.model_fields_set
-        made = [_read(getattr(self, name), kind, name) for name, kind in _DIRECT.items() if name in given]
+        set_fields = self.model_fields_set
+        made = [_read(getattr(self, name), kind, name) for name, kind in _DIRECT.items() if name in set_fields]
         made.append(None if self.response_format is None else self.response_format.grammar())
         made.append(None if self.grammar is None else self.grammar.grammar())
         grammars = [grammar for grammar in made if grammar is not None]
@@ -195,7 +195,7 @@ def _grammar(value: Any, field: str) -> GrammarFields:
 
 
 def _choice(value: Any, field: str) -> GrammarFields:
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) and choice for choice in value):
         raise ValidationError(f"`{field}` must be a list of texts that are not empty", field)
     if len(value) > MAX_CHOICES:
         raise ValidationError(f"`{field}` takes up to {MAX_CHOICES} texts. Given: {len(value)}", field)
@@ -231,7 +231,7 @@ def check_grammar(grammar: GrammarFields) -> None:
             texts.append(value)
             num_bytes += len(value)
         elif isinstance(value, list):
-            waiting += [(each, depth + 1, is_literal) for each in value]
+            waiting += [(item, depth + 1, is_literal) for item in value]
         elif isinstance(value, dict):
             texts += value
             enum = value.get("enum")
@@ -240,12 +240,12 @@ def check_grammar(grammar: GrammarFields) -> None:
             patterns += [value["pattern"]] if isinstance(value.get("pattern"), str) else []
             by_pattern = value.get("patternProperties")
             patterns += by_pattern if isinstance(by_pattern, dict) else []
-            for name, each in value.items():
-                if name == "description" and isinstance(each, str) and not is_literal:
-                    shown.append(each)
-                    num_bytes += len(each)
+            for name, member in value.items():
+                if name == "description" and isinstance(member, str) and not is_literal:
+                    shown.append(member)
+                    num_bytes += len(member)
                 else:
-                    waiting.append((each, depth + 1, is_literal or name in ("const", "enum")))
+                    waiting.append((member, depth + 1, is_literal or name in ("const", "enum")))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise ValidationError(f"`{grammar.field}` is larger than {MAX_GRAMMAR_BYTES} bytes", grammar.field)
     for text in texts:

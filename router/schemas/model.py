@@ -327,7 +327,7 @@ def bounds(info: FieldInfo) -> dict[str, Any]:
 
 def _broken_rule(info: FieldInfo, name: str, item: Any) -> ValidationError | None:
     """The error for a value that breaks a rule; None where it breaks none, but has the wrong type."""
-    kind, given, rule = item["type"], item["input"], _marker(info, Rule)
+    kind, value, rule = item["type"], item["input"], _marker(info, Rule)
     if kind == "missing":
         missing = _marker(info, Missing)
         return None if missing is None else ValidationError(missing.message.replace("{name}", name), name)
@@ -335,13 +335,13 @@ def _broken_rule(info: FieldInfo, name: str, item: Any) -> ValidationError | Non
     if kind not in _RULES and (bound is None or limits.get(bound) != item["ctx"][bound]):
         return None
     if rule is not None:
-        words = rule.not_positive if rule.not_positive and bound is not None and given <= 0 else rule.words
-        words = words.replace("{given}", str(given)[:80])
+        words = rule.not_positive if rule.not_positive and bound is not None and value <= 0 else rule.words
+        words = words.replace("{given}", str(value)[:80])
     elif kind == "literal_error":
         values = literals(info.annotation)
         words = "must be " + (" or ".join(values) if len(values) == 2 else f"one of {', '.join(values)}")
     else:
-        words = f"must be {_range_words(limits, given)}"
+        words = f"must be {_range_words(limits, value)}"
     return BrokenRule(f"`{name}` {words}", name, item["loc"])
 
 
@@ -352,13 +352,13 @@ def literals(annotation: Any) -> tuple[str, ...]:
     return next((values for part in get_args(annotation) if (values := literals(part))), ())
 
 
-def _range_words(limits: dict[str, Any], given: Any) -> str:
-    limits = {name: float(limit) if isinstance(given, float) else limit for name, limit in limits.items()}
+def _range_words(limits: dict[str, Any], value: Any) -> str:
+    limits = {name: float(limit) if isinstance(value, float) else limit for name, limit in limits.items()}
     low = next((f"{sign} {limits[name]}" for name, sign in (("gt", ">"), ("ge", ">=")) if name in limits), "")
     high = next((f"{sign} {limits[name]}" for name, sign in (("lt", "<"), ("le", "<=")) if name in limits), "")
     if not high and 0 in limits.values():
         return "strictly positive" if "gt" in limits else "non-negative"
-    shown = f". Given: {given}" if high and isinstance(given, int) else ""
+    shown = f". Given: {value}" if high and isinstance(value, int) else ""
     return " and ".join(filter(None, (low, high))) + shown
 
 
@@ -401,12 +401,17 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RouterError as error:
-        found = _ROOT.match(error.param or "")
-        if found is not None and error.param is not None and (own := names.get(found[0])) is not None:
-            given, error.param = error.param, own
-            error.message = error.message.replace(f"`{given}`", f"`{own}`")
+        root = _ROOT.match(error.param or "")
+        if root is not None and error.param is not None and (own := names.get(root[0])) is not None:
+            param, error.param = error.param, own
+            error.message = error.message.replace(f"`{param}`", f"`{own}`")
             error.args = (error.template.format(error.message),)
         raise
+
+
+def present(**values: Any) -> dict[str, Any]:
+    """The values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def text_only(where: str, kind: object) -> UnsupportedField:

@@ -176,11 +176,11 @@ class PromptTokensGroup(Body):
 
     def prompt_fields(self, max_input_length: int) -> PromptFields:
         """Raises ValidationError."""
-        given = self.truncate_prompt_tokens
-        if given is not None and not (given == -1 or 0 < given <= max_input_length):
+        limit = self.truncate_prompt_tokens
+        if limit is not None and not (limit == -1 or 0 < limit <= max_input_length):
             rule = f"must be strictly positive and <= {max_input_length}, or -1"
-            raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {given}", "truncate_prompt_tokens")
-        return PromptFields(self.add_special_tokens, given, self.truncation_side == "right")
+            raise ValidationError(f"`truncate_prompt_tokens` {rule}. Given: {limit}", "truncate_prompt_tokens")
+        return PromptFields(self.add_special_tokens, limit, self.truncation_side == "right")
 
 
 class OpenAIGroup(PromptTokensGroup, ReportGroup, GenerationGroup):

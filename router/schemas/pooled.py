@@ -173,8 +173,8 @@ class ScoreRequest(PooledGroup):
 
     def to_request(self, config: RouterConfig) -> Pairs:
         """Raises ValidationError."""
-        given = self.model_fields_set
-        names = next((names for names in _PAIR_NAMES if not given.isdisjoint(names)), _PAIR_NAMES[0])
+        fields = self.model_fields_set
+        names = next((names for names in _PAIR_NAMES if not fields.isdisjoint(names)), _PAIR_NAMES[0])
         first, second = (_pair_texts(getattr(self, name), name) for name in names)
         if len(first) not in (1, len(second)):
             raise ValidationError(
@@ -204,9 +204,9 @@ _PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_
 def _pair_texts(value: Any, name: str) -> list[str]:
     """A text, texts, or objects with a `text`."""
     items = value if isinstance(value, list) else [value]
-    given = [item.get("text") if isinstance(item, dict) else item for item in items]
-    texts = [_checked(text, name) for text in given if isinstance(text, str)]
-    if not texts or len(texts) < len(given):
+    written = [item.get("text") if isinstance(item, dict) else item for item in items]
+    texts = [_checked(text, name) for text in written if isinstance(text, str)]
+    if not texts or len(texts) < len(written):
         raise ValidationError(f"`{name}` must be a string or strings", name)
     check_num_texts(len(texts), name)
     return texts
@@ -256,9 +256,9 @@ def check_num_tokens(ids: Sequence[int], config: RouterConfig, name: str) -> Non
         raise _too_long(str(len(ids)), config, name)
 
 
-def _too_long(given: str, config: RouterConfig, name: str) -> TooManyTokens:
+def _too_long(size: str, config: RouterConfig, name: str) -> TooManyTokens:
     return TooManyTokens(
-        f"`{name}` may have {config.max_input_length} tokens per text. Given: {given}. "
+        f"`{name}` may have {config.max_input_length} tokens per text. Given: {size}. "
         "Set `truncate_prompt_tokens` to -1 to keep the first ones",
         name,
     )
@@ -419,8 +419,8 @@ def _prompt_name(input_type: str | None, prompts: Mapping[str, str]) -> str | No
     if input_type is None:
         return None
     names = _PROMPTS.get(input_type, ())
-    found = next((name for name in (input_type, *names) if name in prompts), None)
-    if found is None and not names:
+    prompt = next((name for name in (input_type, *names) if name in prompts), None)
+    if prompt is None and not names:
         known = ", ".join(dict.fromkeys((*_PROMPTS, *prompts)))
         raise ValidationError(f"`input_type` must be one of {known}", "input_type")
-    return found
+    return prompt

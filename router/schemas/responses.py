@@ -16,6 +16,7 @@ from lorikeet.router.schemas.model import (
     Translated,
     UnknownKind,
     fail_fast,
+    present,
     published_as,
     text_only,
 )
@@ -171,9 +172,8 @@ class TextFormat(Body):
         """In the form of chat completions, which check the values."""
         if self.type != "json_schema":
             return {"type": self.type}
-        given = {"name": self.name, "description": self.description, "schema": self.schema_, "strict": self.strict}
-        described = {name: value for name, value in given.items() if value is not None}
-        return {"type": self.type, "json_schema": described}
+        schema = present(name=self.name, description=self.description, schema=self.schema_, strict=self.strict)
+        return {"type": self.type, "json_schema": schema}
 
 
 class TextOptions(Body):
@@ -207,13 +207,8 @@ class ResponsesTool(Body):
         if self.type != "function":
             kind = str(self.type)[:32]
             raise UnsupportedField(f"{where}.{kind}", "is not supported: this server has no tools of its own")
-        given = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+        function = present(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
+        return {"type": "function", "function": function}
 
 
 def _items(value: Any) -> Any:

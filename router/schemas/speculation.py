@@ -178,73 +178,73 @@ def fill_defaults(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
 
     `heads_id` is no default of a request whose method or draft length excludes heads.
     """
-    given = {DEPRECATED_FIELDS.get(name, name) for name, value in fields.items() if value is not None}
+    names = {DEPRECATED_FIELDS.get(name, name) for name, value in fields.items() if value is not None}
     if excludes_heads(fields.get("speculative_method"), fields.get("speculative_tokens")):
-        given.add("heads_id")
-    missing = {name: value for name, value in defaults.items() if DEPRECATED_FIELDS.get(name, name) not in given}
+        names.add("heads_id")
+    missing = {name: value for name, value in defaults.items() if DEPRECATED_FIELDS.get(name, name) not in names}
     return {**fields, **missing}
 
 
-def resolve_speculation(wanted: SpeculationFields, offer: SpeculationOffer, *, is_seeded: bool) -> Speculation:
+def resolve_speculation(fields: SpeculationFields, offer: SpeculationOffer, *, is_seeded: bool) -> Speculation:
     """The request's settings with the server's defaults. Raises ValidationError.
 
     `is_seeded` is whether the client gave a seed, which promises a reproducible text. The rejection rule preserves the
     distribution only, so such a request is verified with shared noise.
     """
-    if wanted.num_tokens is not None and wanted.num_tokens > offer.max_tokens:
-        rule = f"must be <= {offer.max_tokens}. Given: {wanted.num_tokens}"
+    if fields.num_tokens is not None and fields.num_tokens > offer.max_tokens:
+        rule = f"must be <= {offer.max_tokens}. Given: {fields.num_tokens}"
         raise ValidationError(f"`speculative_tokens` {rule}", "speculative_tokens")
-    method = METHODS[wanted.method] if wanted.method else offer.method
-    if wanted.prediction is not None and wanted.method and method not in ("auto", "lookup"):
+    method = METHODS[fields.method] if fields.method else offer.method
+    if fields.prediction is not None and fields.method and method not in ("auto", "lookup"):
         raise ValidationError(
-            f"`prediction` needs `speculative_method` lookup or auto: {wanted.method} would ignore it", "prediction"
+            f"`prediction` needs `speculative_method` lookup or auto: {fields.method} would ignore it", "prediction"
         )
-    if wanted.names_heads and excludes_heads(wanted.method, wanted.num_tokens):
+    if fields.names_heads and excludes_heads(fields.method, fields.num_tokens):
         raise ValidationError("`heads_id` needs `speculative_method` medusa or auto and draft tokens", "heads_id")
-    wants_drafts = wanted.num_tokens or wanted.names_heads or wanted.prediction or wanted.history
-    if method == "off" and not wanted.method and wants_drafts:
+    wants_drafts = fields.num_tokens or fields.names_heads or fields.prediction or fields.history
+    if method == "off" and not fields.method and wants_drafts:
         method = "auto"  # the server's default holds for requests without these fields
-    verification = VERIFICATIONS[wanted.verification] if wanted.verification else offer.verification
-    if not offer.has_draft_model and wanted.method == "draft":
+    verification = VERIFICATIONS[fields.verification] if fields.verification else offer.verification
+    if not offer.has_draft_model and fields.method == "draft":
         raise UnsupportedField("speculative_method", "draft requires --draft-model-id")
-    if not offer.has_draft_model and wanted.verification and verification == "rejection":
-        raise UnsupportedField("speculative_verification", f"{wanted.verification} requires --draft-model-id")
-    _check_history(wanted, offer, method)
-    if method == "off" or wanted.num_tokens == 0:
+    if not offer.has_draft_model and fields.verification and verification == "rejection":
+        raise UnsupportedField("speculative_verification", f"{fields.verification} requires --draft-model-id")
+    _check_history(fields, offer, method)
+    if method == "off" or fields.num_tokens == 0:
         return NO_SPECULATION
     uses_draft_model = offer.has_draft_model and method in ("auto", "draft")
     is_rejection = verification == "rejection" and uses_draft_model and not is_seeded
-    num_heads = ALL_HEADS if wanted.num_tokens is None else wanted.num_tokens
+    num_heads = ALL_HEADS if fields.num_tokens is None else fields.num_tokens
     return Speculation(
         Method(method),
-        _num_tokens(wanted, offer) if method != "medusa" else 0,
+        _num_tokens(fields, offer) if method != "medusa" else 0,
         num_heads if method in ("auto", "medusa") else 0,
-        Schedule(wanted.schedule or offer.schedule),
+        Schedule(fields.schedule or offer.schedule),
         Verification.REJECTION if is_rejection else Verification.SHARED_NOISE,
     )
 
 
-def takes_history(wanted: SpeculationFields, offer: SpeculationOffer, speculation: Speculation) -> bool:
+def takes_history(fields: SpeculationFields, offer: SpeculationOffer, speculation: Speculation) -> bool:
     """Whether the outputs of earlier requests are proposed to a request."""
-    history = offer.history if wanted.history is None else wanted.history
+    history = offer.history if fields.history is None else fields.history
     return history and speculation.method in (Method.AUTO, Method.LOOKUP)
 
 
-def _check_history(wanted: SpeculationFields, offer: SpeculationOffer, method: str) -> None:
+def _check_history(fields: SpeculationFields, offer: SpeculationOffer, method: str) -> None:
     """Raises ValidationError where `speculative_history` asks for what is not done."""
-    if not wanted.history:
+    if not fields.history:
         return
     if not offer.has_history:
         raise UnsupportedField("speculative_history", "needs a shard with --history-memory and a C compiler")
-    if method not in ("auto", "lookup") or wanted.num_tokens == 0:
+    if method not in ("auto", "lookup") or fields.num_tokens == 0:
         raise ValidationError(
             "`speculative_history` needs `speculative_method` lookup or auto, and draft tokens", "speculative_history"
         )
 
 
-def _num_tokens(wanted: SpeculationFields, offer: SpeculationOffer) -> int:
+def _num_tokens(fields: SpeculationFields, offer: SpeculationOffer) -> int:
     """Draft tokens per step at most, of lookup and of the draft model."""
-    if wanted.num_tokens is not None:
-        return wanted.num_tokens
-    default = PREDICTED_TOKENS if wanted.prediction else DEFAULT_TOKENS if wanted.method or wanted.history else 0
+    if fields.num_tokens is not None:
+        return fields.num_tokens
+    default = PREDICTED_TOKENS if fields.prediction else DEFAULT_TOKENS if fields.method or fields.history else 0
     return offer.num_tokens or min(default, offer.max_tokens)

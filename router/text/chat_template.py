@@ -173,12 +173,12 @@ def template_of(tokenizer_config: dict[str, Any], single: dict[str, Any], *, for
     """The default template of the tokenizer's configuration, or of chat_template.json. With `for_tools` the one that is
     only used with tools, if there is one.
     """
-    found: Any = tokenizer_config.get("chat_template")
-    if found is None:
-        found = single.get("chat_template")
-    if isinstance(found, list):
-        by_name = {entry["name"]: entry["template"] for entry in found}
+    template: Any = tokenizer_config.get("chat_template")
+    if template is None:
+        template = single.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry["name"]: entry["template"] for entry in template}
         if for_tools:
             return by_name.get("tool_use")
-        found = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
-    return None if for_tools else found
+        template = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
+    return None if for_tools else template

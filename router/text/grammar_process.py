@@ -59,8 +59,8 @@ def _in_words_of_callers(problem: str) -> str:
     """The library's message about a schema, without options that callers cannot set."""
     if problem.startswith("oneOf constraints are not supported"):
         return "alternatives of `oneOf` that may overlap cannot be enforced: use `anyOf`"
-    if (found := _UNIMPLEMENTED.fullmatch(problem)) is not None:
-        return f"these keywords cannot be enforced: {found[1].replace(chr(34), '`')}"
+    if (match := _UNIMPLEMENTED.fullmatch(problem)) is not None:
+        return f"these keywords cannot be enforced: {match[1].replace(chr(34), '`')}"
     return problem
 
 

@@ -144,15 +144,15 @@ class Grammars:
         key = hashlib.sha256(question).digest()
         if key in self._kept:
             self._kept.move_to_end(key)
-            found = self._kept[key]
+            answer = self._kept[key]
         else:
-            found = await self._shared(key, question, caller)
-            if "refused" in found:
-                raise ValidationError(f"`{field}` {found['refused']}", field)
-            self._keep(key, found)
-        if "error" in found:
-            raise ValidationError(f"`{field}` is not supported: {found['error']}", field)
-        return found["grammar"]
+            answer = await self._shared(key, question, caller)
+            if "refused" in answer:
+                raise ValidationError(f"`{field}` {answer['refused']}", field)
+            self._keep(key, answer)
+        if "error" in answer:
+            raise ValidationError(f"`{field}` is not supported: {answer['error']}", field)
+        return answer["grammar"]
 
     def close(self) -> None:
         """End the processes."""
@@ -160,10 +160,10 @@ class Grammars:
             checker.close()
         self._checkers.close()
 
-    def _keep(self, key: bytes, found: dict[str, str]) -> None:
+    def _keep(self, key: bytes, answer: dict[str, str]) -> None:
         if key not in self._kept:
-            self._kept[key] = found
-            self._num_bytes += _size(found)
+            self._kept[key] = answer
+            self._num_bytes += _size(answer)
         while self._num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= _size(self._kept.popitem(last=False)[1])
 
@@ -279,5 +279,5 @@ class Grammars:
                 checker.close()
 
 
-def _size(found: dict[str, str]) -> int:
-    return 200 + sum(map(len, found.values()))
+def _size(answer: dict[str, str]) -> int:
+    return 200 + sum(map(len, answer.values()))

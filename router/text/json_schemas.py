@@ -52,20 +52,20 @@ class _Reader:
             return value
         made: dict[str, Any] = {}
         also: list[Any] = []
-        for name, each in value.items():
+        for name, member in value.items():
             at = f"{path}.{name}" if path else name
-            if name == "pattern" and isinstance(each, str):
-                also += self._pattern(made, each, at)
+            if name == "pattern" and isinstance(member, str):
+                also += self._pattern(made, member, at)
             elif name in _UNENFORCED:
                 self._refuse(at, f"the keyword `{name}`")
-            elif name in _MAPPINGS and isinstance(each, dict):
-                made[name] = self._mapping(name, each, at)
-            elif name in _LISTS and isinstance(each, list):
-                made[name] = [self.schema(item, f"{at}[{index}]") for index, item in enumerate(each)]
+            elif name in _MAPPINGS and isinstance(member, dict):
+                made[name] = self._mapping(name, member, at)
+            elif name in _LISTS and isinstance(member, list):
+                made[name] = [self.schema(item, f"{at}[{index}]") for index, item in enumerate(member)]
             elif name in _SCHEMAS:
-                made[name] = self.schema(each, at)
+                made[name] = self.schema(member, at)
             else:
-                self._keyword(made, name, each, at)
+                self._keyword(made, name, member, at)
         if "oneOf" in made and not self.is_strict:
             self.left_out.append(f"{path}.oneOf" if path else "oneOf")
             also.append({"anyOf": made.pop("oneOf")})
@@ -81,7 +81,7 @@ class _Reader:
 
     def _mapping(self, name: str, values: dict[str, Any], path: str) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        for key, each in values.items():
+        for key, member in values.items():
             own = key
             if name == "patternProperties":
                 try:
@@ -89,7 +89,7 @@ class _Reader:
                 except PatternError as problem:
                     self._refuse(f"{path}.{key}", str(problem))
                     continue
-            made[own] = self.schema(each, f"{path}.{key}")
+            made[own] = self.schema(member, f"{path}.{key}")
         return made
 
     def _keyword(self, made: dict[str, Any], name: str, value: Any, path: str) -> None:
@@ -108,7 +108,7 @@ class _Reader:
             else:
                 self._refuse(path, f"the reference {value[:200]} to another document")
         elif name in ("enum", "const"):
-            large = next((each for each in _numbers_in(value) if abs(each) > MAX_EXACT), None)
+            large = next((number for number in _numbers_in(value) if abs(number) > MAX_EXACT), None)
             if large is None:
                 made[name] = value
             else:
@@ -122,14 +122,14 @@ class _Reader:
     def _pattern(self, made: dict[str, Any], pattern: str, path: str) -> list[Any]:
         """Schemas that replace the pattern; it is only translated where one pattern means the same."""
         try:
-            choices = [[translated(each) for each in every] for every in alternatives(pattern)]
+            choices = [[translated(part) for part in every] for every in alternatives(pattern)]
         except PatternError as problem:
             self._refuse(path, f"{problem}, in a pattern")
             return []
         if len(choices) == 1 and len(choices[0]) == 1:
             made["pattern"] = choices[0][0]
             return []
-        every = [{"allOf": [{"pattern": each} for each in parts]} for parts in choices]
+        every = [{"allOf": [{"pattern": part} for part in parts]} for parts in choices]
         return every if len(every) == 1 else [{"anyOf": every}]
 
     def _numbers(self, made: dict[str, Any], path: str) -> None:
@@ -178,17 +178,17 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 def _numbers_in(value: Any) -> list[int | float]:
     """All whole numbers in a value of an `enum` or `const`."""
-    found: list[int | float] = []
+    numbers: list[int | float] = []
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, list):
-            waiting += each
-        elif isinstance(each, dict):
-            waiting += each.values()
-        elif _is_number(each):
-            found.append(each)
-    return found
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif _is_number(item):
+            numbers.append(item)
+    return numbers
 
 
 _RANGES = {
@@ -211,8 +211,8 @@ def _classes() -> dict[str, str]:
     for name, ranges in _RANGES.items():
         bounds = [-1, *(bound for low, high in ranges for bound in (low, high)), _LAST + 1]
         others = [(bounds[at] + 1, bounds[at + 1] - 1) for at in range(0, len(bounds), 2)]
-        for letter, each in ((name, ranges), (name.upper(), others)):
-            classes[letter] = "".join(f"{_character(low)}-{_character(high)}" for low, high in each)
+        for letter, intervals in ((name, ranges), (name.upper(), others)):
+            classes[letter] = "".join(f"{_character(low)}-{_character(high)}" for low, high in intervals)
     return classes
 
 
@@ -243,14 +243,14 @@ def alternatives(pattern: str) -> list[list[str]]:
 
     Only what pydantic writes for a Decimal has more than one.
     """
-    found = _DECIMAL.fullmatch(pattern)
-    if found is None:
+    match = _DECIMAL.fullmatch(pattern)
+    if match is None:
         return [[pattern]]
     has_digit, start = "[0-9]", r"^[+-]?0*"
-    if found["places"] is not None:
-        return [[has_digit, f"{start}{found['places']}$"]]
-    whole = [has_digit, f"{start}{found['whole']}$"]
-    return [whole, [has_digit, f"{start}{found['part']}0*$", f"{start}{found['all']}0*$"]]
+    if match["places"] is not None:
+        return [[has_digit, f"{start}{match['places']}$"]]
+    whole = [has_digit, f"{start}{match['whole']}$"]
+    return [whole, [has_digit, f"{start}{match['part']}0*$", f"{start}{match['all']}0*$"]]
 
 
 def translated(pattern: str) -> str:
@@ -290,7 +290,7 @@ def _in_class(token: re.Match[str]) -> str:
     if token["letter"] in ("[", "&", "~"):
         return "\\" + token["letter"]
     if token["empty"] or token["group"] or token["count"]:
-        return "".join("\\" + each if each in "[]{}()?&~" and each != "]" else each for each in token[0])
+        return "".join("\\" + letter if letter in "[]{}()?&~" and letter != "]" else letter for letter in token[0])
     return _common(token)
 
 

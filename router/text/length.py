@@ -68,8 +68,8 @@ def token_length(backend: tokenizers.Tokenizer) -> TokenLength:
 
 def state(part: Any) -> dict[str, Any] | None:
     """A part of a tokenizer as in tokenizer.json."""
-    found: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
-    return found
+    content: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return content
 
 
 def flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
         return []
     if part["type"] != "Sequence":
         return [part]
-    return [step for each in part.get("normalizers") or part.get("pretokenizers") or [] for step in flat(each)]
+    return [step for step in part.get("normalizers") or part.get("pretokenizers") or [] for step in flat(step)]
 
 
 def kinds(part: dict[str, Any] | None) -> set[str]:
@@ -195,20 +195,20 @@ def _normalized_offset(steps: list[dict[str, Any]]) -> int | None:
 
 def _separates(steps: list[dict[str, Any]]) -> bool:
     """Whether the pre-tokenizer starts a new piece at each cut, from whatever place before it starts."""
-    found = False
+    is_cut = False
     for step in steps:
         match step:
             case {"type": "ByteLevel"}:
-                found = found or bool(step.get("use_regex", True))
+                is_cut = is_cut or bool(step.get("use_regex", True))
             case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"}:
                 if regex not in SEPARATING or step.get("invert"):
                     return False
-                found = True
+                is_cut = True
             case {"type": "Digits"}:
                 pass
             case _:
                 return False
-    return found
+    return is_cut
 
 
 def _added_tokens_allow_it(backend: tokenizers.Tokenizer) -> bool:

@@ -108,8 +108,8 @@ class StopMatcher:
         """Add text; returns what may be shown now. Once `matched`, the text is complete. Unless `may_end`, no stop
         string that ends in this text counts.
         """
-        found = [(stop.push(text, may_end), stop) for stop in self._stops]
-        ends = [(end, -len(stop.text), stop.name) for end, stop in found if end is not None]
+        matches = [(stop.push(text, may_end), stop) for stop in self._stops]
+        ends = [(end, -len(stop.text), stop.name) for end, stop in matches if end is not None]
         if ends:
             # The match that ends first; among those that end together, the one that starts first.
             end, length, self.matched = min(ends)
@@ -206,7 +206,7 @@ class AnswerFinder:
             self._held = self._held[start + len(marker) :]
             self._is_open = not self._is_open and marker == self._reasoning.opening
             self._is_at_start = self._has_parts = True
-        end = len(self._held) - max((_overlap(self._held, each) for each in self._markers), default=0)
+        end = len(self._held) - max((_overlap(self._held, marker) for marker in self._markers), default=0)
         if self._is_open or not self._is_at_start or self._has_parts or self._held[:end].strip():
             self._decide(parts, self._held[:end], at_marker=False)
             self._held = self._held[end:]
@@ -234,7 +234,11 @@ class AnswerFinder:
 
     def _marker(self) -> str:
         """The first of them in the text, the longest where several start there; "" where there is none."""
-        places = [(self._held.find(each), -len(each), each) for each in self._markers if each and each in self._held]
+        places = [
+            (self._held.find(marker), -len(marker), marker)
+            for marker in self._markers
+            if marker and marker in self._held
+        ]
         return min(places)[2] if places else ""
 
     def _decide(self, parts: list[tuple[str, OutputPart]], text: str, at_marker: bool) -> None:

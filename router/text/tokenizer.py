@@ -329,11 +329,11 @@ class Tokenizer:
         source, tool_source = find_template(folder, settings), template_of(settings, {}, for_tools=True)
         response_template = settings.get("response_template")
         if config.tokenizer_config_path is not None:
-            given = json.loads(Path(config.tokenizer_config_path).read_text())
-            if own := template_of(given, {}):
-                source, tool_source = own, template_of(given, {}, for_tools=True)
+            tokenizer_config = json.loads(Path(config.tokenizer_config_path).read_text())
+            if own := template_of(tokenizer_config, {}):
+                source, tool_source = own, template_of(tokenizer_config, {}, for_tools=True)
                 response_template = None
-            response_template = given.get("response_template", response_template)
+            response_template = tokenizer_config.get("response_template", response_template)
         if config.chat_template is not None:
             source, tool_source = config.chat_template, None
             if problem := ChatTemplate(source, named_tokens).problem:
@@ -360,7 +360,7 @@ class Tokenizer:
         """The token ids of each of some short texts, without special tokens."""
 
         def work() -> list[list[int]]:
-            return [each.ids for each in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
         return await self.pool.run(work, caller, sum(map(len, texts)))
 
@@ -368,11 +368,11 @@ class Tokenizer:
         """The tokens of each text or pair of texts, some texts at a time. Raises ValidationError for a text that is too
         long to be cut.
         """
-        found: list[Encoded] = []
+        encoded: list[Encoded] = []
         for group in groups(texts):
             num_chars = sum(len(part) for text in group for part in (text if isinstance(text, tuple) else (text,)))
-            found += await self.pool.run(partial(encode_group, self._backend, group, cut), caller, num_chars)
-        return found
+            encoded += await self.pool.run(partial(encode_group, self._backend, group, cut), caller, num_chars)
+        return encoded
 
     async def encode_tail(
         self, text: str, num_tokens: int, add_special_tokens: bool = True, *, caller: str = "", field: str = "truncate"
@@ -513,11 +513,11 @@ async def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str], caller: str =
     The word after a space counts only where it is another single token, or a sequence of the same length that begins
     with another token: otherwise the space is a token of its own, and the first sequence covers both.
     """
-    found: dict[tuple[int, ...], None] = {}
+    unique: dict[tuple[int, ...], None] = {}
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     sequences = list(map(tuple, await tokenizer.encode_each(texts, caller=caller))) if texts else []
     for bare, spaced in zip(sequences[::2], sequences[1::2], strict=True):
-        found[bare] = None
+        unique[bare] = None
         if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
-            found[spaced] = None
-    return tuple(ids for ids in found if ids)
+            unique[spaced] = None
+    return tuple(ids for ids in unique if ids)

@@ -69,14 +69,14 @@ class AdminRoutes(Routes):
         loaded = [
             {
                 "adapter": content,
-                "digest": each.digest,
-                "num_bytes": each.num_bytes,
-                "rank": each.rank,
-                "num_heads": each.num_heads,
-                "resident": admission.is_resident(each.digest),
-                "pinned": each.digest in admission.pinned,
+                "digest": stored.digest,
+                "num_bytes": stored.num_bytes,
+                "rank": stored.rank,
+                "num_heads": stored.num_heads,
+                "resident": admission.is_resident(stored.digest),
+                "pinned": stored.digest in admission.pinned,
             }
-            for content, each in admission.loading.contents()
+            for content, stored in admission.loading.contents()
         ]
         return json_response({"named": named, "loaded": loaded})
 
@@ -240,7 +240,9 @@ class AdminRoutes(Routes):
         contents = await self._contents(self._entry(name, body.adapter_source))
         for content, adapter in contents:
             act(self._service.admission, content.digest, adapter)
-        shown = [{"digest": each.digest, "num_bytes": each.num_bytes, "rank": each.rank} for each, _ in contents]
+        shown = [
+            {"digest": content.digest, "num_bytes": content.num_bytes, "rank": content.rank} for content, _ in contents
+        ]
         return json_response({"adapter_id": name, key: shown})
 
     async def _contents(self, entry: CatalogueEntry) -> list[tuple[Loaded, Adapter]]:
@@ -296,7 +298,7 @@ class AdminRoutes(Routes):
             raise NoShard from None
         values = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         names = _key_names(self._service.selection.keys)
-        adapters = {each.digest: name for name, each in self._service.admission.loading.contents()}
+        adapters = {content.digest: name for name, content in self._service.admission.loading.contents()}
         for pair in values["pairs"]:
             pair["key"] = names.get(pair["tenant"])
             pair["adapter"] = adapters.get(pair["adapter_digest"])

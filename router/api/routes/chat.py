@@ -44,15 +44,15 @@ class ChatPrompt(OpenAIPrompts):
 
     needs_adapter = True
 
-    def __init__(self, service: Service, wanted: ChatFields, caller: Caller) -> None:
-        super().__init__(service, wanted, caller)
-        self._chat = wanted
+    def __init__(self, service: Service, params: ChatFields, caller: Caller) -> None:
+        super().__init__(service, params, caller)
+        self._chat = params
 
     async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
-        wanted, service, conversation = self._chat, self._service, self._chat.conversation
-        if not wanted.prompt.keeps_last:
+        params, service, conversation = self._chat, self._service, self._chat.conversation
+        if not params.prompt.keeps_last:
             check_texts(conversation.texts, service.tokenizer.length, service.config, "messages")
-        prepared = await render(service, conversation, wanted.tools, wanted.fields.grammar, adapter, self._caller)
+        prepared = await render(service, conversation, params.tools, params.fields.grammar, adapter, self._caller)
         ids = await self._tokenized(prepared.prompt.text, "messages")
         if not ids:
             raise ChatTemplateError("the prompt has no tokens")
@@ -70,36 +70,36 @@ class ChatRoute(OpenAIRoute[ChatFields]):
         config = self._service.config
         return ChatCompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: ChatFields, caller: Caller) -> Prompts:
-        return ChatPrompt(self._service, wanted, caller)
+    def _prompts(self, params: ChatFields, caller: Caller) -> Prompts:
+        return ChatPrompt(self._service, params, caller)
 
-    def _prompt_fields(self, wanted: ChatFields, prompts: list[Prompt]) -> dict[str, Any]:
-        return {"prompt_token_ids": prompts[0].ids} if wanted.report.token_ids else {}
+    def _prompt_fields(self, params: ChatFields, prompts: list[Prompt]) -> dict[str, Any]:
+        return {"prompt_token_ids": prompts[0].ids} if params.report.token_ids else {}
 
-    def _answer_fields(self, wanted: ChatFields, sequences: list[Completed]) -> dict[str, Any]:
-        return self._prompt_logprobs_of(wanted, sequences[0])
+    def _answer_fields(self, params: ChatFields, sequences: list[Completed]) -> dict[str, Any]:
+        return self._prompt_logprobs_of(params, sequences[0])
 
-    def _choice(self, wanted: ChatFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, params: ChatFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         return {
             "index": 0,
             "message": _message(whole.message),
             "finish_reason": whole.message.finish.kind.value,
-            "logprobs": self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
+            "logprobs": self._logprobs(params, whole.tokens, whole.text, whole.finish_reason, VisibleTokens()),
             "stop_reason": whole.stop_reason,
-            **listed(wanted.report, wanted.num_logprobs, whole.tokens),
+            **listed(params.report, params.num_logprobs, whole.tokens),
         }
 
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
         return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 
     def _chunk_choices(
-        self, wanted: ChatFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
+        self, params: ChatFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
-        logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
+        logprobs = self._logprobs(params, chunk.tokens, chunk.text, chunk.finish_reason, visible)
         if logprobs is not None and not logprobs["content"]:
             logprobs = None
-        listing = listed(wanted.report, wanted.num_logprobs, chunk.tokens) if chunk.tokens else {}
-        deltas = [delta for each in events if (delta := _delta_of(each)) is not None]
+        listing = listed(params.report, params.num_logprobs, chunk.tokens) if chunk.tokens else {}
+        deltas = [delta for event in events if (delta := _delta_of(event)) is not None]
         if not deltas and (logprobs is not None or listing):
             deltas.append({"content": ""})
         for delta in deltas:
@@ -110,27 +110,27 @@ class ChatRoute(OpenAIRoute[ChatFields]):
 
     def _logprobs(
         self,
-        wanted: ChatFields,
+        params: ChatFields,
         tokens: list[OutputToken],
         text: str,
         finish: FinishReason | None,
         visible: VisibleTokens,
     ) -> dict[str, Any] | None:
         """`logprobs` of a choice, for its visible tokens; None where they are not asked for."""
-        if wanted.num_logprobs is None:
+        if params.num_logprobs is None:
             return None
         content = []
         for token, _ in visible.take(tokens, text, finish):
-            entry = self._entry(wanted, token.id, token.logprob)
-            entry["top_logprobs"] = [self._entry(wanted, other, value) for other, _, value in token.alternatives or ()]
+            entry = self._entry(params, token.id, token.logprob)
+            entry["top_logprobs"] = [self._entry(params, other, value) for other, _, value in token.alternatives or ()]
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def _entry(self, wanted: ChatFields, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, params: ChatFields, token_id: int, logprob: float) -> dict[str, Any]:
         vocabulary = self._service.tokenizer.vocabulary
         text = self._service.tokenizer.token_text(token_id)
         raw = vocabulary.piece(token_id) if vocabulary.is_bytewise else text.encode()
-        if wanted.report.tokens_as_ids:
+        if params.report.tokens_as_ids:
             text = f"token_id:{token_id}"
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
 

@@ -21,26 +21,26 @@ Logprobs = dict[str, list[Any] | None]
 class CompletionPrompts(OpenAIPrompts):
     """Texts and token ids."""
 
-    def __init__(self, service: Service, wanted: CompletionFields, caller: Caller) -> None:
-        super().__init__(service, wanted, caller)
-        self._completion = wanted
+    def __init__(self, service: Service, params: CompletionFields, caller: Caller) -> None:
+        super().__init__(service, params, caller)
+        self._completion = params
 
     async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
         return [await self._prompt(written) for written in self._completion.prompts]
 
     async def _prompt(self, written: str | list[int]) -> Prompt:
-        wanted = self._completion
+        params = self._completion
         if isinstance(written, str):
-            text = self._with_suffix(written, wanted.suffix)
+            text = self._with_suffix(written, params.suffix)
             ids = await self._tokenized(text, "prompt")
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
-            if wanted.prompt.num_kept is None or not wanted.echo:
+            if params.prompt.num_kept is None or not params.echo:
                 return Prompt(ids, text)
         else:
             check_ids(self._service, written, "prompt")
             ids = written
-        return Prompt(ids, text_of(self._service, ids) if wanted.echo else "")
+        return Prompt(ids, text_of(self._service, ids) if params.echo else "")
 
     def _with_suffix(self, text: str, suffix: str) -> str:
         """Raises UnsupportedField where the model cannot fill in."""
@@ -62,60 +62,60 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         config = self._service.config
         return CompletionRequest.read(self._service.openai_defaults(caller, body), config).to_request(config)
 
-    def _prompts(self, wanted: CompletionFields, caller: Caller) -> Prompts:
-        return CompletionPrompts(self._service, wanted, caller)
+    def _prompts(self, params: CompletionFields, caller: Caller) -> Prompts:
+        return CompletionPrompts(self._service, params, caller)
 
-    def _choice(self, wanted: CompletionFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
-        echoed = prompt.text if wanted.echo else ""
-        tokens, text = ([], "") if wanted.only_prompt else (whole.tokens, whole.text)
+    def _choice(self, params: CompletionFields, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+        echoed = prompt.text if params.echo else ""
+        tokens, text = ([], "") if params.only_prompt else (whole.tokens, whole.text)
         logprobs: Logprobs | None = None
-        if wanted.num_logprobs is not None:
+        if params.num_logprobs is not None:
             shown = VisibleTokens(echoed).take(tokens, text, whole.finish_reason)
-            logprobs = self._logprobs(shown, wanted)
-            if wanted.echo:
-                of_prompt = self._prompt_logprobs(echoed, whole.prefill, whole.prefill_alternatives, wanted)
+            logprobs = self._logprobs(shown, params)
+            if params.echo:
+                of_prompt = self._prompt_logprobs(echoed, whole.prefill, whole.prefill_alternatives, params)
                 logprobs = _joined(of_prompt, logprobs)
-        finish = "length" if wanted.only_prompt else FINISH_REASONS[whole.finish_reason]
-        prompt_ids = {"prompt_token_ids": prompt.ids} if wanted.report.token_ids else {}
+        finish = "length" if params.only_prompt else FINISH_REASONS[whole.finish_reason]
+        prompt_ids = {"prompt_token_ids": prompt.ids} if params.report.token_ids else {}
         return {
             "index": 0,
             "text": echoed + text,
             "logprobs": logprobs,
             "finish_reason": finish,
-            "stop_reason": None if wanted.only_prompt else whole.stop_reason,
+            "stop_reason": None if params.only_prompt else whole.stop_reason,
             **prompt_ids,
-            **listed(wanted.report, wanted.num_logprobs, tokens),
-            **self._prompt_logprobs_of(wanted, whole),
+            **listed(params.report, params.num_logprobs, tokens),
+            **self._prompt_logprobs_of(params, whole),
         }
 
     def _chunk_choices(
-        self, wanted: CompletionFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
+        self, params: CompletionFields, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         logprobs: Logprobs | None = None
-        if wanted.num_logprobs is not None:
+        if params.num_logprobs is not None:
             shown = visible.take(chunk.tokens, chunk.text, chunk.finish_reason)
             if shown:
-                logprobs = self._logprobs(shown, wanted)
-            if wanted.echo and chunk.prefill is not None:
-                of_prompt = self._prompt_logprobs(visible.echo, chunk.prefill, chunk.prefill_alternatives, wanted)
+                logprobs = self._logprobs(shown, params)
+            if params.echo and chunk.prefill is not None:
+                of_prompt = self._prompt_logprobs(visible.echo, chunk.prefill, chunk.prefill_alternatives, params)
                 logprobs = of_prompt if logprobs is None else _joined(of_prompt, logprobs)
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
         more: dict[str, Any] = {"stop_reason": chunk.stop_reason} if finish else {}
-        more |= listed(wanted.report, wanted.num_logprobs, chunk.tokens)
+        more |= listed(params.report, params.num_logprobs, chunk.tokens)
         if visible.prompt_ids is not None:
             more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
 
-    def _logprobs(self, tokens: list[tuple[OutputToken, int]], wanted: CompletionFields) -> Logprobs:
+    def _logprobs(self, tokens: list[tuple[OutputToken, int]], params: CompletionFields) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""
-        as_ids = wanted.report.tokens_as_ids
+        as_ids = params.report.tokens_as_ids
         shown = [self._shown(token.id, token.logprob, token.alternatives, as_ids) for token, _ in tokens]
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [_bounded(token.logprob) for token, _ in tokens],
-            "top_logprobs": [top for _, top in shown] if wanted.lists_alternatives else None,
+            "top_logprobs": [top for _, top in shown] if params.lists_alternatives else None,
             "text_offset": [offset for _, offset in tokens],
         }
 
@@ -124,21 +124,21 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         prompt: str,
         prefill: list[tuple[int, str, float | None]],
         alternatives: list[Alternatives] | None,
-        wanted: CompletionFields,
+        params: CompletionFields,
     ) -> Logprobs:
         """The same four lists for an echoed prompt; its first token has no probability."""
-        given = (
-            [None] * len(prefill) if alternatives is None else [best[: wanted.num_logprobs] for best in alternatives]
+        likeliest = (
+            [None] * len(prefill) if alternatives is None else [best[: params.num_logprobs] for best in alternatives]
         )
-        as_ids = wanted.report.tokens_as_ids
+        as_ids = params.report.tokens_as_ids
         shown = [
             self._shown(token_id, logprob, best, as_ids)
-            for (token_id, _, logprob), best in zip(prefill, given, strict=True)
+            for (token_id, _, logprob), best in zip(prefill, likeliest, strict=True)
         ]
         return {
             "tokens": [label for label, _ in shown],
             "token_logprobs": [logprob for _, _, logprob in prefill],
-            "top_logprobs": [None, *(top for _, top in shown[1:])] if wanted.lists_alternatives else None,
+            "top_logprobs": [None, *(top for _, top in shown[1:])] if params.lists_alternatives else None,
             "text_offset": self._prompt_offsets(prompt, [token_id for token_id, _, _ in prefill]),
         }
 
@@ -158,7 +158,7 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         decoded = "".join(texts) + detokenizer.flush()
         # some tokenizers put a space before the text
         surplus = len(decoded) - len(prompt) if decoded.endswith(prompt) else 0
-        return [max(0, each - surplus) for each in offsets]
+        return [max(0, offset - surplus) for offset in offsets]
 
     def _shown(
         self, token_id: int, logprob: float | None, alternatives: Alternatives | None, as_ids: bool = False
@@ -175,7 +175,7 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         chances.setdefault(token_id, logprob)
         top: dict[str, float] = {}
         own = ""
-        for other in sorted(chances, key=lambda each: -chances[each]):
+        for other in sorted(chances, key=lambda other_id: -chances[other_id]):
             label = label_of(other)
             if label in top:
                 label = vocabulary.bytes_label(other)

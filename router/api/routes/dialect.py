@@ -70,19 +70,19 @@ class DialectRoute(ChatRoute):
         """Raises WrongJsonType or ValidationError."""
 
     @abstractmethod
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
+    def _writer(self, params: DialectRequest, generation: Generation) -> DialectWriter:
         """The writer of one output."""
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of the prompt that the body would have."""
         service = self._service
         body, caller = await service.body(request), service.caller(request)
-        wanted = self._read_translated(self._translate(body, generates=False), caller)
+        params = self._read_translated(self._translate(body, generates=False), caller)
         check_room(service, caller)
         async with ClientWatch(request.receive):
             with in_words_of(self.names):
-                adapter = await service.selection.choose(wanted.fields.adapter, caller)
-                prompts = await self._prompts(wanted, caller).tokenize(adapter)
+                adapter = await service.selection.choose(params.fields.adapter, caller)
+                prompts = await self._prompts(params, caller).tokenize(adapter)
         return json_response({**self._counted(), "input_tokens": len(prompts[0].ids)})
 
     def _counted(self) -> dict[str, Any]:
@@ -96,42 +96,42 @@ class DialectRoute(ChatRoute):
         with in_words_of(self.names):
             body, config = self._service.openai_defaults(caller, translated.chat), self._service.config
             chat = ChatCompletionRequest.read(body, config).to_request(config)
-        given = {field.name: getattr(chat, field.name) for field in fields(chat)}
-        given["ignored"] = [*translated.ignored, *chat.ignored]
-        return DialectRequest(**given, shown=translated.shown)
+        values = {field.name: getattr(chat, field.name) for field in fields(chat)}
+        values["ignored"] = [*translated.ignored, *chat.ignored]
+        return DialectRequest(**values, shown=translated.shown)
 
-    async def _prepare(self, request: Request, wanted: ChatFields, prompts: Prompts, timing: Timing) -> PreparedRequest:
+    async def _prepare(self, request: Request, params: ChatFields, prompts: Prompts, timing: Timing) -> PreparedRequest:
         with in_words_of(self.names):
-            return await super()._prepare(request, wanted, prompts, timing)
+            return await super()._prepare(request, params, prompts, timing)
 
     async def _whole(
         self,
-        wanted: ChatFields,
+        params: ChatFields,
         prompts: list[Prompt],
         sequences: list[Completed],
         generations: list[Generation],
         receipts: dict[str, Any],
     ) -> dict[str, Any]:
-        assert isinstance(wanted, DialectRequest)
-        writer, whole = self._writer(wanted, generations[0]), sequences[0]
-        logprobs = self._logprobs(wanted, whole.tokens, whole.text, whole.finish_reason, VisibleTokens())
+        assert isinstance(params, DialectRequest)
+        writer, whole = self._writer(params, generations[0]), sequences[0]
+        logprobs = self._logprobs(params, whole.tokens, whole.text, whole.finish_reason, VisibleTokens())
         writer.begin()
         writer.add(_events_of(whole), logprobs["content"] if logprobs is not None else [])
         num_reasoning = await count_reasoning(self._service.tokenizer, [whole.message.reasoning], generations)
-        counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
+        counts = usage(params, len(prompts[0].ids), generations, num_reasoning)
         writer.end(counts, receipts | metrics(generations))
         return writer.answer
 
     async def _events(
         self,
         request: Request,
-        wanted: ChatFields,
+        params: ChatFields,
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],
     ) -> AsyncGenerator[bytes, None]:
-        assert isinstance(wanted, DialectRequest)
-        writer, visible = self._writer(wanted, generations[0]), VisibleTokens()
+        assert isinstance(params, DialectRequest)
+        writer, visible = self._writer(params, generations[0]), VisibleTokens()
         num_generated, reasoning = 0, list[str]()
         if first := writer.begin():
             yield b"".join(map(named_event, first))
@@ -143,12 +143,12 @@ class DialectRoute(ChatRoute):
                     request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
                 events = await readers[0].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
                 reasoning += [event.text for event in events if isinstance(event, ReasoningDelta)]
-                logprobs = self._logprobs(wanted, chunk.tokens, chunk.text, chunk.finish_reason, visible)
+                logprobs = self._logprobs(params, chunk.tokens, chunk.text, chunk.finish_reason, visible)
                 if lines := writer.add(events, logprobs["content"] if logprobs is not None else []):
                     yield b"".join(map(named_event, lines))
             receipts = await self._receipt(generations)
             num_reasoning = await count_reasoning(self._service.tokenizer, ["".join(reasoning)], generations)
-            counts = usage(wanted, len(prompts[0].ids), generations, num_reasoning)
+            counts = usage(params, len(prompts[0].ids), generations, num_reasoning)
             last = writer.end(counts, receipts | metrics(generations))
         except RouterError as error:
             request.state.failure = error

@@ -130,7 +130,7 @@ class InformationRoutes(Routes):
         return json_response(content)
 
     def _shard(self, shard: pb.ShardInfo) -> dict[str, Any]:
-        plain = [each.name for each in shard.DESCRIPTOR.fields if each.message_type is None]
+        plain = [field.name for field in shard.DESCRIPTOR.fields if field.message_type is None]
         fields = {name: getattr(shard, name) for name in plain}
         return {**fields, "speculate": self._service.offer.num_tokens}
 
@@ -206,14 +206,14 @@ class InformationRoutes(Routes):
         return json_response({"object": "list", "data": [*map(self._model, names), *shown]})
 
     async def model(self, request: Request) -> Response:
-        wanted = request.path_params["model_id"]
-        if wanted in self._service.config.model_names:
-            return json_response(self._model(wanted))
+        model_id = request.path_params["model_id"]
+        if model_id in self._service.config.model_names:
+            return json_response(self._model(model_id))
         caller = self._service.caller(request)
         for line in self._service.selection.listed(caller):
-            if line.alias == wanted:
+            if line.alias == model_id:
                 return json_response(self._adapter(line, self._service.admission.loading.digests_by_name()))
-        raise ModelNotFound(wanted[:256])
+        raise ModelNotFound(model_id[:256])
 
     def _adapter(self, line: Listed, digests: Mapping[str, set[str]]) -> dict[str, Any]:
         """In vLLM's format, with the reason why it is not served, if any; `digests` are those of known contents."""
@@ -289,8 +289,8 @@ class InformationRoutes(Routes):
 
     async def read_stream(self, request: Request) -> Response:
         """The answer from event `from` on, and what is added to it. Raises StreamNotFound, StreamTrimmed, …"""
-        stream, given = self._stream(request), request.query_params.get("from", "0")
-        first_event = whole_number(given, 0, MAX_EVENTS)
+        stream, text = self._stream(request), request.query_params.get("from", "0")
+        first_event = whole_number(text, 0, MAX_EVENTS)
         if first_event is None:
             raise ValidationError("`from` must be the number of events that were received", "from")
         try:
@@ -314,9 +314,9 @@ class InformationRoutes(Routes):
 def _without_paths(value: Any, model_id: str) -> Any:
     """The last part of each absolute path in a value; the model's name is what clients write, whatever it is."""
     if isinstance(value, dict):
-        return {name: _without_paths(each, model_id) for name, each in value.items()}
+        return {name: _without_paths(item, model_id) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_paths(each, model_id) for each in value]
+        return [_without_paths(item, model_id) for item in value]
     is_path = isinstance(value, str) and value.startswith(("/", "~", "unix:")) and value != model_id
     return value.rpartition("/")[2] if is_path else value
 
@@ -348,5 +348,5 @@ METHODS = ("GET", "POST", "DELETE")
 async def out_of_scope(request: Request) -> Response:
     """501, rather than 404, which would suggest a misspelt path."""
     path = request.url.path
-    prefix = max((each for each in ALTERNATIVES if path.startswith(each)), key=len)
+    prefix = max((prefix for prefix in ALTERNATIVES if path.startswith(prefix)), key=len)
     raise NotServed(prefix, ALTERNATIVES[prefix])

@@ -49,11 +49,11 @@ class MessagesRoute(DialectRoute):
         kind = anthropic.MessagesRequest if generates else anthropic.CountTokensRequest
         return kind.read(body).translated()
 
-    def _prompts(self, wanted: ChatFields, caller: Caller) -> Prompts:
-        return MessagesPrompt(self._service, wanted, caller)
+    def _prompts(self, params: ChatFields, caller: Caller) -> Prompts:
+        return MessagesPrompt(self._service, params, caller)
 
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
-        frame = self._envelope("message", wanted)
+    def _writer(self, params: DialectRequest, generation: Generation) -> DialectWriter:
+        frame = self._envelope("message", params)
         return MessageWriter({"id": frame.id, "type": "message", "role": "assistant", "model": frame.model}, generation)
 
 
@@ -99,26 +99,26 @@ class MessageWriter:
         return []  # what is cached is known with the first token
 
     def add(self, events: Iterable[Event], logprobs: Logprobs) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         if not self._has_begun:
             self._has_begun = True
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
-            found.append({"type": "message_start", "message": self._message | empty})
+            lines.append({"type": "message_start", "message": self._message | empty})
         for event in events:
             match event:
                 case ReasoningDelta(text):
-                    found += self._text("thinking", text)
+                    lines += self._text("thinking", text)
                 case ContentDelta(text):
-                    found += self._text("text", text)
+                    lines += self._text("text", text)
                 case ToolCallBegin(_, call_id, name):
-                    found += self._close()
-                    found.append(self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}}))
+                    lines += self._close()
+                    lines.append(self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}}))
                 case ArgumentsDelta(_, text):
                     self._arguments.append(text)
-                    found.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+                    lines.append(self._delta({"type": "input_json_delta", "partial_json": text}))
                 case Finish():
                     self._finish = event
-        return found
+        return lines
 
     def end(self, usage: dict[str, Any], more: dict[str, Any]) -> list[dict[str, Any]]:
         self._num_output, self._more = usage["completion_tokens"], more

@@ -128,7 +128,7 @@ class NativeRoutes(Routes):
         timing = Timing(arrived_at)
         async with ClientWatch(request.receive):
             prepared = await self._prepare(request, native, timing, streaming=False)
-            wanted, generations = prepared.requests[0], prepared.generations
+            sent, generations = prepared.requests[0], prepared.generations
             try:
                 sequences = await collect_all(generations)
                 receipt = await self._service.receipts.of(generations[0]) if parameters.receipt else None
@@ -139,14 +139,14 @@ class NativeRoutes(Routes):
         answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
         if parameters.details or parameters.decoder_input_details:
             losers = sequences[:best] + sequences[best + 1 :]
-            details = partial(self._details, native, wanted, whole, losers)
+            details = partial(self._details, native, sent, whole, losers)
             is_large = sum(map(_num_entries, sequences)) > LARGE_ENTRIES
             answer["details"] = await asyncio.to_thread(details) if is_large else details()
             answer["details"] |= _speculation(generations[best])
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
-        request.state.log_fields = log_fields(wanted, len(whole.tokens), whole.finish_reason)
-        counts = Counts(len(native.text), len(wanted.prompt_ids), len(whole.tokens), whole.num_skipped)
+        request.state.log_fields = log_fields(sent, len(whole.tokens), whole.finish_reason)
+        counts = Counts(len(native.text), len(sent.prompt_ids), len(whole.tokens), whole.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
         return answer, headers
 
@@ -170,7 +170,7 @@ class NativeRoutes(Routes):
         self, request: Request, native: GenerateRequest, generation: Generation
     ) -> AsyncGenerator[bytes, None]:
         """One item per chunk with an event per token; a failure is the last event, since the status is already sent."""
-        wanted = generation.request
+        sent = generation.request
         try:
             texts: list[str] = []
             num_tokens = 0
@@ -182,21 +182,21 @@ class NativeRoutes(Routes):
                     break
                 if chunk.tokens:
                     yield b"".join([self._token_event(token, native) for token in chunk.tokens])
-            request.state.log_fields = log_fields(wanted, num_tokens, chunk.finish_reason)
+            request.state.log_fields = log_fields(sent, num_tokens, chunk.finish_reason)
             details: dict[str, Any] | None = None
             if native.parameters.details:
                 details = {
                     "finish_reason": chunk.finish_reason.value,
-                    "prompt_tokens": len(wanted.prompt_ids),
+                    "prompt_tokens": len(sent.prompt_ids),
                     "generated_tokens": num_tokens,
-                    "seed": wanted.sampling.seed if wanted.sampling.do_sample else None,
+                    "seed": sent.sampling.seed if sent.sampling.do_sample else None,
                     **_speculation(generation),
                 }
-            whole = Completed(seed=wanted.sampling.seed, text="".join(texts))
+            whole = Completed(seed=sent.sampling.seed, text="".join(texts))
             last = [self._token_event(token, native) for token in chunk.tokens[:-1]]
             final = {"generated_text": self._shown_text(native, whole), "details": details}
             final = (self._token_fields(chunk.tokens[-1], native) if chunk.tokens else {"token": None}) | final
-            if wanted.receipt:
+            if sent.receipt:
                 (final if details is None else details)["receipt"] = await self._service.receipts.of(generation)
             last.append(event(final))
             yield b"".join(last)
@@ -217,36 +217,38 @@ class NativeRoutes(Routes):
         return native.text + whole.text if native.parameters.return_full_text else whole.text
 
     def _details(
-        self, native: GenerateRequest, wanted: GenerationRequest, whole: Completed, losers: list[Completed]
+        self, native: GenerateRequest, sent: GenerationRequest, whole: Completed, losers: list[Completed]
     ) -> dict[str, Any]:
-        counts = {"prompt_tokens": len(wanted.prompt_ids), "generated_tokens": len(whole.tokens)}
+        counts = {"prompt_tokens": len(sent.prompt_ids), "generated_tokens": len(whole.tokens)}
         counts["skipped_tokens"] = whole.num_skipped
-        details = self._sequence(native, wanted, whole, counts)
+        details = self._sequence(native, sent, whole, counts)
         if losers:
             details["best_of_sequences"] = [
                 {
                     "generated_text": self._shown_text(native, loser),
-                    **self._sequence(native, wanted, loser, {"generated_tokens": len(loser.tokens)}),
+                    **self._sequence(native, sent, loser, {"generated_tokens": len(loser.tokens)}),
                 }
                 for loser in losers
             ]
         return details
 
     def _sequence(
-        self, native: GenerateRequest, wanted: GenerationRequest, whole: Completed, counts: dict[str, int]
+        self, native: GenerateRequest, sent: GenerationRequest, whole: Completed, counts: dict[str, int]
     ) -> dict[str, Any]:
         """What `details` and each of `best_of_sequences` have in common, in LoRAX's order; `top_tokens` is TGI's."""
         shown = [self._token_fields(token, native) for token in whole.tokens]
-        top_tokens = {"top_tokens": [each["top_tokens"] for each in shown]} if native.parameters.top_n_tokens else {}
+        top_tokens = (
+            {"top_tokens": [fields["top_tokens"] for fields in shown]} if native.parameters.top_n_tokens else {}
+        )
         return {
             "finish_reason": whole.finish_reason.value,
             **counts,
-            "seed": whole.seed if wanted.sampling.do_sample else None,
+            "seed": whole.seed if sent.sampling.do_sample else None,
             "prefill": [
                 {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
                 for token_id, text, logprob in whole.prefill
             ],
-            "tokens": [each["token"] for each in shown],
+            "tokens": [fields["token"] for fields in shown],
             **top_tokens,
         }
 

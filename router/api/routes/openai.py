@@ -60,15 +60,15 @@ FINISH_REASONS = {
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
-Wanted = TypeVar("Wanted", bound=OpenAIRequest)
+Params = TypeVar("Params", bound=OpenAIRequest)
 
 
 class OpenAIPrompts(Prompts):
     """Prompts with OpenAI's limits."""
 
-    def __init__(self, service: Service, wanted: OpenAIRequest, caller: Caller) -> None:
+    def __init__(self, service: Service, params: OpenAIRequest, caller: Caller) -> None:
         self._service = service
-        self._wanted = wanted
+        self._wanted = params
         self._caller = caller
 
     def max_tokens(self, num_prompt: int) -> int:
@@ -87,7 +87,7 @@ class OpenAIPrompts(Prompts):
         return fields.cut(await tokenizer.encode(text, special, caller=caller), limit)
 
 
-class OpenAIRoute(Routes, ABC, Generic[Wanted]):
+class OpenAIRoute(Routes, ABC, Generic[Params]):
     """One route: subclasses read its body and shape its choices."""
 
     id_prefix: ClassVar[str]
@@ -97,20 +97,20 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
     """`object` of a chunk of a stream."""
 
     @abstractmethod
-    def _read(self, body: dict[str, Any], caller: Caller) -> Wanted:
+    def _read(self, body: dict[str, Any], caller: Caller) -> Params:
         """With the defaults of the alias that the caller names. Raises WrongJsonType or ValidationError."""
 
     @abstractmethod
-    def _prompts(self, wanted: Wanted, caller: Caller) -> Prompts:
+    def _prompts(self, params: Params, caller: Caller) -> Prompts:
         """The prompts of a body."""
 
     @abstractmethod
-    def _choice(self, wanted: Wanted, prompt: Prompt, whole: Completed) -> dict[str, Any]:
+    def _choice(self, params: Params, prompt: Prompt, whole: Completed) -> dict[str, Any]:
         """One choice of an answer; `index` is filled in by the caller."""
 
     @abstractmethod
     def _chunk_choices(
-        self, wanted: Wanted, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
+        self, params: Params, index: int, chunk: OutputChunk, visible: VisibleTokens, events: list[Event]
     ) -> Iterator[dict[str, Any]]:
         """The choices of a stream that `chunk` gives, one per event. `events` are those of its reader."""
 
@@ -118,11 +118,11 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
         """What a stream starts with."""
         return []
 
-    def _prompt_fields(self, wanted: Wanted, prompts: list[Prompt]) -> dict[str, Any]:
+    def _prompt_fields(self, params: Params, prompts: list[Prompt]) -> dict[str, Any]:
         """What an answer, and the first event of a stream, contain about the prompt besides the choices."""
         return {}
 
-    def _answer_fields(self, wanted: Wanted, sequences: list[Completed]) -> dict[str, Any]:
+    def _answer_fields(self, params: Params, sequences: list[Completed]) -> dict[str, Any]:
         """What an answer contains besides the choices."""
         return {}
 
@@ -130,11 +130,11 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
         """Answer one request. Raises RouterError."""
         service = self._service
         timing = Timing(now())
-        wanted = self._read(await service.body(request), service.caller(request))
-        stream = wanted.stream
+        params = self._read(await service.body(request), service.caller(request))
+        stream = params.stream
         async with ClientWatch(request.receive):
-            caller = self._named(request, wanted)
-            prepared = await self._prepare(request, wanted, self._prompts(wanted, caller), timing)
+            caller = self._named(request, params)
+            prepared = await self._prepare(request, params, self._prompts(params, caller), timing)
             prompts, generations = prepared.prompts, prepared.generations
             conversation = prompts[0].conversation
             readers = [] if conversation is None else [conversation.reader() for _ in generations]
@@ -158,23 +158,23 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
                 finally:
                     close()
         characters = sum(len(prompt.text) for prompt in prompts)
-        ignored = ignored_fields([*wanted.ignored, *prepared.ignored])
+        ignored = ignored_fields([*params.ignored, *prepared.ignored])
         if stream:
             headers = stream_headers(service, characters, generations[0]) | ignored
-            events = self._events(request, wanted, prompts, generations, readers)
+            events = self._events(request, params, prompts, generations, readers)
             return EventStream(events, headers, on_close=close)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
-        num_generated = 0 if wanted.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
+        num_generated = 0 if params.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
         request.state.log_fields = log_fields(prepared.requests[0], num_generated, sequences[0].finish_reason)
-        whole = await self._whole(wanted, prompts, sequences, generations, receipts)
+        whole = await self._whole(params, prompts, sequences, generations, receipts)
         sums = Counts(characters, num_prompt, num_generated, num_skipped)
         headers = answer_headers(service, timing, generations[0], sums) | ignored
         return json_response(whole, headers)
 
     async def _whole(
         self,
-        wanted: Wanted,
+        params: Params,
         prompts: list[Prompt],
         sequences: list[Completed],
         generations: list[Generation],
@@ -183,29 +183,29 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
         """The body of an answer."""
         reasoning = [sequence.message.reasoning for sequence in sequences]
         num_reasoning = await count_reasoning(self._service.tokenizer, reasoning, generations)
-        counts = usage(wanted, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
-        frame = self._envelope(self.object_name, wanted)
-        whole = frame.around(self._choices(wanted, prompts, sequences), counts) | receipts
-        whole |= self._prompt_fields(wanted, prompts) | self._answer_fields(wanted, sequences)
-        return whole | metrics(generations) | repeated(wanted)
+        counts = usage(params, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
+        frame = self._envelope(self.object_name, params)
+        whole = frame.around(self._choices(params, prompts, sequences), counts) | receipts
+        whole |= self._prompt_fields(params, prompts) | self._answer_fields(params, sequences)
+        return whole | metrics(generations) | repeated(params)
 
-    def _named(self, request: Request, wanted: Wanted) -> Caller:
+    def _named(self, request: Request, params: Params) -> Caller:
         """The caller, with the body's `request_id` where the header has none."""
         caller = self._service.caller(request)
-        if wanted.request_id is None or "x-request-id" in request.headers:
+        if params.request_id is None or "x-request-id" in request.headers:
             return caller
-        request.state.request_id = wanted.request_id
-        structlog.contextvars.bind_contextvars(request_id=wanted.request_id)
-        request.state.caller = replace(caller, request_id=wanted.request_id)
+        request.state.request_id = params.request_id
+        structlog.contextvars.bind_contextvars(request_id=params.request_id)
+        request.state.caller = replace(caller, request_id=params.request_id)
         return self._service.caller(request)
 
-    async def _prepare(self, request: Request, wanted: Wanted, prompts: Prompts, timing: Timing) -> PreparedRequest:
+    async def _prepare(self, request: Request, params: Params, prompts: Prompts, timing: Timing) -> PreparedRequest:
         """Raises RouterError."""
-        return await prepare(self._service, request, wanted.fields, prompts, timing)
+        return await prepare(self._service, request, params.fields, prompts, timing)
 
-    def _prompt_logprobs_of(self, wanted: Wanted, whole: Completed) -> dict[str, Any]:
+    def _prompt_logprobs_of(self, params: Params, whole: Completed) -> dict[str, Any]:
         """vLLM's `prompt_logprobs`, where asked for: the likeliest tokens and the prompt's own at each position."""
-        count = wanted.report.num_prompt_logprobs
+        count = params.report.num_prompt_logprobs
         if count is None:
             return {}
         alternatives = whole.prefill_alternatives or [[] for _ in whole.prefill]
@@ -227,23 +227,23 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
             return {}
         return {"receipt": await self._service.receipts.of(generations[0])}
 
-    def _envelope(self, kind: str, wanted: OpenAIRequest) -> Envelope:
+    def _envelope(self, kind: str, params: OpenAIRequest) -> Envelope:
         info = self._service.dispatcher.info
         fingerprint = "unknown"
         if info is not None:
             fingerprint = f"{info.version}-{info.dtype.removeprefix('torch.')}-{info.device}"
-        model = wanted.fields.adapter.name or self._service.config.model_name
-        identity = f"{self.id_prefix}{wanted.request_id or secrets.token_hex(16)}"
+        model = params.fields.adapter.name or self._service.config.model_name
+        identity = f"{self.id_prefix}{params.request_id or secrets.token_hex(16)}"
         return Envelope(identity, kind, int(time.time()), model, fingerprint)
 
-    def _choices(self, wanted: Wanted, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
+    def _choices(self, params: Params, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
         """`n` per prompt: the likeliest where `best_of` gave more."""
         choices = []
         for index, prompt in enumerate(prompts):
-            group = sequences[index * wanted.best_of : (index + 1) * wanted.best_of]
-            if wanted.best_of > wanted.num_choices:
-                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: wanted.num_choices]
-            choices += [self._choice(wanted, prompt, sequence) for sequence in group]
+            group = sequences[index * params.best_of : (index + 1) * params.best_of]
+            if params.best_of > params.num_choices:
+                group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: params.num_choices]
+            choices += [self._choice(params, prompt, sequence) for sequence in group]
         for index, choice in enumerate(choices):
             choice["index"] = index
         return choices
@@ -251,33 +251,33 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
     async def _events(
         self,
         request: Request,
-        wanted: Wanted,
+        params: Params,
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],
     ) -> AsyncGenerator[bytes, None]:
-        frame = self._envelope(self.chunk_name, wanted)
-        echoed = [prompts[index // wanted.best_of].text if wanted.echo else "" for index in range(len(generations))]
+        frame = self._envelope(self.chunk_name, params)
+        echoed = [prompts[index // params.best_of].text if params.echo else "" for index in range(len(generations))]
         visible = [VisibleTokens(text) for text in echoed]
-        if wanted.report.token_ids:
-            for index, each in enumerate(visible):
-                each.prompt_ids = prompts[index // wanted.best_of].ids
-        report, num_generated, reasoning = wanted.report, 0, [""] * len(generations)
+        if params.report.token_ids:
+            for index, shown_tokens in enumerate(visible):
+                shown_tokens.prompt_ids = prompts[index // params.best_of].ids
+        report, num_generated, reasoning = params.report, 0, [""] * len(generations)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
 
         def shared() -> dict[str, Any]:
             """What every event has."""
             if not report.usage:
-                return repeated(wanted)
+                return repeated(params)
             so_far = token_counts(num_prompt, num_generated) if report.continuous_usage else None
-            return {"usage": so_far} | repeated(wanted)
+            return {"usage": so_far} | repeated(params)
 
         if first := self._first_choices(len(generations)):
-            fields = shared() | self._prompt_fields(wanted, prompts)
+            fields = shared() | self._prompt_fields(params, prompts)
             yield b"".join(event(frame.around([choice]) | fields) for choice in first)
         try:
             async for index, chunk in interleave(generations):
-                if wanted.only_prompt:
+                if params.only_prompt:
                     chunk.tokens, chunk.text = [], ""
                 num_generated += len(chunk.tokens)
                 if chunk.finish_reason is not None:
@@ -286,8 +286,8 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
                 events: list[Event] = []
                 if readers:
                     events = await readers[index].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
-                    reasoning[index] += "".join(each.text for each in events if isinstance(each, ReasoningDelta))
-                for choice in self._chunk_choices(wanted, index, chunk, visible[index], events):
+                    reasoning[index] += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+                for choice in self._chunk_choices(params, index, chunk, visible[index], events):
                     yield event(frame.around([choice]) | shared())
             receipts = await self._receipt(generations)
         except RouterError as error:
@@ -297,8 +297,8 @@ class OpenAIRoute(Routes, ABC, Generic[Wanted]):
         is_counted = report.usage or generations[0].timeline is not None  # traces have the number
         num_reasoning = await count_reasoning(self._service.tokenizer, reasoning if is_counted else [], generations)
         if report.usage:
-            last = usage(wanted, num_prompt, generations, num_reasoning)
-            yield event(frame.around([], last) | receipts | metrics(generations) | repeated(wanted))
+            last = usage(params, num_prompt, generations, num_reasoning)
+            yield event(frame.around([], last) | receipts | metrics(generations) | repeated(params))
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE

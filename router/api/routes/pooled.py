@@ -261,23 +261,23 @@ class PooledRoutes(Routes):
 
 def is_per_token(model: pb.PooledModel, task: Any) -> bool:
     """Whether vLLM's `task` is a result for every token; without one it is the model's own. Raises UnsupportedField."""
-    pooled, each = _TASKS[model.task]
+    pooled, per_token = _TASKS[model.task]
     if task in (None, pooled):
         return model.task == TOKEN_CLASSIFY
-    if task != each:
-        raise UnsupportedField("task", f"must be {pooled} or {each}, which are those of the model")
+    if task != per_token:
+        raise UnsupportedField("task", f"must be {pooled} or {per_token}, which are those of the model")
     if not model.is_whole:
-        raise UnsupportedField("task", f"{each} needs a model that computes a prompt in one step")
+        raise UnsupportedField("task", f"{per_token} needs a model that computes a prompt in one step")
     return True
 
 
-def check_fields(wanted: Embeddings, model: pb.PooledModel) -> None:
+def check_fields(fields: Embeddings, model: pb.PooledModel) -> None:
     """Raises ValidationError for fields that ask for what the model's task does not have."""
     if model.task == EMBED:
-        if wanted.dimensions is not None and wanted.dimensions > model.size:
-            raise ValidationError(f"`dimensions` must be <= {model.size}. Given: {wanted.dimensions}", "dimensions")
-        check_activation(wanted.use_activation)
-    elif wanted.dimensions is not None:
+        if fields.dimensions is not None and fields.dimensions > model.size:
+            raise ValidationError(f"`dimensions` must be <= {model.size}. Given: {fields.dimensions}", "dimensions")
+        check_activation(fields.use_activation)
+    elif fields.dimensions is not None:
         raise UnsupportedField("dimensions", "is of embedding models, and this model classifies")
 
 
@@ -330,7 +330,7 @@ def entities(text: str, spans: list[tuple[int, int] | None], scores: Values, lab
         else:
             groups.append((tag, [index]))
         last = tag
-    found = []
+    labelled = []
     for tag, tokens in groups:
         if tag == _NO_ENTITY:
             continue
@@ -338,8 +338,8 @@ def entities(text: str, spans: list[tuple[int, int] | None], scores: Values, lab
         start, end = kept[0][0], kept[-1][1]
         score = float(np.mean(scores[tokens].max(1), dtype=np.float64))
         word = text[start:end].lower()
-        found.append({"entity_group": tag, "score": score, "word": word, "start": start, "end": end})
-    return found
+        labelled.append({"entity_group": tag, "score": score, "word": word, "start": start, "end": end})
+    return labelled
 
 
 def _tag(label: str) -> tuple[bool, str]:

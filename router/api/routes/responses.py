@@ -42,10 +42,10 @@ class ResponsesRoute(DialectRoute):
     def _counted(self) -> dict[str, Any]:
         return {"object": "response.input_tokens"}
 
-    def _writer(self, wanted: DialectRequest, generation: Generation) -> DialectWriter:
-        frame = self._envelope("response", wanted)
+    def _writer(self, params: DialectRequest, generation: Generation) -> DialectWriter:
+        frame = self._envelope("response", params)
         whole = {"id": frame.id, "object": "response", "created_at": frame.created, "model": frame.model}
-        return ResponseWriter(whole | wanted.shown)
+        return ResponseWriter(whole | params.shown)
 
     async def missing(self, request: Request) -> Response:
         """404: no response is stored."""
@@ -75,26 +75,26 @@ class ResponseWriter:
                 self._event("response.in_progress", response=self.answer)]  # fmt: skip
 
     def add(self, events: Iterable[Event], logprobs: Logprobs) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         for event in events:
             match event:
                 case ReasoningDelta(text):
-                    found += self._text("reasoning", text, [])
+                    lines += self._text("reasoning", text, [])
                 case ContentDelta(text):
-                    found += self._text("message", text, logprobs)
+                    lines += self._text("message", text, logprobs)
                     logprobs = []
                 case ToolCallBegin(_, call_id, name):
-                    found += self._close()
+                    lines += self._close()
                     item = {"id": _id("fc"), "type": "function_call", "status": "in_progress"}
-                    found += self._open(item | {"call_id": call_id, "name": name, "arguments": ""})
+                    lines += self._open(item | {"call_id": call_id, "name": name, "arguments": ""})
                 case ArgumentsDelta(_, text):
                     self._items[-1]["arguments"] += text
-                    found.append(self._of_item("function_call_arguments.delta", delta=text))
+                    lines.append(self._of_item("function_call_arguments.delta", delta=text))
                 case ToolCallEnd():
-                    found += self._close()
+                    lines += self._close()
                 case Finish():
                     self._finish = event
-        return found
+        return lines
 
     def end(self, usage: dict[str, Any], more: dict[str, Any]) -> list[dict[str, Any]]:
         events = self._close() if self._items else [*self._text("message", "", []), *self._close()]

@@ -30,27 +30,27 @@ class TokenRoutes(Routes):
         body = await self._service.body(request)
         if not body.keys().isdisjoint(("prompt", "messages")):
             request.state.error_style = ErrorStyle.OPENAI
-        wanted = read_tokenize(body, self._service.config)
-        tokenizer, special = self._service.tokenizer, wanted.add_special_tokens
-        text = await self._text(request, wanted)
-        if wanted.field == "inputs":
+        tokenization = read_tokenize(body, self._service.config)
+        tokenizer, special = self._service.tokenizer, tokenization.add_special_tokens
+        text = await self._text(request, tokenization)
+        if tokenization.field == "inputs":
             content = await self._in_pool(request, text, lambda: _tokens_json(tokenizer.offsets(text, special)))
-            return _json(content, wanted.ignored)
+            return _json(content, tokenization.ignored)
         ids = await self._in_pool(request, text, lambda: tokenizer.ids(text, special))
-        names = [tokenizer.vocabulary.raw(each) for each in ids] if wanted.wants_names else None
+        names = [tokenizer.vocabulary.raw(token_id) for token_id in ids] if tokenization.wants_names else None
         most = self._service.config.max_total_tokens
         answer = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": names}
-        return _json(orjson.dumps(answer), wanted.ignored)
+        return _json(orjson.dumps(answer), tokenization.ignored)
 
     async def chat_tokenize(self, request: Request) -> Response:
         """TGI's: the prompt of a chat, and its tokens."""
         config = self._service.config
-        wanted = TokenizeChat.read(await self._service.body(request), config).to_request(config)
-        tokenizer, special = self._service.tokenizer, wanted.add_special_tokens
-        text = await self._text(request, wanted)
+        tokenization = TokenizeChat.read(await self._service.body(request), config).to_request(config)
+        tokenizer, special = self._service.tokenizer, tokenization.add_special_tokens
+        text = await self._text(request, tokenization)
         tokens = await self._in_pool(request, text, lambda: _tokens_json(tokenizer.offsets(text, special)))
         shown = b'{"tokenize_response":' + tokens + b',"templated_text":' + orjson.dumps(text) + b"}"
-        return _json(shown, wanted.ignored)
+        return _json(shown, tokenization.ignored)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
@@ -64,26 +64,26 @@ class TokenRoutes(Routes):
         """The tokenizer's configuration with the chat template in use, as clients need to build prompts themselves."""
         return _json(orjson.dumps(self._service.tokenizer.information), [])
 
-    async def _text(self, request: Request, wanted: Tokenization) -> str:
+    async def _text(self, request: Request, tokenization: Tokenization) -> str:
         """What is tokenized, rendered where it is a conversation. Raises RouterError."""
-        service, text = self._service, wanted.text
+        service, text = self._service, tokenization.text
         caller = service.caller(request)
-        if wanted.conversation is not None:
-            adapter = await service.selection.choose(wanted.adapter, caller)
-            prepared = await render(service, wanted.conversation, wanted.tools, None, adapter, caller)
-            wanted.ignored.extend(wanted.conversation.ignored(prepared.prompt.unread))
+        if tokenization.conversation is not None:
+            adapter = await service.selection.choose(tokenization.adapter, caller)
+            prepared = await render(service, tokenization.conversation, tokenization.tools, None, adapter, caller)
+            tokenization.ignored.extend(tokenization.conversation.ignored(prepared.prompt.unread))
             text = prepared.prompt.text
         limit = max(MAX_WHOLE_BYTES, service.config.max_input_length * service.tokenizer.length.max_bytes)
         if len(text) > limit or len(text.encode()) > limit:
-            raise ValidationError(f"`{wanted.field}` must have at most {limit} bytes", wanted.field)
+            raise ValidationError(f"`{tokenization.field}` must have at most {limit} bytes", tokenization.field)
         return text
 
-    async def _in_pool(self, request: Request, given: str | list[int], work: Callable[[], T]) -> T:
+    async def _in_pool(self, request: Request, content: str | list[int], work: Callable[[], T]) -> T:
         """The result of `work`, in turns with other callers. Raises Overloaded."""
         pool = self._service.tokenizer.pool
         self._service.dispatcher.check_load(pool.num_pending)
         async with ClientWatch(request.receive):
-            return await pool.run(work, self._service.caller(request).identity, len(given))
+            return await pool.run(work, self._service.caller(request).identity, len(content))
 
 
 def _tokens_json(tokens: list[tuple[int, str, int, int]]) -> bytes:
