@@ -173,7 +173,7 @@ class RouterConfig(ConfigFile):
     effective_configuration: dict[str, Any] | None = None
     """Every launcher flag with its effective value, for administrators at `/info`."""
     public_configuration: dict[str, Any] | None = None
-    """The same without paths, addresses and other texts, for everyone."""
+    """The effective configuration without paths, addresses and other texts, for everyone."""
 
     @property
     def model_name(self) -> str:

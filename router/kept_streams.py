@@ -70,7 +70,7 @@ class KeptStream:
     def __init__(self, streams: "Streams", owner: str, stream_id: str, ttl_s: float) -> None:
         self.streams = streams
         self.owner = owner
-        """The identity of the caller, who alone may read it."""
+        """The identity of the caller: nobody else may read it."""
         self.id = stream_id
         self.ttl_s = ttl_s
         self.status = 0

@@ -74,7 +74,7 @@ class RecentFailures:
 
 
 MAX_ADAPTERS = 48
-"""Those with the most requests; the others are summed up."""
+"""The adapters with the most requests; the others are summed up."""
 MAX_LOADING = 32
 MAX_PARTS = 64
 """Requests of a step that are shown."""

@@ -98,7 +98,7 @@ def add_tokens(receipt: dict[str, Any], generation: Generation) -> dict[str, Any
 
 
 def _adapter(adapter: Adapter, digest: str) -> dict[str, Any]:
-    """As a request names it, and its digest. An alias needs no source."""
+    """The adapter as a request names it, and its digest. An alias needs no source."""
     sources = {pin.source.value for pin in adapter.pins}
     fields: dict[str, Any] = {
         "id": adapter.name,

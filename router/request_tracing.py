@@ -218,7 +218,7 @@ class RequestTrace:
 
     @property
     def trace_id(self) -> str:
-        """As the collector shows it."""
+        """The id that the collector shows."""
         return format_trace_id(self._span.get_span_context().trace_id)
 
     def end(self, scope: Scope, client: str, ending: Ending) -> None:

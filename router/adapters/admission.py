@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 HALF_LIFE_S = 600.0
 """A use counts half as much after so long."""
-MOST_KNOWN = 4096
+MAX_KNOWN = 4096
 """Above twice this number of adapters, only the most used ones are kept."""
 
 
@@ -47,8 +47,8 @@ class Popularity:
         larger, smaller = max(score, now), min(score, now)
         self._scores[pin.digest] = larger + log2(1.0 + 2.0 ** (smaller - larger))
         self._pins[pin.digest] = pin, affinity_key
-        if len(self._scores) > 2 * MOST_KNOWN:
-            for digest in sorted(self._scores, key=self._scores.__getitem__)[:-MOST_KNOWN]:
+        if len(self._scores) > 2 * MAX_KNOWN:
+            for digest in sorted(self._scores, key=self._scores.__getitem__)[:-MAX_KNOWN]:
                 self.remove(digest)
 
     def remove(self, digest: str) -> None:
@@ -61,7 +61,7 @@ class Popularity:
         return [self._pins[digest] for digest in sorted(self._scores, key=self._scores.__getitem__, reverse=True)]
 
 
-POLL_SECONDS = 0.02
+POLL_S = 0.02
 
 
 class AdapterAdmission:
@@ -153,7 +153,7 @@ class AdapterAdmission:
         """
         with self.loading.paused(digest):
             while is_used(digest):  # noqa: ASYNC110 - requests end in many places
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_S)
             await self.unload(digest)
             return bool((await self._loader.ask({"forget": digest}).answer).get("forgotten", True))
 

@@ -111,7 +111,7 @@ class Templates:
         await self._untrusted.close()
 
     async def _of(self, adapter: Adapter) -> OwnTemplates:
-        """Those of the first of the adapter's parts that has any."""
+        """The templates of the first of the adapter's parts that has any."""
         for pin in adapter.pins:
             if (own := self._own.get(pin)) is None:
                 own = await self._shared(pin, adapter.token)

@@ -17,7 +17,7 @@ from lorikeet.router.requests.request import Heads
 
 MAX_ADDED = 16_384
 """Maximum aliases that administrators add while the server runs: every caller of the catalogue gets all of them."""
-_MOST_COMPARED, _LONGEST_COMPARED = 200, 100
+_MAX_COMPARED, _MAX_COMPARED_CHARS = 200, 100
 """Maximum names, and maximum characters of a name, in the search for the nearest names."""
 
 
@@ -97,8 +97,8 @@ class Directory:
             for alias, entry in self._entries.items()
             if (alias[:1].casefold() == first or name in alias) and may_see(entry) and not self.problem(alias)
         )
-        likely = sorted(alike, key=lambda alias: abs(len(alias) - len(name)))[:_MOST_COMPARED]
-        return difflib.get_close_matches(name[:_LONGEST_COMPARED], likely, n=3, cutoff=0.5)
+        likely = sorted(alike, key=lambda alias: abs(len(alias) - len(name)))[:_MAX_COMPARED]
+        return difflib.get_close_matches(name[:_MAX_COMPARED_CHARS], likely, n=3, cutoff=0.5)
 
     def entries(self) -> Iterator[CatalogueEntry]:
         """Every alias once."""

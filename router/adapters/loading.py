@@ -38,10 +38,10 @@ from lorikeet.router.requests.request import Adapter, Loaded
 
 log = structlog.get_logger()
 
-LONGEST_LINE = 4 << 20
-CONNECT_SECONDS = 30.0
+MAX_LINE_BYTES = 4 << 20
+CONNECT_S = 30.0
 """A call fails after so long without a connection."""
-_RETRY_SECONDS = 0.1
+_RETRY_S = 0.1
 
 
 class LoaderLost(LoaderFailed):
@@ -76,9 +76,9 @@ class LoaderClient:
         """Serve until cancelled."""
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE)
+                reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE_BYTES)
             except OSError:
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_S)
                 continue
             log.info("loader_connected")
             self._writer = writer
@@ -106,7 +106,7 @@ class LoaderClient:
         if self._writer is not None:
             self._send(call)
         else:
-            call.timer = loop.call_later(CONNECT_SECONDS, self._fail, call, "the adapter loader is not running")
+            call.timer = loop.call_later(CONNECT_S, self._fail, call, "the adapter loader is not running")
         return call
 
     def cancel(self, call: Call) -> None:
@@ -159,8 +159,8 @@ class LoaderClient:
             line = orjson.dumps({"call": number, **body}) + b"\n"
         except TypeError:
             raise ValueError("its name or token is not valid Unicode") from None
-        if len(line) > LONGEST_LINE:
-            raise ValueError(f"the call has {len(line)} bytes; the limit is {LONGEST_LINE}")
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"the call has {len(line)} bytes; the limit is {MAX_LINE_BYTES}")
         with contextlib.suppress(OSError):
             self._writer.write(line)
 
@@ -199,8 +199,8 @@ def loaded(answer: dict[str, Any]) -> Loaded:
         raise LoaderFailed("the adapter loader's answer could not be read") from None
 
 
-FRESH_SECONDS = 60.0
-URGENT_SECONDS = 2.0
+FRESH_S = 60.0
+URGENT_S = 2.0
 MAX_KNOWN = 16_384
 
 
@@ -246,7 +246,7 @@ class Loading:
     def known(self, adapter: Adapter) -> Loaded | None:
         """The loader's last answer for this content, if it is recent."""
         answer = self._known.get(adapter.content)
-        if answer is None or time.monotonic() - answer[1] > FRESH_SECONDS:
+        if answer is None or time.monotonic() - answer[1] > FRESH_S:
             return None
         self._known.move_to_end(adapter.content)
         return answer[0]
@@ -319,7 +319,7 @@ class Loading:
         return [(content, known) for content, (known, _) in self._known.items()]
 
     def digests_by_name(self) -> dict[str, set[str]]:
-        """Those of all versions, by source and id."""
+        """The known digests of all versions, by source and id."""
         digests: dict[str, set[str]] = {}
         for content, known in self.contents():
             digests.setdefault(content.rpartition("@")[0], set()).add(known.digest)
@@ -363,7 +363,7 @@ class Loading:
         call = load.call = self._loader.ask(load.adapter.load_call)
         call.answer.add_done_callback(lambda answer: self._on_answer(load, call, answer))
         waited = time.monotonic() - load.began_at
-        load.timer = loop.call_later(max(0.0, URGENT_SECONDS - waited), self._loader.urgent, call)
+        load.timer = loop.call_later(max(0.0, URGENT_S - waited), self._loader.urgent, call)
 
     def _on_answer(self, load: _Load, call: Call, answer: "asyncio.Future[dict[str, object]]") -> None:
         if answer.cancelled() or load.call is not call:

@@ -24,9 +24,9 @@ from lorikeet.router.requests.request import Heads
 
 log = structlog.get_logger()
 
-RETRY_SECONDS = 10.0
+RETRY_S = 10.0
 """Until a source that did not answer is tried again."""
-RECHECK_SECONDS = 60.0
+RECHECK_S = 60.0
 """Until an adapter with a problem is validated again."""
 NUM_AT_ONCE = 16
 
@@ -59,7 +59,7 @@ class AdapterPreloader:
                         log.error("adapter_not_served", adapter=line.alias[:256], reason=line.problem[:512])
                 self.settled.set()
             # An adapter with a problem may be repaired at its source.
-            seconds = RETRY_SECONDS if not is_complete else RECHECK_SECONDS if problems else None
+            seconds = RETRY_S if not is_complete else RECHECK_S if problems else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()

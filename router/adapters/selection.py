@@ -51,7 +51,9 @@ class AdapterAccess:
         return key is None or key.adapters is None or entry.alias in key.adapters
 
     def may_list(self, line: Listed, key: Key | None, *, has_keys: bool) -> bool:
-        """As `may_use`. An entry that could not be parsed may have had `keys`, so these are for administrators."""
+        """Whether the holder of `key` may list an alias. Entries that could not be parsed are for administrators, since
+        they may have had `keys`.
+        """
         if line.entry is not None:
             return self.may_use(line.entry, key)
         return not has_keys or (key is not None and key.admin)
@@ -159,7 +161,7 @@ class Selection:
         return None
 
     def usable(self, name: str | None, source: str | None, caller: Caller) -> CatalogueEntry | None:
-        """As `entry`; for the caller, an entry that it may not use does not exist."""
+        """The operator's entry of that name, if the caller may use it."""
         entry = self.entry(name, source)
         return entry if entry is not None and self.access.may_use(entry, caller.key) else None
 

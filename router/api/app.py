@@ -74,7 +74,7 @@ def _generating(service: Service) -> dict[str, Handle]:
 
 
 def _pooled(service: Service) -> dict[str, Handle]:
-    """Those to embedding and classification models."""
+    """The POST routes to embedding and classification models."""
     routes = PooledRoutes(service)
     return {
         "/v1/embeddings": routes.embeddings,

@@ -83,7 +83,7 @@ def failure_response(error: RouterError, scope: Scope) -> Response:
 
 
 def failure_event(error: RouterError, scope: Scope) -> bytes:
-    """The same as the last event of a stream."""
+    """The error as the last event of a stream."""
     style = style_of(scope)
     if style is ErrorStyle.ANTHROPIC:
         return named_event(anthropic_body(error))
@@ -201,7 +201,7 @@ class RequestMiddleware:
     async def _generate_kept(
         self, stream: KeptStream, scope: Scope, receive: Receive, call: "_RequestScope", direct: Handle
     ) -> None:
-        """The same into a stream, which the client reads while it is connected."""
+        """Call a route to the model into a stream, which the client reads while it is connected."""
         buffered = Buffered(stream, self._service.streams, receive)
         call.divert(buffered.send)
         forwarding = asyncio.create_task(forward(Replay(stream), scope, receive, call.send))

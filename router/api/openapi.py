@@ -256,7 +256,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 
 def _security(kind: RouteKind) -> list[dict[str, list[str]]]:
-    """Which keys a request may have; `{}` is none, which the server may be configured to reject."""
+    """The keys that a request may have; `{}` is none, which the server may be configured to reject."""
     if kind is RouteKind.ADMIN:
         return [{"admin": []}, {"apiKey": []}]
     return [{}] if kind is RouteKind.PROBE else [{}, {"bearer": []}, {"apiKey": []}]

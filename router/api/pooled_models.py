@@ -122,7 +122,7 @@ class Computed:
 
     @property
     def usage(self) -> dict[str, int]:
-        """As in OpenAI's answers."""
+        """`usage` of OpenAI's answers."""
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
 

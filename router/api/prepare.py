@@ -80,7 +80,7 @@ class PreparedRequest:
     deadline: float | None = None
     """In seconds of `time.monotonic()`."""
     generations: list[Generation] = field(default_factory=list)
-    """Those of the sequences that are queued: the first ones."""
+    """Generations of the sequences that are queued: the first ones."""
 
 
 async def prepare(

@@ -47,7 +47,7 @@ class Service:
     templates: Templates
     outputs: OutputPreparer
     preloader: AdapterPreloader | None
-    """None where the base model is served alone."""
+    """None if only the base model is served."""
     reloading: Reloading
     receipts: Receipts
     usage: UsageLog

@@ -19,7 +19,7 @@ from lorikeet.proto.config_file import whole_number
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 
-KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE_S = 15.0
 COMMENT = b":\n\n"
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ def event(value: Any) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """The same with its `type` as the name of the event."""
+    """One event that carries `value` as JSON, with its `type` as the name of the event."""
     return b"event: " + value["type"].encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -49,7 +49,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         on_close: Callable[[], None] | None = None,
-        keep_alive_s: float = KEEP_ALIVE_SECONDS,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         super().__init__(headers=headers)
         # The length of a stream is unknown when it starts.
@@ -187,7 +187,7 @@ class Buffered:
 class Replay(Response):
     """Sends a stream from one of its events on, and what is added to it, until it ends or the client disconnects."""
 
-    def __init__(self, stream: KeptStream, first_event: int = 0, keep_alive_s: float = KEEP_ALIVE_SECONDS) -> None:
+    def __init__(self, stream: KeptStream, first_event: int = 0, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         """Raises Trimmed or OutOfRange."""
         super().__init__()
         self._stream = stream

@@ -193,7 +193,7 @@ class Dispatcher:
         self.check_load(num_coming, caller)
 
     def check_load(self, num_coming: int = 0, caller: str = "") -> None:
-        """The limit of concurrent requests alone. Raises Overloaded."""
+        """Whether the limit of concurrent requests leaves room. Raises Overloaded."""
         is_full = self.num_active + num_coming >= self._config.max_concurrent_requests
         if is_full and self._displaced_by(caller) is None:
             raise Overloaded(self._retry_after())

@@ -46,7 +46,7 @@ def everything(label: str) -> bool:
 
 
 def without_names(family: Metric, may_show: MayName) -> Metric:
-    """The same numbers, with OTHER in place of the names that may not be shown."""
+    """The family with OTHER in place of the names that may not be shown."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
         labels = dict(sample.labels)

@@ -32,7 +32,7 @@ def families(*, with_vllm: bool = True) -> list[Metric]:
 
 
 def sample_names(family: Metric) -> tuple[str, ...]:
-    """As Prometheus stores them."""
+    """Names of the samples, as Prometheus stores them."""
     return tuple(family.name + suffix for suffix in _SUFFIXES.get(family.type, ("",)))
 
 

@@ -1,4 +1,4 @@
-"""Parses outputs with transformers' response parser, in a process of its own, which alone imports transformers.
+"""Parses outputs with transformers' response parser, in a process of its own: no other one imports transformers.
 
 Run as `python -m lorikeet.router.output.parser_worker`, it answers each line of JSON, a batch of jobs, with another
 until its input ends. Every job has a time limit, since response templates contain regular expressions of their authors.

@@ -108,7 +108,7 @@ class MessageParameter(Body):
     ]
 
     def messages(self, where: str) -> list[dict[str, Any]]:
-        """As messages of a chat: results of tools are messages of their own, in the order of the blocks."""
+        """The messages of a chat: results of tools are messages of their own, in the order of the blocks."""
         if self.role == "assistant":
             return [self._assistant(where)]
         messages, texts = list[dict[str, Any]](), list[str]()

@@ -313,7 +313,7 @@ def _cost(body: bytes, start: int, end: int) -> int:
 
 
 def _exact_values_size(body: bytes, most: int) -> int:
-    """The same without characters inside texts; it ends early above `most`."""
+    """Bytes of memory of the parsed values without characters inside texts; it ends early above `most`."""
     size, is_in_text, position = 0, False, 0
     while position < len(body) and size <= most:
         piece = body[position : position + _PIECE_BYTES]

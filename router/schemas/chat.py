@@ -320,9 +320,9 @@ class ToolFields:
     """The tools of a request."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """As chat templates take them."""
+    """The tools as chat templates take them."""
     functions: tuple[Function, ...] = ()
-    """The same."""
+    """The functions of `tools`, parsed."""
     is_required: bool = False
     """Whether the output must be a call."""
     allowed_names: frozenset[str] = frozenset()
@@ -386,7 +386,7 @@ class Tool(Body):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """As chat templates take it. `strict` changes how the output is sampled, not what the model is shown."""
+        """The tool as chat templates take it. `strict` changes how the output is sampled, not what the model sees."""
         function = self._body["function"]
         function = {name: value for name, value in function.items() if name != "strict" and value is not None}
         return {**self._body, "function": function}

@@ -225,7 +225,7 @@ class RequestFields:
     constraints: Constraints = field(default_factory=Constraints)
     speculation: SpeculationFields = field(default_factory=SpeculationFields)
     grammar: GrammarFields | None = None
-    """That of a conversation with tools is its own."""
+    """A conversation with tools has a grammar of its own."""
     pooling: Pooling | None = None
     cache_salt: str | None = None
     """Requests share cached prefixes only under equal ones."""

@@ -73,7 +73,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class UnknownKind:
-    """Of a list whose items are of several kinds: the end of the error for any other kind, which names its place."""
+    """For a list with items of several kinds: the end of the error for any other kind, which names its place."""
 
     reason: str
 
@@ -207,7 +207,7 @@ class Body(BaseModel):
         return [*(path + name for name in self._unread()), *self.nested_ignored(path)][:MAX_IGNORED]
 
     def nested_ignored(self, path: str = "") -> list[str]:
-        """Those of the objects in this one."""
+        """Ignored paths of the objects in this one."""
         names = list[str]()
         for place, body in self._nested_bodies():
             if len(names) < MAX_IGNORED:

@@ -100,7 +100,7 @@ class OpenAIRequest:
     request_id: str | None
     """The client's name for the request."""
     num_logprobs: int | None
-    """Alternatives per token; None for no logprobs at all, 0 for those of the tokens alone."""
+    """Alternatives per token; None for no logprobs at all, 0 for those of the tokens only."""
     ignored: list[str]
     echo: bool = False
 

@@ -341,7 +341,7 @@ class CohereEmbed:
     """One request."""
 
     body: dict[str, Any]
-    """That of `/v1/embeddings`."""
+    """The body of `/v1/embeddings`."""
     texts: list[str]
     types: list[str]
 

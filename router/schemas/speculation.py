@@ -26,7 +26,7 @@ DEPRECATED_FIELDS = {"speculative_verify": "speculative_verification"}
 DEFAULT_TOKENS = 3
 """Draft tokens where a request names a method, and neither it nor the server a number."""
 PREDICTED_TOKENS = 8
-"""The same for a request with a `prediction`."""
+"""Draft tokens of a request with a `prediction`, where neither it nor the server has a number."""
 DRAFT_MODEL_TOKENS = 4
 """The server's default where it has a draft model."""
 

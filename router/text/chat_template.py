@@ -127,7 +127,7 @@ class ChatTemplate:
         return self._text(messages, options.variables)
 
     def unread(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the variables `names` that the template does not read."""
+        """The variables among `names` that the template does not read."""
         return tuple(name for name in names if name not in self._names)
 
     def _text(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ _TERMS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|\#)[^\n
 
 
 def _with_named_texts(grammar: str, tokenizer: LLTokenizer) -> str:
-    """With the text of each added token that the grammar names as `<name>`: llguidance knows special tokens alone."""
+    """With the text of each added token that the grammar names as `<name>`: llguidance knows only special tokens."""
 
     def written(term: re.Match[str]) -> str:
         ids = tokenizer.tokenize_str(term[1]) if term[1] else []

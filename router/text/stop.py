@@ -35,7 +35,7 @@ class _Stop:
     def __init__(self, text: str, name: str) -> None:
         self.text = text
         self.name = name
-        """As the request has it."""
+        """The text that the request has."""
         self.num_matched = 0
         self._borders = [0] * len(text)
         """Length of the longest beginning of the text, shorter than `text[: index + 1]`, with which that ends."""
@@ -219,7 +219,7 @@ class AnswerFinder:
 
     @property
     def _markers(self) -> tuple[str, ...]:
-        """Those that may come next."""
+        """The texts that may come next."""
         reasoning = self._reasoning
         if self._is_open:
             return reasoning.closings

@@ -154,7 +154,7 @@ _FAMILIES = (
 
 Input = str | tuple[str, str]
 """A text, or two texts that are compared."""
-MOST_CUT_CHARS = 1 << 18
+MAX_CUT_CHARS = 1 << 18
 """Maximum characters of a text that is tokenized whole before it is cut."""
 _GROUP_TEXTS, _GROUP_CHARS = 64, 1 << 15
 """Texts, and characters, that are tokenized by one job of a thread."""
@@ -206,8 +206,8 @@ def encode_group(backend: tokenizers.Tokenizer, texts: Sequence[Input], cut: Cut
     """The tokens of each. Runs in a thread; the library releases the GIL. Raises ValidationError."""
     if cut.most is not None:
         for text in texts:
-            if max(map(len, (text,) if isinstance(text, str) else text)) > MOST_CUT_CHARS:
-                raise ValidationError(f"a text of more than {MOST_CUT_CHARS} characters cannot be truncated")
+            if max(map(len, (text,) if isinstance(text, str) else text)) > MAX_CUT_CHARS:
+                raise ValidationError(f"a text of more than {MAX_CUT_CHARS} characters cannot be truncated")
     encode = backend.encode_batch if cut.wants_offsets else backend.encode_batch_fast
     encodings = encode(list(texts), add_special_tokens=cut.add_special_tokens)
     return [

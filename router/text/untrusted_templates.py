@@ -57,11 +57,11 @@ def question_of(
 
 SECONDS = 2.0
 """Time limit of one prompt."""
-FAST_SECONDS = 0.25
+FAST_S = 0.25
 """Time limit in the process of fast templates; a template is fast that took less than half of it."""
-SLOW_SECONDS = 0.5
+SLOW_S = 0.5
 """Prompts that take longer than these seconds are charged to a budget."""
-BUDGET_SECONDS, BUDGET_PERIOD = 4.0, 60.0
+BUDGET_S, BUDGET_PERIOD = 4.0, 60.0
 """Budget in seconds per caller and source, and its period in seconds."""
 _MAX_FAST = 4096
 _MAX_BUDGETS = 4096
@@ -83,7 +83,7 @@ class _Budgets:
 
     def used(self, who: str) -> float:
         seconds, at = self._used.get(who, (0.0, 0.0))
-        return max(0.0, seconds - (time.monotonic() - at) * BUDGET_SECONDS / BUDGET_PERIOD)
+        return max(0.0, seconds - (time.monotonic() - at) * BUDGET_S / BUDGET_PERIOD)
 
     def charge(self, who: str, seconds: float) -> None:
         self._used[who] = (self.used(who) + seconds, time.monotonic())
@@ -93,11 +93,11 @@ class _Budgets:
 
     def check(self, who: str) -> None:
         """Raises ChatTemplateError where the budget is used up."""
-        excess = self.used(who) - BUDGET_SECONDS
+        excess = self.used(who) - BUDGET_S
         if excess >= 0:
-            wait = max(1, round(excess * BUDGET_PERIOD / BUDGET_SECONDS))
+            wait = max(1, round(excess * BUDGET_PERIOD / BUDGET_S))
             raise ChatTemplateError(
-                f"slow templates of this source took {BUDGET_SECONDS:g} s of the last {BUDGET_PERIOD:g} s: "
+                f"slow templates of this source took {BUDGET_S:g} s of the last {BUDGET_PERIOD:g} s: "
                 f"try again in {wait} s"
             )
 
@@ -147,7 +147,7 @@ class _RenderLane:
                     job.answer.set_result((answer, time.monotonic() - start))
             seconds = time.monotonic() - start
             self._turns.charge(job.who, 1000 * seconds)
-            if seconds > SLOW_SECONDS:
+            if seconds > SLOW_S:
                 self._budgets.charge(job.who, seconds)
 
     async def _answer(self, question: bytes) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class UntrustedTemplates:
 
     def __init__(self) -> None:
         self._budgets = _Budgets()
-        self._fast_lane = _RenderLane(FAST_SECONDS, self._budgets)
+        self._fast_lane = _RenderLane(FAST_S, self._budgets)
         self._other_lane = _RenderLane(SECONDS, self._budgets)
         self._fast: OrderedDict[bytes, None] = OrderedDict()
         """Hashes of templates."""
@@ -204,7 +204,7 @@ class UntrustedTemplates:
             except TimeoutError:
                 self._fast.pop(key, None)
         answer, seconds = await self._other_lane.render(who, question)
-        if seconds < FAST_SECONDS / 2 and "error" not in answer:
+        if seconds < FAST_S / 2 and "error" not in answer:
             self._fast[key] = None
             if len(self._fast) > _MAX_FAST:
                 self._fast.popitem(last=False)

@@ -46,7 +46,7 @@ from lorikeet.router.schemas.adapters import (
 from lorikeet.router.schemas.model import BodyType
 from lorikeet.router.shards.link import ShardLink
 
-_UNLOAD_SECONDS = 300.0
+_UNLOAD_S = 300.0
 
 
 class AdminRoutes(Routes):
@@ -256,7 +256,7 @@ class AdminRoutes(Routes):
     async def _unload(self, digests: set[str], disk: bool) -> None:
         admission, is_used = self._service.admission, self._service.dispatcher.is_used
         try:
-            async with asyncio.timeout(_UNLOAD_SECONDS):
+            async with asyncio.timeout(_UNLOAD_S):
                 if disk:
                     removed = await asyncio.gather(*(admission.delete(digest, is_used) for digest in digests))
                 else:

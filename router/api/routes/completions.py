@@ -126,7 +126,7 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         alternatives: list[Alternatives] | None,
         params: CompletionFields,
     ) -> Logprobs:
-        """The same four lists for an echoed prompt; its first token has no probability."""
+        """`logprobs` of an echoed prompt; its first token has no probability."""
         likeliest = (
             [None] * len(prefill) if alternatives is None else [best[: params.num_logprobs] for best in alternatives]
         )

@@ -52,7 +52,7 @@ class DialectWriter(Protocol):
         """The last events. `usage` is that of chat completions, `more` are further fields of the answer."""
 
     def fail(self, error: RouterError) -> list[dict[str, Any]]:
-        """The same for an output that failed."""
+        """The last events for an output that failed."""
 
     @property
     def answer(self) -> dict[str, Any]:

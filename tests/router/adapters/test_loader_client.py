@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.errors import AdapterInvalid
-from lorikeet.router.adapters.loading import LONGEST_LINE, LoaderClient
+from lorikeet.router.adapters.loading import MAX_LINE_BYTES, LoaderClient
 from tests.router.scripted_loader import ScriptedLoader
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("token", ["t" * LONGEST_LINE, "\ud800"])
+@pytest.mark.parametrize("token", ["t" * MAX_LINE_BYTES, "\ud800"])
 async def test_a_call_that_cannot_be_sent_fails_alone(tmp_path: Path, token: str) -> None:
     async with ScriptedLoader(tmp_path) as loader:
         loader.may_answer.clear()

@@ -46,7 +46,7 @@ def test_scores_of_years_do_not_overflow() -> None:
 
 
 def test_few_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_KNOWN", 4)
+    monkeypatch.setattr(module, "MAX_KNOWN", 4)
     found = Popularity(Clock())
     for number in range(30):
         found.add(pb.AdapterPin(digest=f"{number}"), "")

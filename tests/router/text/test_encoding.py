@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.text.tokenizer import MOST_CUT_CHARS, Cut, encode_group, groups
+from lorikeet.router.text.tokenizer import MAX_CUT_CHARS, Cut, encode_group, groups
 from tests import tiny_pooled
 
 TEXTS = [
@@ -49,7 +49,7 @@ def test_texts_that_cannot_be_cut_are_rejected(backend: tokenizers.Tokenizer) ->
     with pytest.raises(ValidationError, match="nothing of a text is left"):
         encode_group(backend, ["the fox"], Cut(2))
     with pytest.raises(ValidationError, match="cannot be truncated"):
-        encode_group(backend, ["x" * (MOST_CUT_CHARS + 1)], Cut(8))
+        encode_group(backend, ["x" * (MAX_CUT_CHARS + 1)], Cut(8))
 
 
 def test_groups_keep_the_order_and_are_bounded() -> None:

@@ -25,8 +25,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 @pytest.fixture
 async def templates(anyio_backend: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UntrustedTemplates]:
     monkeypatch.setattr(untrusted_templates, "SECONDS", 0.6)
-    monkeypatch.setattr(untrusted_templates, "SLOW_SECONDS", 0.4)
-    monkeypatch.setattr(untrusted_templates, "BUDGET_SECONDS", 1.2)
+    monkeypatch.setattr(untrusted_templates, "SLOW_S", 0.4)
+    monkeypatch.setattr(untrusted_templates, "BUDGET_S", 1.2)
     found = UntrustedTemplates()
     yield found
     await found.close()

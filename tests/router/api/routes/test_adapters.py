@@ -169,7 +169,7 @@ async def test_a_disconnect_keeps_a_load_that_others_wait_for(server: Serving) -
 
 
 async def test_a_long_wait_makes_a_load_urgent(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.router.adapters.loading.URGENT_SECONDS", 0.05)
+    monkeypatch.setattr("lorikeet.router.adapters.loading.URGENT_S", 0.05)
     server.loader.may_answer.clear()
     task = asyncio.create_task(server.client.post("/generate", json=body("/generate", "one")))
     await server.shard.until(lambda: any("urgent" in call for call in server.loader.calls))
