@@ -460,6 +460,21 @@ class ForkServer:
         self._control.settimeout(self._start_s)
         return await asyncio.to_thread(self._exchange)
 
+    def ending(self) -> str:
+        """Why it did not start, and what to do, for an error."""
+        code = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(1.0)  # its socket may be closed a moment before
+        if code is None:
+            return (
+                f"did not answer within {self._start_s:g} s: the machine is busy, or its disk is slow; start it again"
+            )
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"was ended by {name}: look for `oom` in the kernel's log (dmesg), and give it more memory"
+        return f"ended with exit code {code}: the lines above say why"
+
     async def fork(self, **options: Any) -> tuple[int, socket.socket]:
         """A new process and the socket to it. Raises ProcessEnded if the server has ended."""
         ours, theirs = socket.socketpair()

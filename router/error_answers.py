@@ -72,6 +72,7 @@ ANSWERS: dict[type[errors.RouterError], ErrorAnswer] = {
     errors.KeyLimitReached: ErrorAnswer(429, "overloaded", "overloaded", 429, "requests", "rate_limit_exceeded"),
     errors.ShuttingDown: ErrorAnswer(503, "shutting_down", "shutting_down", 503, "server_error", "shutting_down"),
     errors.NoShard: ErrorAnswer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
+    errors.ModelLoading: ErrorAnswer(503, "unavailable", "unavailable", 503, "server_error", "model_loading"),
     errors.Unhealthy: ErrorAnswer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
     errors.NotServed: ErrorAnswer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
     errors.GenerationFailed: ErrorAnswer(424, "generation", "generation", 500, "server_error", "generation_failed"),

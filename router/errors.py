@@ -18,7 +18,7 @@ RouterError
 │   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
-│   └── ShuttingDown, NoShard, Unhealthy, NotServed
+│   └── ShuttingDown, NoShard, ModelLoading, Unhealthy, NotServed
 └── Failed                      it started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
 """
@@ -350,6 +350,12 @@ class ShuttingDown(Refused):
 class NoShard(Refused):
     template = "No shard is ready"
     retry_after = 5.0
+
+
+class ModelLoading(NoShard):
+    """The server has started, and no shard has been ready yet."""
+
+    template = "The model is loading: repeat the request when GET /ready answers with status 200"
 
 
 class Unhealthy(Refused):

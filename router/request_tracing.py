@@ -6,9 +6,11 @@ OpenTelemetry's conventions for HTTP and GenAI; `gen_ai.latency.*` is as in vLLM
 still in development and no longer part of the Python package of conventions.
 """
 
+import logging
+import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from opentelemetry.context import Context
@@ -159,6 +161,29 @@ CLOSE_MS = 2000
 _NS = 1_000_000_000
 
 
+class OncePerMinute(logging.Filter):
+    """Lets one line through per minute, with the number of lines that were left out since the one before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._next, self._num_dropped = clock, -math.inf, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Called by `logging` for each line."""
+        if self._clock() < self._next:
+            self._num_dropped += 1
+            return False
+        if self._num_dropped:
+            record.msg = f"{record.getMessage()} ({self._num_dropped} more lines since the last one)"
+            record.args = ()
+        self._next, self._num_dropped = self._clock() + 60.0, 0
+        return True
+
+
+EXPORTERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
+"""Loggers that repeat themselves while the endpoint does not answer."""
+
+
 class Tracing:
     """Tracing of one router process."""
 
@@ -181,6 +206,9 @@ class Tracing:
         """With the exporter that the configuration names; None where there is none."""
         if config.otlp_endpoint is None:
             return None
+        once = OncePerMinute()
+        for name in EXPORTERS:
+            logging.getLogger(name).addFilter(once)
         is_plain = not config.otlp_endpoint.startswith("https://")
         return cls(config, OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=is_plain))
 

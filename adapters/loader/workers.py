@@ -110,7 +110,7 @@ class WorkerForkServer(process.ForkServer):
         """Start it; the base's key in the store. Raises ValueError if the base cannot be read."""
         answer = await self.start()
         if "base" not in answer:
-            raise ValueError(str(answer.get("failed", "the process that reads adapters did not start")))
+            raise ValueError(str(answer.get("failed") or f"the process that reads adapters {self.ending()}"))
         base, weights, dtype = answer["base"]
         return str(base), str(weights), str(dtype)
 

@@ -23,6 +23,7 @@ from lorikeet.router.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
     GenerationFailed,
+    ModelLoading,
     NoShard,
     Overloaded,
     PoisonRequest,
@@ -189,7 +190,7 @@ class Dispatcher:
         if self.draining:
             raise ShuttingDown
         if not self.healthy:
-            raise NoShard
+            raise ModelLoading if self.info is None else NoShard
         self.check_load(num_coming, caller)
 
     def check_load(self, num_coming: int = 0, caller: str = "") -> None:

@@ -1,5 +1,6 @@
 """Spans of requests to a scripted shard: their tree, their attributes, what they leave out, and what they cost."""
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -48,6 +49,29 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
     for span in exporter.get_finished_spans():
         found.setdefault(span.name, []).append(span)
     return found
+
+
+def test_an_endpoint_that_does_not_answer_logs_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    once = request_tracing.OncePerMinute(lambda: now[0])
+    logger = logging.getLogger("tests.exporter")
+    logger.addFilter(once)
+    for seconds in range(0, 121, 5):
+        now[0] = float(seconds)
+        logger.error("Failed to export %s", "traces")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Failed to export traces",
+        "Failed to export traces (11 more lines since the last one)",
+        "Failed to export traces (11 more lines since the last one)",
+    ]
+
+
+@pytest.mark.usefixtures("exporter")
+async def test_the_exporter_s_loggers_are_limited(tmp_path: Path) -> None:
+    async with traced(tmp_path):
+        logger = sys.modules["opentelemetry.exporter.otlp.proto.grpc.exporter"].logger
+        assert logger.name in request_tracing.EXPORTERS
+        assert any(isinstance(entry, request_tracing.OncePerMinute) for entry in logger.filters)
 
 
 async def test_the_spans_of_a_request_are_one_tree_under_its_parent(

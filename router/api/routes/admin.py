@@ -188,8 +188,11 @@ class AdminRoutes(Routes):
         """Raises AdminOnly for everyone but administrators."""
         keys = self._service.selection.keys
         if not keys.has_admin:
-            raise AdminOnly("administration is disabled: the server was started without an admin key")
-        self._service.authentication.check_admin(request, AdminOnly("this route needs the admin key as bearer token"))
+            raise AdminOnly(
+                "administration is disabled: start the server with --admin-key-file FILE or the variable ADMIN_KEY"
+            )
+        refusal = AdminOnly("this route needs the admin key: send it as Authorization: Bearer KEY")
+        self._service.authentication.check_admin(request, refusal)
         if self._service.dispatcher.admission is None:
             raise NotServed(request.url.path)
 

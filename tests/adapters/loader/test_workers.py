@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.loader.workers import WorkerForkServer
+from lorikeet.proto.process import ForkServer
 
 
 def test_a_worker_whose_caller_is_cancelled_while_it_is_forked_is_ended() -> None:
@@ -47,3 +48,20 @@ async def cancelled(server: WorkerForkServer, may_fork: threading.Event) -> None
     async with asyncio.timeout(10):
         while server._ending:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL: look for `oom`"),
+        ("raise SystemExit(3)", "ended with exit code 3: the lines above say why"),
+        ("import time; time.sleep(30)", "did not answer within 0.2 s: the machine is busy"),
+    ],
+    ids=["killed", "ended", "slow"],
+)
+def test_a_process_that_does_not_start_says_why_and_what_to_do(tmp_path: Path, program: str, said: str) -> None:
+    (tmp_path / "program.py").write_text(program)
+    server = ForkServer("program", start_s=0.2 if "sleep" in program else 30.0, env={"PYTHONPATH": str(tmp_path)})
+    assert asyncio.run(server.start()) == {}
+    assert said in server.ending()
+    server.close()

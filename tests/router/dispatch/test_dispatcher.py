@@ -18,7 +18,7 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import (
     DeadlineExceeded,
     GenerationFailed,
-    NoShard,
+    ModelLoading,
     Overloaded,
     QueueTimeout,
     ShuttingDown,
@@ -325,8 +325,9 @@ async def test_requests_fail_before_a_shard_is_connected(tmp_path: Path) -> None
     dispatcher = Dispatcher(RouterConfig("model", "", (f"unix:{tmp_path}/none.sock",)), tokenizer)
     await dispatcher.start()
     assert not dispatcher.ready
-    with pytest.raises(NoShard):
+    with pytest.raises(ModelLoading, match="The model is loading") as refused:
         dispatcher.submit(request())
+    assert refused.value.retry_after is not None
     await dispatcher.stop()
     tokenizer.close()
 
