@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 from lorikeet.adapters import catalogue, refs
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.formats import configuration
+from lorikeet.adapters.formats.configuration import Tokenizers
 from lorikeet.adapters.formats.header import MAX_HEADER, PREFIX, header_len
-from lorikeet.adapters.formats.tokenizer import Tokenizers
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources import hub
 from lorikeet.adapters.sources.base import CONFIG, SMALL_NAMES, AdapterSource, FileHead

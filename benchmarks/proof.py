@@ -28,13 +28,13 @@ def listed(suites: Sequence[Suite], known: Mapping[str, Result]) -> str:
     return "\n".join(lines)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = arguments.parser(__doc__)
     arguments.add_suites(parser, SUITES)
     parser.add_argument("--all", action="store_true", help="measure every suite")
     parser.add_argument("--here", action="store_true", help="measure in this process, and write no pages")
     parser.add_argument("--trial", action="store_true", help="measure in this process, and write nothing")
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     runner.exit_on_sigterm()
     suites = [suite for suite in SUITES if suite.is_among(options.suite)]
     if not (options.suite or options.all):

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import arguments, results
-from benchmarks.evidence.figure import Figure
+from benchmarks.evidence.figure import Estimate, Figure
 from benchmarks.evidence.results import REPOSITORY, Result
-from benchmarks.evidence.statistics import Estimate
 from benchmarks.figures import SUITES
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"

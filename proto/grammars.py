@@ -36,13 +36,15 @@ def read_grammar_tokenizer(folder: Path, vocab_size: int | None = None) -> LLTok
 def grammar_tokenizer(
     text: str, vocab_size: int | None = None, eos_ids: Sequence[int] = (), named: Sequence[str] = ()
 ) -> LLTokenizer:
-    """The same from the text of tokenizer.json. The first of `eos_ids` ends outputs; they and the tokens `named` are
-    special, whatever tokenizer.json says. Raises ValueError.
+    """The tokenizer that the text of a tokenizer.json describes. The first of `eos_ids` ends outputs; they and the
+    tokens `named` are special, whatever the text says. Raises ValueError.
     """
     eos_id = eos_ids[0] if eos_ids else None
     base = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_id, slices=[])
     added = json.loads(text).get("added_tokens") or []
-    plain_ids = {each["id"] for each in added if not each["special"] and each["content"] not in named} - set(eos_ids)
+    plain_ids = {token["id"] for token in added if not token["special"] and token["content"] not in named} - set(
+        eos_ids
+    )
     wrapper = TokenizerWrapper(_TextTokens(base, plain_ids, eos_ids))
     return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=base.eos_token)
 
@@ -76,7 +78,7 @@ def _eos_ids(folder: Path) -> list[int]:
     """The end-of-sequence tokens of the first of the model's configurations that names any."""
     for name in ("generation_config.json", "config.json"):
         named = _json(folder / name).get("eos_token_id")
-        ids = [each for each in (named if isinstance(named, list) else [named]) if isinstance(each, int)]
+        ids = [token_id for token_id in (named if isinstance(named, list) else [named]) if isinstance(token_id, int)]
         if ids:
             return ids
     return []
@@ -86,8 +88,8 @@ def _named_tokens(folder: Path) -> list[str]:
     """The texts of the tokens that the tokenizer's configuration names."""
     settings = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
     named = [settings.get(name) for name in _NAMED_TOKENS]
-    texts = [each.get("content") if isinstance(each, dict) else each for each in named]
-    return [each for each in texts if isinstance(each, str)]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    return [token for token in texts if isinstance(token, str)]
 
 
 def _json(path: Path) -> dict[str, Any]:

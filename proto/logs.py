@@ -113,10 +113,10 @@ _NAMED = re.compile(r"([a-z]+(?:_[a-z0-9]+)+): ?(.*)", re.DOTALL)
 
 def _named_sentence(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """`event_name: a sentence` as `event` and `message`; everything else is a library's."""
-    found = _NAMED.fullmatch(event["event"])
-    if found is None:
+    match = _NAMED.fullmatch(event["event"])
+    if match is None:
         return _library_message(logger, method, event)
-    return {**event, "event": found[1], **({"message": found[2]} if found[2] else {})}
+    return {**event, "event": match[1], **({"message": match[2]} if match[2] else {})}
 
 
 def _library_message(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -81,7 +81,7 @@ def _check_ids(token_ids: Iterable[int], vocab_size: int, name: str) -> None:
 def _scalars(params: type, message: Any) -> tuple[str, ...]:
     """Names of the fields that a class shares with a message and that are single values."""
     names = message.DESCRIPTOR.fields_by_name
-    return tuple(each.name for each in fields(params) if each.name in names and not isinstance(each.default, tuple))
+    return tuple(field.name for field in fields(params) if field.name in names and not isinstance(field.default, tuple))
 
 
 def _copy(source: object, target: object, names: Iterable[str]) -> None:

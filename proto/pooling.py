@@ -99,13 +99,13 @@ def read(
     modules = _modules(folder)
     if not (modules or encodes or pooling or dimensions):
         return None
-    found = _with_modules(folder, modules, encodes)
+    model = _with_modules(folder, modules, encodes)
     if pooling:
-        found = _replaced(found, pooling=pooling)
+        model = _replaced(model, pooling=pooling)
     if dimensions is not None and (folder / DENSE.format(dimensions)).is_dir():
-        kept = tuple(step for step in found.steps if step == NORMALIZE)
-        found = _replaced(found, steps=(DENSE.format(dimensions), *kept))
-    return found
+        kept = tuple(step for step in model.steps if step == NORMALIZE)
+        model = _replaced(model, steps=(DENSE.format(dimensions), *kept))
+    return model
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
@@ -116,16 +116,16 @@ def num_labels(config: Mapping[str, Any]) -> int:
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
     """Their names, in the order of their scores."""
-    given = config.get("id2label") or {}
-    return [str(given.get(str(index), f"LABEL_{index}")) for index in range(num_labels(config))]
+    names = config.get("id2label") or {}
+    return [str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels(config))]
 
 
 def activation(config: Mapping[str, Any]) -> str:
     """What turns a classification model's logits into scores: sigmoid, softmax or none, as in transformers'
     pipelines and in sentence-transformers' CrossEncoder. Raises ValueError for other functions.
     """
-    given = config.get("sentence_transformers")
-    name = str(given.get("activation_fn") or "") if isinstance(given, dict) else ""
+    settings = config.get("sentence_transformers")
+    name = str(settings.get("activation_fn") or "") if isinstance(settings, dict) else ""
     name = name or str(config.get("sbert_ce_default_activation_function") or "")
     kind = name.rpartition(".")[2]
     if kind and kind not in (_IDENTITY, _SIGMOID):
@@ -147,14 +147,14 @@ def _refuse_flags(pooling: str, dimensions: int | None, reason: str) -> None:
         raise ValueError(f"{flag} is of embedding models, and {reason}")
 
 
-def _replaced(found: PooledModel, **values: Any) -> PooledModel:
-    return PooledModel(**{**vars(found), **values})
+def _replaced(model: PooledModel, **values: Any) -> PooledModel:
+    return PooledModel(**{**vars(model), **values})
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
     """sentence-transformers' modules; none without its files, or where they are of a cross-encoder."""
     modules = _read_json(folder / MODULES)
-    return [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    return [module for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
 
 
 def _read_json(path: Path) -> Any:

@@ -32,17 +32,17 @@ def signal_at_parent_death(number: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-MOST_FILES = 1 << 20
+MAX_FILES = 1 << 20
 """More are never needed, and some libraries go through all possible descriptors."""
 
 
 def raise_file_limit() -> int:
     """Raise the soft limit of open files to the hard limit, for this process and its children; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
     return soft
 
 
@@ -60,7 +60,7 @@ def report_failure(path: str | None, reason: str) -> bool:
     return True
 
 
-MOST_KEPT = 16 << 20
+MAX_KEPT = 16 << 20
 """Bytes that are freed before they are returned: to return them takes as long as to convert a quarter of them."""
 
 
@@ -81,9 +81,9 @@ class FreedMemory:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes were freed. Returns freed memory after every MOST_KEPT of them."""
+        """So many bytes were freed. Returns freed memory after every MAX_KEPT of them."""
         self._num_bytes += num_bytes
-        if self._num_bytes >= MOST_KEPT:
+        if self._num_bytes >= MAX_KEPT:
             self._num_bytes = 0
             return_freed_memory()
 
@@ -329,7 +329,7 @@ class LineProcess:
         return await self.exchange(line, seconds)
 
     async def exchange(self, line: bytes, seconds: float) -> bytes:
-        """As `ask`, of a process that was started. If this raises, and if the caller leaves, the process is killed: a
+        """The answer of a process that was started. If this raises, or if the caller leaves, the process is killed: a
         late answer must not be taken for the next one.
         """
         try:

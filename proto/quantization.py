@@ -107,20 +107,20 @@ def multiplies_integers(name: str | None, config: Mapping[str, Any]) -> bool:
     return name in ROUNDING or (is_packed and not reason_against_integers(config))
 
 
-def activations_of(is_integers: bool, wanted: str | None, device: str) -> str:
+def activations_of(is_integers: bool, chosen: str | None, device: str) -> str:
     """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. `is_integers`:
     whether weights are multiplied as integers. Raises ValueError where that leaves no choice.
     """
-    if wanted is not None and not is_integers:
+    if chosen is not None and not is_integers:
         raise ValueError(
             f"only {', '.join(ROUNDING)}, and checkpoints of {' and '.join(PACKED)} whose layout allows it, can choose "
             "how activations are rounded"
         )
     if not device.startswith("cpu"):
-        if wanted == "int8":
+        if chosen == "int8":
             raise ValueError(f"8-bit activations are supported on CPU only, not on {device}")
         return "none"
-    return wanted or "int8" if is_integers else "none"
+    return chosen or "int8" if is_integers else "none"
 
 
 def describe(name: str | None, activations: str) -> str:
@@ -129,39 +129,39 @@ def describe(name: str | None, activations: str) -> str:
     return name or "" if activations == usual else f"{name}, activations {activations}"
 
 
-def of_weights(wanted: str | None) -> str | None:
+def of_weights(method: str | None) -> str | None:
     """The weights' method in a value of `--quantize`."""
-    return None if wanted == FP8_KV else wanted
+    return None if method == FP8_KV else method
 
 
 def of_checkpoint(config: Mapping[str, Any]) -> str | None:
     """The quantization method in a config.json, by the name of our flag if it has one; None for plain weights."""
     if config.get(GGUF_KEY):
         return "gguf"
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
         return None
-    if found.get("load_in_8bit"):
+    if settings.get("load_in_8bit"):
         return "bitsandbytes"
-    if found.get("load_in_4bit"):
-        return f"bitsandbytes-{found.get('bnb_4bit_quant_type', 'fp4')}"
-    name = str(found.get("quant_method"))
+    if settings.get("load_in_4bit"):
+        return f"bitsandbytes-{settings.get('bnb_4bit_quant_type', 'fp4')}"
+    name = str(settings.get("quant_method"))
     if name == "hqq":
-        asked = found.get("quant_config") or {}
+        asked = settings.get("quant_config") or {}
         return f"hqq-{asked.get('weight_quant_params', {}).get('nbits', 4)}bit"
     return name
 
 
-def choose(wanted: str | None, config: Mapping[str, Any]) -> str | None:
+def choose(name: str | None, config: Mapping[str, Any]) -> str | None:
     """The method that weights are served with, from the flag and config.json. Raises ValueError with a reason."""
-    own, wanted = of_checkpoint(config), of_weights(wanted)
-    if own is not None and wanted is not None and own != wanted:
-        raise ValueError(f"its weights are quantised by {own} already, and {wanted} was asked for")
-    chosen = own or wanted
+    own, flag = of_checkpoint(config), of_weights(name)
+    if own is not None and flag is not None and own != flag:
+        raise ValueError(f"its weights are quantised by {own} already, and {flag} was asked for")
+    chosen = own or flag
     if chosen is None:
         return None
-    method = METHODS.get(chosen, QuantizationMethod())
-    reason = method.refused_at_load if own is None else method.refused_in_files
+    row = METHODS.get(chosen, QuantizationMethod())
+    reason = row.refused_at_load if own is None else row.refused_in_files
     if not reason and not (chosen in PACKED and multiplies_integers(chosen, config)):
         reason = reason_against(chosen)
         if reason and chosen in PACKED:

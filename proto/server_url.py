@@ -11,8 +11,8 @@ VARIABLE = "LORIKEET_URL"
 
 def default(environment: Mapping[str, str] | None = None) -> str:
     """The server that a tool talks to without --url: LORIKEET_URL, else the launcher's default port on this machine."""
-    given = (os.environ if environment is None else environment).get(VARIABLE, "").strip()
-    return given or f"http://127.0.0.1:{PORT}"
+    url = (os.environ if environment is None else environment).get(VARIABLE, "").strip()
+    return url or f"http://127.0.0.1:{PORT}"
 
 
 def normalized(text: str) -> str:

@@ -22,5 +22,5 @@ def versions_compatible(one: str, other: str) -> bool:
     differ by at most one, so that a rolling upgrade works.
     """
     numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (one, other)]
-    majors, minors = ([int(found[group]) for found in numbers if found is not None] for group in (1, 2))
+    majors, minors = ([int(match[group]) for match in numbers if match is not None] for group in (1, 2))
     return len(majors) == 2 and majors[0] == majors[1] and abs(minors[0] - minors[1]) <= 1

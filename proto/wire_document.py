@@ -36,7 +36,7 @@ def lines() -> Iterator[str]:
 
 def _sections(text: list[str]) -> list[_Section]:
     """In the order of their beginnings."""
-    found: list[_Section] = []
+    sections: list[_Section] = []
     open_ones: list[_Section] = []
     comment: list[str] = []
     for line in text:
@@ -44,9 +44,9 @@ def _sections(text: list[str]) -> list[_Section]:
             comment.append(line.strip().removeprefix("//").strip())
             continue
         if (block := _BLOCK.match(line)) is not None:
-            found.append(_Section(list(_heading(block, comment))))
+            sections.append(_Section(list(_heading(block, comment))))
             if block[4].strip() != "}":
-                open_ones.append(found[-1])
+                open_ones.append(sections[-1])
         elif line.strip() == "}" and open_ones:
             open_ones.pop()
         elif open_ones and (row := _row(line, comment)):
@@ -54,7 +54,7 @@ def _sections(text: list[str]) -> list[_Section]:
                 open_ones[-1].rows += [_HEADS["rpc" in line], "|---|---|---|---|"]
             open_ones[-1].rows.append(row)
         comment = []
-    return found
+    return sections
 
 
 _HEADS = {True: "| call | from | to | meaning |", False: "| number | name | type | meaning |"}
@@ -64,9 +64,9 @@ def _row(line: str, comment: list[str]) -> str:
     """Row of a table; "" for a line without a field."""
     if (call := _CALL.match(line)) is not None:
         return f"| `{call[1]}` | `{call[2]}` | `{call[3]}` | {_cell([*comment])} |"
-    if (found := _FIELD.match(line)) is not None:
-        kind = f"{found[1]} {found[2]}" if found[1] else found[2]
-        return f"| {found[4]} | `{found[3]}` | `{kind}` | {_cell([*comment, found[5] or ''])} |"
+    if (field := _FIELD.match(line)) is not None:
+        kind = f"{field[1]} {field[2]}" if field[1] else field[2]
+        return f"| {field[4]} | `{field[3]}` | `{kind}` | {_cell([*comment, field[5] or ''])} |"
     if (value := _VALUE.match(line)) is not None:
         return f"| {value[2]} | `{value[1]}` | | {_cell([*comment, value[3] or ''])} |"
     return ""

@@ -44,16 +44,20 @@ class Skeleton:
     """The base that adapters are read for."""
 
     def __init__(
-        self, model_path: str | Path, trust_remote_code: bool = False, wanted: str = "", dimensions: int | None = None
+        self,
+        model_path: str | Path,
+        trust_remote_code: bool = False,
+        pooled_by: str = "",
+        dimensions: int | None = None,
     ) -> None:
-        """`wanted` and `dimensions`: `--pooling` and `--embedding-dim`. Raises ValueError or OSError if there is no
+        """`pooled_by` and `dimensions`: `--pooling` and `--embedding-dim`. Raises ValueError or OSError if there is no
         model in the folder.
         """
         self.model_path = Path(model_path)
         self.config = AutoConfig.from_pretrained(
             self.model_path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        self.pooled = pooling.read(self.model_path, self.config.to_dict(), wanted, dimensions)
+        self.pooled = pooling.read(self.model_path, self.config.to_dict(), pooled_by, dimensions)
         auto = AutoModelForCausalLM if self.pooled is None else _AUTO[self.pooled.task]
         with torch.device("meta"):
             network: nn.Module = auto.from_config(self.config, trust_remote_code=trust_remote_code)

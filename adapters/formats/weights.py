@@ -1,6 +1,6 @@
 """An adapter's weight files as named tensors: safetensors mapped in place, or a `.bin` read without running its code.
 
-`peft_reading` finds the module of each tensor.
+`changes` finds the module of each tensor.
 """
 
 import hashlib

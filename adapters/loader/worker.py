@@ -18,7 +18,7 @@ import structlog
 
 from lorikeet.adapters.check import AdapterValidator, read_headers
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
-from lorikeet.adapters.formats import configuration, tokenizer
+from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton, choose_dtype
 from lorikeet.adapters.formats.changes import ModuleChange, PlannedReader, merge
 from lorikeet.adapters.formats.layout import (
@@ -64,7 +64,7 @@ class WorkerContext:
         )
         self.reader = PlannedReader(skeleton)
         self.reader.warm()
-        self.tokenizers = tokenizer.Tokenizers(skeleton.model_path)
+        self.tokenizers = configuration.Tokenizers(skeleton.model_path)
 
     def base_key(self) -> tuple[str, str, str]:
         """What identifies files for this base in the store."""

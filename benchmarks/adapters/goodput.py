@@ -19,8 +19,7 @@ import uvloop
 
 from benchmarks.adapters.cost import load
 from benchmarks.adapters.tiers import uncache
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import adapted, completions
 from benchmarks.load.rounds import EXTRA, OURS
 from benchmarks.models.prompts import prompts

@@ -22,8 +22,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import adapted, completions, rounds, servers
 from benchmarks.models.prompts import prompts
 

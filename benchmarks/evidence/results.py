@@ -17,8 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.figure import Case, Figure, Raw, Suite, status
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Figure, Raw, Suite, percentile, status
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -14,8 +14,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import adapted, completions
 from benchmarks.load.rounds import LENGTH, in_turn
 from benchmarks.models.prompts import prompts

@@ -87,9 +87,9 @@ async def _round(port: int, model: str, seed: int, errors: list[str]) -> dict[st
             checked.append(_checked(reply.json, schema))
         return checked
 
-    answers = [each for found in await asyncio.gather(*map(client, range(CLIENTS))) for each in found]
+    answers = [answer for found in await asyncio.gather(*map(client, range(CLIENTS))) for answer in found]
     seconds = time.monotonic() - started
-    totals = {name: sum(each[name] for each in answers) for name in ("tokens", "finished", "valid")}
+    totals = {name: sum(answer[name] for answer in answers) for name in ("tokens", "finished", "valid")}
     return {**totals, "requests": len(answers), "tokens_per_second": round(totals["tokens"] / seconds, 3)}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import peers, servers
+from lorikeet.launcher.bench.load import ConnectionPool
 
 ADMIN_KEY = "key-of-the-measurement"
 ANSWER_S = 300.0
@@ -84,21 +85,14 @@ class Reply:
 
 async def send(port: int, path: str, body: Mapping[str, Any] | None = None, token: str = "") -> Reply:
     """POST of a JSON object, GET without one."""
-    content = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]
-    lines += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
-    lines += [f"Authorization: Bearer {token}"] if token else []
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    connections = ConnectionPool(f"http://127.0.0.1:{port}", headers, ANSWER_S)
     try:
-        writer.write("\r\n".join([*lines, "", ""]).encode() + content)
-        async with asyncio.timeout(ANSWER_S):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            content = await reader.read()
-        pairs = (line.partition(": ") for line in head[1:] if line)
-        headers = {key.lower(): value for key, _, value in pairs}
-        return Reply(int(head[0].split(" ")[1]), headers, content)
+        content = json.dumps(body).encode()
+        response = await (connections.get(path) if body is None else connections.post(path, content))
+        return Reply(response.status, response.headers, response.body)
     finally:
-        writer.close()
+        await connections.close()
 
 
 async def generate(port: int, prompt: str, adapter: str | None, num_tokens: int, **parameters: Any) -> Reply:

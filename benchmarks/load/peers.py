@@ -150,5 +150,5 @@ if __name__ == "__main__":
     parser = arguments.parser(__doc__)
     parser.add_argument("action", choices=["install", "install-embedders"])
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", TORCH_INDEX))
-    given = parser.parse_args()
-    (install_vllm if given.action == "install" else install_embedders)(given.torch_index)
+    options = parser.parse_args()
+    (install_vllm if options.action == "install" else install_embedders)(options.torch_index)

@@ -7,8 +7,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import completions, peers, servers
 from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM
 from benchmarks.models.limit import PROMPT_TOKENS

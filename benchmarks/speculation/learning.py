@@ -5,22 +5,22 @@ with heads that are trained offline on the same texts of the new task.
 
 import asyncio
 import contextlib
-import json
+import itertools
 import os
 import random
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.evidence.statistics import percentile
+from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import adapted, servers
 from benchmarks.load.rounds import alone, in_turn
+from lorikeet.launcher.bench.load import ConnectionPool, LoadGenerator, LoadResult, Lorax, Sample, Seen
+from lorikeet.launcher.bench.workload import Planned
 from tests.oracles import family
 
 ON, OFF = "on", "off"
@@ -40,18 +40,44 @@ TEMPERATURE = 0.7
 EVALUATED = 300
 
 
-@dataclass
-class Streamed:
-    """One text as it arrived."""
+@dataclass(frozen=True)
+class NumberedRequest(Planned):
+    """A request whose number decides how it is sampled."""
 
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens arrived, and how many at once."""
+    number: int = 0
 
-    def token_seconds(self) -> list[float]:
-        """Seconds of each token after the first ones: the time since the tokens before, in equal parts."""
-        pairs = zip(self.pieces, self.pieces[1:], strict=False)
-        return [(end - start) / count for (start, _), (end, count) in pairs for _ in range(count)]
+
+class TokenIds(Lorax):
+    """LoRAX's API. The text of an answer is its token ids, and every token has a time."""
+
+    def body(self, planned: Planned) -> dict[str, Any]:
+        assert isinstance(planned, NumberedRequest)
+        body = super().body(planned)
+        return body | {"parameters": body["parameters"] | _sampling(planned.number)}
+
+    def _read(self, data: dict[str, Any], time_s: float, seen: Seen) -> None:
+        super()._read(data, time_s, seen)
+        if token := data.get("token"):
+            seen.texts[-1] = f"{token['id']} "
+            if token.get("skipped"):
+                seen.token_times.append(time_s)
+
+
+def token_ids(sample: Sample) -> list[int]:
+    return [int(word) for word in sample.text.split()]
+
+
+def token_seconds(sample: Sample) -> list[float]:
+    """Seconds of each token after the first ones: the time since the tokens before. Those that arrive together have
+    equal parts of it.
+    """
+    arrivals: list[tuple[float, int]] = []
+    for gap in sample.itls:
+        if gap:
+            arrivals.append((gap, 1))
+        elif arrivals:
+            arrivals[-1] = (arrivals[-1][0], arrivals[-1][1] + 1)
+    return [gap / count for gap, count in arrivals for _ in range(count)]
 
 
 def measure() -> Cases:
@@ -64,29 +90,33 @@ def measure() -> Cases:
     errors: list[str] = []
     with _both() as running:
         with alone(OFF, running, errors):
-            rate = LOAD * uvloop.run(_capacity(running[OFF].port, others)) / NUM_TOKENS
+            warm_up, counted = (_requests(prompts, 1) for prompts in (others[:CLIENTS], others))
+            uvloop.run(_load(running[OFF].port, warm_up, CLIENTS))
+            loaded = uvloop.run(_load(running[OFF].port, counted, CLIENTS))
+            rate = LOAD * len(loaded.samples) / loaded.duration
         raw["requests_per_second"] = rate
-        texts: dict[str, list[Streamed]] = {ON: [], OFF: []}
+        texts: dict[str, list[Sample]] = {ON: [], OFF: []}
         seconds = {ON: 0.0, OFF: 0.0}
         prompts = first + second
         for number, start in enumerate(range(0, len(prompts), SEGMENT)):
-            part = [(at, prompts[at]) for at in range(start, min(start + SEGMENT, len(prompts)))]
-            offsets = [random_.expovariate(rate) for _ in part]
+            part = prompts[start : start + SEGMENT]
+            arrivals = itertools.accumulate(random_.expovariate(rate) for _ in part)
+            plan = _requests(part, start, arrivals)
             for way in in_turn((ON, OFF), number):
                 with alone(way, running, errors):
-                    begun = time.monotonic()
-                    texts[way] += uvloop.run(_open_loop(running[way].port, part, offsets))
-                    seconds[way] += time.monotonic() - begun
+                    loaded = uvloop.run(_load(running[way].port, plan))
+                    texts[way] += loaded.samples
+                    seconds[way] += loaded.duration
         for way in (ON, OFF):
             raw[way] = {
-                "tokens_per_second": sum(len(text.token_ids) for text in texts[way]) / seconds[way],
-                "p99_token_s": percentile([token_s for text in texts[way] for token_s in text.token_seconds()], 99),
+                "tokens_per_second": sum(sample.num_output for sample in texts[way]) / seconds[way],
+                "p99_token_s": percentile([token_s for sample in texts[way] for token_s in token_seconds(sample)], 99),
                 "seconds": seconds[way],
             }
         pairs = zip(texts[ON], texts[OFF], strict=True)
-        raw["differing_texts"] = sum(on.token_ids != off.token_ids for on, off in pairs)
+        raw["differing_texts"] = sum(on.text != off.text for on, off in pairs)
         raw["learning"] = uvloop.run(_learning(running[ON].port))
-        with _offline([text.token_ids for text in texts[ON][FIRST_REQUESTS:]], second, running) as folder:
+        with _offline([token_ids(sample) for sample in texts[ON][FIRST_REQUESTS:]], second, running) as folder:
             evaluated = _prompts(SECOND_TASK, SECOND_REQUESTS + EVALUATED)[SECOND_REQUESTS:]
             with alone(ON, running, errors):
                 raw["tokens_per_step"] = uvloop.run(_evaluate(running[ON].port, evaluated, folder))
@@ -132,65 +162,28 @@ def _prompts(task: str, count: int) -> list[str]:
     return heads.ALL["base" if task == FIRST_TASK else task].training_prompts(count, 0)[:count]
 
 
-def _parameters(number: int) -> dict[str, Any]:
-    fixed = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "seed": number}
-    return fixed | ({"do_sample": True, "temperature": TEMPERATURE} if number % SAMPLED_EVERY == 0 else {})
+def _sampling(number: int) -> dict[str, Any]:
+    """One of SAMPLED_EVERY requests is sampled."""
+    drawn = {"do_sample": True, "temperature": TEMPERATURE} if number % SAMPLED_EVERY == 0 else {}
+    return {"seed": number, **drawn}
 
 
-async def _stream(port: int, prompt: str, parameters: Mapping[str, Any]) -> Streamed:
-    """Events are read apart from the clock: only their arrival is noted while they come."""
-    content = json.dumps({"inputs": prompt, "parameters": parameters}).encode()
-    head = f"POST /generate_stream HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    pieces: list[tuple[float, bytes]] = []
+def _requests(prompts: Sequence[str], first: int, arrivals: Iterable[float] = ()) -> list[NumberedRequest]:
+    """Requests from number `first` on, which arrive at these times, or all at once."""
+    pairs = zip(enumerate(prompts, first), itertools.chain(arrivals, itertools.repeat(0.0)), strict=False)
+    return [NumberedRequest(prompt, NUM_TOKENS, None, time_s, number) for (number, prompt), time_s in pairs]
+
+
+async def _load(port: int, plan: Sequence[Planned], clients: int | None = None) -> LoadResult:
+    """A closed loop of so many clients; without them an open loop. Raises RuntimeError if a request fails."""
+    connections = ConnectionPool(f"http://127.0.0.1:{port}", {}, adapted.ANSWER_S)
     try:
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
-        while data := await reader.read(65536):
-            pieces.append((time.monotonic(), data))
+        loaded = await LoadGenerator(connections, TokenIds("", {}, ignores_eos=True), clients).run(plan)
     finally:
-        writer.close()
-    text, rest = Streamed(), b""
-    for time_s, data in pieces:
-        *lines, rest = (rest + data).split(b"\n")
-        events = [json.loads(line[5:]) for line in lines if line.startswith(b"data:")]
-        ids = [event["token"]["id"] for event in events if event.get("token")]
-        if ids:
-            text.token_ids += ids
-            text.pieces.append((time_s, len(ids)))
-    if not text.token_ids:
-        raise RuntimeError(f"no text: {pieces[:1]!r}"[:500])
-    return text
-
-
-async def _open_loop(port: int, part: Sequence[tuple[int, str]], offsets: Sequence[float]) -> list[Streamed]:
-    """Requests that arrive whatever the server does."""
-    running: list[asyncio.Task[Streamed]] = []
-    due = time.monotonic()
-    for (number, prompt), offset in zip(part, offsets, strict=True):
-        due += offset
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
-        running.append(asyncio.create_task(_stream(port, prompt, _parameters(number))))
-    return list(await asyncio.gather(*running))
-
-
-async def _closed_loop(port: int, prompts: Sequence[str], clients: int, **parameters: Any) -> float:
-    """Tokens per second."""
-    waiting, count = iter(prompts), 0
-
-    async def client() -> None:
-        nonlocal count
-        for prompt in waiting:
-            text = await _stream(port, prompt, {**_parameters(1), **parameters})
-            count += len(text.token_ids)  # `count += len(await …)` would read `count` before other clients add to it
-
-    start = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return count / (time.monotonic() - start)
-
-
-async def _capacity(port: int, prompts: Sequence[str]) -> float:
-    await _closed_loop(port, prompts[:CLIENTS], CLIENTS)  # warms up
-    return await _closed_loop(port, prompts, CLIENTS)
+        await connections.close()
+    if errors := [sample.error for sample in loaded.samples if sample.error]:
+        raise RuntimeError(errors[0])
+    return loaded
 
 
 async def _learning(port: int) -> dict[str, Any]:
@@ -207,7 +200,8 @@ async def _evaluate(port: int, prompts: Sequence[str], heads: Path) -> dict[str,
     for name, choice in (("learned", {}), ("offline", {"heads_id": heads.name})):
         tokens = steps = 0
         for first in range(0, len(prompts), CLIENTS):
-            parameters = {**_parameters(1), "details": True, "speculative_schedule": "constant", **choice}
+            fixed = {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True, "seed": 1, "details": True}
+            parameters = {**fixed, "speculative_schedule": "constant", **choice}
             bodies = ({"inputs": prompt, "parameters": parameters} for prompt in prompts[first : first + CLIENTS])
             for reply in await asyncio.gather(*(adapted.send(port, "/generate", body) for body in bodies)):
                 if reply.status != 200:

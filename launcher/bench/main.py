@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,7 +14,7 @@ import uvloop
 
 from lorikeet.launcher.bench import load, presentation, result, workload
 from lorikeet.launcher.bench.load import ConnectionPool, LoadGenerator, LoadResult
-from lorikeet.launcher.cli.client import URL_HELP
+from lorikeet.launcher.cli.client import add_server_options, command_parser, token_of
 from lorikeet.proto import server_url
 
 _EXAMPLES = """examples:
@@ -40,11 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
-        prog="lorikeet-bench",
-        description="Loads an OpenAI- or LoRAX-compatible server and prints what it measured.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    top = command_parser(
+        "lorikeet-bench", "Loads an OpenAI- or LoRAX-compatible server and prints what it measured.", _EXAMPLES
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
@@ -62,10 +58,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_server(group: Any) -> None:
-    group.add_argument("--url", help=URL_HELP)
+    add_server_options(group)
     group.add_argument("--api", choices=tuple(load.APIS), default="openai", help="default: %(default)s")
     group.add_argument("--model", help="the model's name (default: the first that /v1/models lists)")
-    group.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE", help="may be repeated")
     group.add_argument("--extra-body", type=_fields, default={}, metavar="JSON", help="fields of every request")
     group.add_argument("--timeout-s", type=float, default=600.0, help="of one request (default: %(default)g)")
@@ -190,7 +185,7 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
         if not colon or any(character in line for character in "\r\n"):
             raise ValueError(f"--header {line!r} is not NAME: VALUE")
         headers[name.strip().lower()] = value.strip()
-    if token := options.token or os.environ.get("LORIKEET_TOKEN"):
+    if token := token_of(options):
         headers["authorization"] = f"Bearer {token}"
     return headers
 

@@ -4,7 +4,6 @@ Answers stream; a line after each says how fast it was and, if the server counts
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
+from lorikeet.launcher.cli.client import Client, ServerError, add_server_options, command_parser, token_of
 
 _HELP = """/adapter NAME   answer with this adapter from now on; without a name, with the model
 /models         list the model and its adapters
@@ -91,7 +90,7 @@ def figures(usage: Mapping[str, Any], began: float, first: float, end: float) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     options = parser().parse_args(arguments)
-    token = options.token or os.environ.get("LORIKEET_TOKEN")
+    token = token_of(options)
     try:
         client = Client(options.url, token=token)
         model = options.adapter or options.model or client.model_names()[0]
@@ -110,15 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="lorikeet chat",
-        description="Talks to a model in the terminal.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("lorikeet chat", "Talks to a model in the terminal.", _EXAMPLES)
     parser.add_argument("message", nargs="?", help="ask this only, and end; - reads standard input")
-    parser.add_argument("--url", help=URL_HELP)
-    parser.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    add_server_options(parser)
     parser.add_argument("--model", help="the model's name (default: the first that /v1/models lists)")
     parser.add_argument("--adapter", help="the name of an adapter, in place of the model's")
     parser.add_argument("--system", metavar="TEXT", help="a system message")

@@ -1,10 +1,12 @@
-"""A client of a running server: answers, chats, and streams token by token.
+"""A client of a running server: answers, chats, and streams token by token; and the options of commands that use one.
 
 Imports only the standard library, so that it starts fast.
 """
 
+import argparse
 import http.client
 import json
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,8 +15,32 @@ from urllib.parse import urlsplit
 
 from lorikeet.proto import server_url
 
-URL_HELP = f"the server (default: the variable {server_url.VARIABLE}, else http://127.0.0.1:{server_url.PORT})"
-"""For tools that take `--url`."""
+TOKEN_VARIABLE = "LORIKEET_TOKEN"
+
+
+def command_parser(prog: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command whose help ends with examples."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=prog, description=description, epilog=examples, formatter_class=formatter)
+
+
+def add_server_options(parser: Any) -> None:
+    """The options of every command that talks to a server. `parser` may be a group of options."""
+    default = f"the variable {server_url.VARIABLE}, else http://127.0.0.1:{server_url.PORT}"
+    parser.add_argument("--url", help=f"the server (default: {default})")
+    parser.add_argument("--token", help=f"bearer token (default: the variable {TOKEN_VARIABLE})")
+
+
+def token_of(options: argparse.Namespace) -> str | None:
+    """The bearer token of a command line."""
+    return options.token or os.environ.get(TOKEN_VARIABLE)
+
+
+def connect(url: str, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
+    """A connection to the server at `url`, and the path that precedes its routes."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=timeout_s), parts.path
 
 
 class ServerError(Exception):
@@ -141,12 +167,10 @@ class Client:
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str] | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        where = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        connection = kind(where.netloc, timeout=self._timeout_s)
+        connection, prefix = connect(self.url, self._timeout_s)
         try:
             data = None if body is None else json.dumps(body)
-            connection.request(method, where.path + path, data, {**self._headers, **(headers or {})})
+            connection.request(method, prefix + path, data, {**self._headers, **(headers or {})})
             response = connection.getresponse()
             if response.status != 200:
                 raise ServerError(response.status, _message(response.read()))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import shtab
 
+from lorikeet.launcher.cli.client import command_parser
 from lorikeet.launcher.cli.commands import COMMANDS, complete_parser
 from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS
@@ -74,12 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="lorikeet-completion",
-        description="Prints shell completions of all commands.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = command_parser("lorikeet-completion", "Prints shell completions of all commands.", _EXAMPLES)
     result.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return result
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError, Token
+from lorikeet.launcher.cli.client import Client, ServerError, Token, add_server_options, command_parser, token_of
 from lorikeet.proto.draft_sources import BY_VALUE, methods
 
 _REQUEST = (
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     options = parser().parse_args(arguments)
     try:
-        client = Client(options.url, token=options.token or os.environ.get("LORIKEET_TOKEN"))
+        client = Client(options.url, token=token_of(options))
     except ValueError as error:
         print(f"lorikeet-generate: {error}", file=sys.stderr)
         return 2
@@ -51,15 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="lorikeet-generate",
-        description="Streams one completion of a running server.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = command_parser("lorikeet-generate", "Streams one completion of a running server.", _EXAMPLES)
     result.add_argument("prompt", help="the prompt; - reads standard input")
-    result.add_argument("--url", help=URL_HELP)
-    result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    add_server_options(result)
     result.add_argument("-v", "--verbose", action="store_true", help="colour tokens by their source, print statistics")
     result.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     request = result.add_argument_group("fields of the request, as in /generate")

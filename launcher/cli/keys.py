@@ -15,6 +15,7 @@ import yaml
 
 from lorikeet.adapters import keys
 from lorikeet.adapters.catalogue import CatalogueError
+from lorikeet.launcher.cli.client import command_parser
 
 _FIELDS = ("admin", "isolate", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency")
 
@@ -40,11 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="lorikeet-keys",
-        description="API keys of a server. SIGHUP to its launcher makes it read the file again.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    result = command_parser(
+        "lorikeet-keys", "API keys of a server. SIGHUP to its launcher makes it read the file again.", _EXAMPLES
     )
     text = "the file of --api-keys (default: the variable API_KEYS, else keys.yaml)"
     result.add_argument("--file", help=text)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Self
 
-from lorikeet.launcher.cli.client import URL_HELP, Client, ServerError
+from lorikeet.launcher.cli.client import Client, ServerError, add_server_options, command_parser, token_of
 from lorikeet.proto import digest
 from lorikeet.proto.params import NUMBERS
 
@@ -278,8 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process: 0 if every output was identical, else 1."""
     options = parser().parse_args(arguments)
     try:
-        _check_token(options.token or os.environ.get("LORIKEET_TOKEN") or "")
-        client = Client(options.url, token=options.token or os.environ.get("LORIKEET_TOKEN"))
+        _check_token(token_of(options) or "")
+        client = Client(options.url, token=token_of(options))
         receipts = list(found_in(_text_of(options.receipt)))
         if not receipts:
             raise ReceiptError(f"{options.receipt} contains no receipt")
@@ -294,17 +293,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="lorikeet-replay",
-        description="Repeats the request of a receipt: exit code 0 if the tokens are the same, else 1.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    result = command_parser(
+        "lorikeet-replay",
+        "Repeats the request of a receipt: exit code 0 if the tokens are the same, else 1.",
+        _EXAMPLES,
     )
     result.add_argument(
         "receipt", help="file with a receipt, a response that includes one, or one per line; - reads standard input"
     )
-    result.add_argument("--url", help=URL_HELP)
-    result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
+    add_server_options(result)
     result.add_argument(
         "--prompt",
         metavar="FILE",

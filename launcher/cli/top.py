@@ -3,14 +3,12 @@
 import argparse
 import http.client
 import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lorikeet.launcher.cli.client import URL_HELP
+from lorikeet.launcher.cli.client import add_server_options, command_parser, connect, token_of
 from lorikeet.launcher.cli.metrics_page import Interval, Page
 from lorikeet.proto import server_url
 
@@ -44,11 +42,9 @@ class LiveStream:
             return self._latest
 
     def _follow(self) -> None:
-        where = urlsplit(self._url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        connection = kind(where.netloc, timeout=_STREAM_TIMEOUT_S)
+        connection, prefix = connect(self._url, _STREAM_TIMEOUT_S)
         try:
-            connection.request("GET", f"{where.path}/v1/live", headers=self._headers)
+            connection.request("GET", f"{prefix}/v1/live", headers=self._headers)
             response = connection.getresponse()
             if response.status == 200:
                 for line in response:
@@ -106,12 +102,10 @@ class MetricsSource:
             return ""
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        where = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        connection = kind(where.netloc, timeout=_TIMEOUT_S)
+        connection, prefix = connect(self.url, _TIMEOUT_S)
         try:
             headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
-            connection.request("GET", where.path + path, headers=headers)
+            connection.request("GET", prefix + path, headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -291,9 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.interval <= 0:
             raise ValueError("--interval must be above 0")
         url = server_url.normalized(options.url or server_url.default())
-        watch(
-            MetricsSource(url, options.token or os.environ.get("LORIKEET_TOKEN")), options.interval, once=options.once
-        )
+        watch(MetricsSource(url, token_of(options)), options.interval, once=options.once)
     except (Unreachable, ValueError) as error:
         print(f"lorikeet-top: {error}", file=sys.stderr)
         return 1
@@ -304,16 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="lorikeet-top",
-        description="Shows what a server does now. Ctrl-C ends it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    result.add_argument("--url", help=URL_HELP)
+    result = command_parser("lorikeet-top", "Shows what a server does now. Ctrl-C ends it.", _EXAMPLES)
+    add_server_options(result)
     result.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (default: %(default)g)")
     result.add_argument("--once", action="store_true", help="print one interval and exit")
-    result.add_argument("--token", help="bearer token (default: the variable LORIKEET_TOKEN)")
     return result
 
 

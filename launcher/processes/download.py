@@ -103,10 +103,10 @@ class _Downloads:
         path = self.folder / f"fetch-{role}.json"
         request.write(path)
         ending = self._run("the download", "lorikeet.launcher.processes.download", path)
-        found = read_answer(answer)
-        if found is None:
+        model = read_answer(answer)
+        if model is None:
             raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
-        return found
+        return model
 
     def _demo(self, role: str, named: DemoModel, use: Use) -> ModelFolder:
         """The demo's model; or, with a warning, the embedded one if it was not named and cannot be downloaded."""
@@ -163,10 +163,10 @@ class _Downloads:
         ending = self._run("reading the .gguf file", "lorikeet.shard.model.gguf.folder", path)
         if not answer.is_file():
             raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
-        found = json.loads(answer.read_text())
-        if "error" in found:
-            refuse(found["error"])
-        return ModelFolder(found["id"], Path(found["path"]), is_local=True)
+        result = json.loads(answer.read_text())
+        if "error" in result:
+            refuse(result["error"])
+        return ModelFolder(result["id"], Path(result["path"]), is_local=True)
 
     def _run(self, name: str, module: str, request: Path) -> str:
         """Run a module with a request until it ends. Returns how it ended. Raises _Interrupted."""

@@ -31,7 +31,7 @@ from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
 from lorikeet.proto.process import Child, environment_of_children
 from lorikeet.proto.quantization import of_weights
 
-ROWS_PER_REQUEST, MOST_ROWS = 4, 512
+ROWS_PER_REQUEST, MAX_ROWS = 4, 512
 """Rows of the largest CUDA graph: with draft tokens a request has more than one row, and a prompt next to it many."""
 
 
@@ -83,8 +83,8 @@ class ServerPlan:
     @property
     def secret_path(self) -> str | None:
         """File with the secret that routers present to shards over TCP. On Ray there is always one."""
-        given: str | None = self.settings["shard-secret-file"]
-        return given or (str(self.folder / "shard.secret") if self.is_on_ray else None)
+        path: str | None = self.settings["shard-secret-file"]
+        return path or (str(self.folder / "shard.secret") if self.is_on_ray else None)
 
     @property
     def ray_addresses(self) -> Path:
@@ -96,17 +96,10 @@ class ServerPlan:
         address: str | None = self.settings["shard-listen"]
         return address or f"unix:{self.folder / f'shard-{index}.sock'}"
 
-    def served_file(self, index: int = 0) -> Path:
-        """Created by a shard once it has completed a request."""
-        return self.folder / f"shard-{index}.served"
-
-    def ready_file(self, index: int = 0) -> Path:
-        """Created by a shard once it is ready."""
-        return self.folder / f"shard-{index}.ready"
-
-    def shard_files(self, index: int) -> ShardFiles:
+    def shard_files(self, index: int = 0) -> ShardFiles:
         """The files that signal a shard's state."""
-        return ShardFiles(self.served_file(index), self.stuck_file(index), self.ready_file(index))
+        served, stuck, ready = (self.folder / f"shard-{index}.{state}" for state in ("served", "stuck", "ready"))
+        return ShardFiles(served, stuck, ready)
 
     @property
     def router_ready_file(self) -> Path:
@@ -122,10 +115,6 @@ class ServerPlan:
         """Where the process `name` (`shard-0`, `router`, `loader`) leaves the reason of its failure."""
         return self.folder / f"{name}.failed"
 
-    def stuck_file(self, index: int = 0) -> Path:
-        """Created by the router when a shard hangs."""
-        return self.folder / f"shard-{index}.stuck"
-
     def shard_device(self, index: int = 0) -> str:
         """The device of a shard: replicas use consecutive CUDA devices, starting at the chosen one."""
         kind, colon, number = self.device.partition(":")
@@ -133,8 +122,8 @@ class ServerPlan:
 
     def master_port(self, index: int = 0) -> int:
         """Rendezvous port of the ranks of a shard; 0 is any free port."""
-        given: int | None = self.settings["master-port"]
-        return 0 if given is None else given + index
+        port: int | None = self.settings["master-port"]
+        return 0 if port is None else port + index
 
 
 def effective(plan: ServerPlan) -> dict[str, Any]:
@@ -151,7 +140,7 @@ def effective(plan: ServerPlan) -> dict[str, Any]:
 
 
 def public(plan: ServerPlan) -> dict[str, Any]:
-    """The same without what tells about this machine: of texts only those that are choices."""
+    """The configuration without what tells about this machine: of texts only those that are choices."""
     values = effective(plan)
     flags = {
         name: value
@@ -179,8 +168,8 @@ def shard_fields(plan: ServerPlan, index: int = 0) -> dict[str, Any]:
         "model_path": str(plan.model.path),
         "listen": plan.shard_address(index),
         "secret_path": plan.secret_path,
-        "ready_file": str(plan.ready_file(index)),
-        "served_file": str(plan.served_file(index)),
+        "ready_file": str(plan.shard_files(index).ready),
+        "served_file": str(plan.shard_files(index).served),
         "failure_file": str(plan.failure_file(f"shard-{index}")),
         "device": plan.shard_device(index),
         "num_ranks": plan.num_ranks,
@@ -191,7 +180,7 @@ def shard_fields(plan: ServerPlan, index: int = 0) -> dict[str, Any]:
         "fusions": "none" if settings["disable-custom-kernels"] else "auto",
         "memory_wiggle_room": settings["memory-wiggle-room"] / num_sharing,
         "graphs": True if settings["compile"] else False if settings["eager"] else None,
-        "graph_rows": min(MOST_ROWS, ROWS_PER_REQUEST * settings["compile-max-batch-size"]),
+        "graph_rows": min(MAX_ROWS, ROWS_PER_REQUEST * settings["compile-max-batch-size"]),
         "threads": settings["threads"] or _threads(num_sharing),
         "adapter_store": str(plan.adapters.store),
         "draft_model": None if plan.draft is None else str(plan.draft.path),
@@ -224,8 +213,8 @@ def ray_fields(plan: ServerPlan, hidden: Sequence[str]) -> dict[str, Any]:
         "bundle": bundle,
         "secret_path": plan.secret_path,
         "addresses_path": str(plan.ray_addresses),
-        "served_file": str(plan.served_file()),
-        "ready_file": str(plan.ready_file()),
+        "served_file": str(plan.shard_files().served),
+        "ready_file": str(plan.shard_files().ready),
         "hidden": list(hidden),
         "json_output": settings["json-output"],
         "log_level": settings["log-level"],
@@ -262,13 +251,15 @@ def router_fields(plan: ServerPlan, listen_fd: int | None = None) -> dict[str, A
         "default_total_tokens": None if "max-total-tokens" in plan.settings.origins else MAX_DEFAULT_LEN,
         "shard_addresses": _shard_addresses(plan),
         "shard_secret_path": plan.secret_path,
-        "stuck_files": [] if plan.is_on_ray else [str(plan.stuck_file(index)) for index in range(plan.num_replicas)],
+        "stuck_files": []
+        if plan.is_on_ray
+        else [str(plan.shard_files(index).stuck) for index in range(plan.num_replicas)],
         "loader_address": plan.loader_address,
         "sources": plan.sources,
         "s3_prefixes": None if plan.adapters.s3_prefixes is None else list(plan.adapters.s3_prefixes),
         "admin_key_sha256": plan.adapters.admin_key_sha256,
         "api_keys_sha256": list(plan.adapters.api_keys_sha256),
-        "lora_modules": {each.name: [each.ref.source.value, str(each.ref)] for each in plan.adapters.modules},
+        "lora_modules": {module.name: [module.ref.source.value, str(module.ref)] for module in plan.adapters.modules},
         "chat_template": rules.read_chat_template(plan.settings),
         "secrets_on_stdin": True,
         "listen_fd": listen_fd,
@@ -331,7 +322,7 @@ _SECRET_FILES = ("admin-key-file", "shard-secret-file", "shard-tls-key", "ssl-ke
 
 def exposed_secrets(settings: Settings) -> list[str]:
     """A sentence for each file with a secret that other users of this machine can read."""
-    found = []
+    sentences = []
     for name in _SECRET_FILES:
         if settings[name] is None:
             continue
@@ -342,8 +333,8 @@ def exposed_secrets(settings: Settings) -> list[str]:
         is_for_group = status.st_mode & stat.S_IRGRP and status.st_gid != os.getgid()
         if status.st_mode & stat.S_IROTH or is_for_group:
             mode = stat.S_IMODE(status.st_mode)
-            found.append(f"others can read --{name} {settings[name]} (mode {mode:04o}): run chmod 600 on it")
-    return found
+            sentences.append(f"others can read --{name} {settings[name]} (mode {mode:04o}): run chmod 600 on it")
+    return sentences
 
 
 def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Signals, log: logging.Logger) -> int:
@@ -366,7 +357,7 @@ def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Sign
         if not plan.settings["json-output"]:
             print(_try_it(plan, address), flush=True)
 
-    is_ready = address.is_ready if plan.has_router else plan.ready_file().exists
+    is_ready = address.is_ready if plan.has_router else plan.shard_files().ready.exists
     if address.scheme == "https":  # the launcher may have no certificate that the router accepts
         is_ready = plan.router_ready_file.exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
@@ -384,14 +375,14 @@ def _environment(plan: ServerPlan) -> Mapping[str, str]:
 def _shard_starts(plan: ServerPlan) -> list[ShardStart]:
     if plan.is_on_ray:
         return [_ray(plan)]
-    found = []
+    starts = []
     environment = {name: text for name, text in _environment(plan).items() if name not in _STORES}
     for index in range(plan.num_replicas):
         path = write(plan.folder / f"shard-{index}.json", shard_fields(plan, index))
         failure = plan.failure_file(f"shard-{index}")
         start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment, failure_file=failure)
-        found.append(ShardStart(start, plan.shard_files(index)))
-    return found
+        starts.append(ShardStart(start, plan.shard_files(index)))
+    return starts
 
 
 def _ray(plan: ServerPlan) -> ShardStart:
@@ -438,24 +429,24 @@ _POOLED_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _try_it(plan: ServerPlan, address: Address) -> str:
     """A request to try; for a demo model with an adapter."""
-    wanted: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
+    request: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
     is_family = adapters.is_family(plan.settings, plan.model.family)
     is_demo = plan.model.family == model.DEMO_FAMILY
     if is_family and not is_demo:
-        wanted = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
-        wanted["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
-        wanted["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
+        request = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
+        request["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
+        request["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     path = "generate"
     if plan.task:
-        path, wanted = _POOLED_TRIALS[plan.task]
+        path, request = _POOLED_TRIALS[plan.task]
         if is_family:
-            wanted = {"model": "search", "input": "Return the length of the list"}
+            request = {"model": "search", "input": "Return the length of the list"}
     elif (is_demo or not is_family) and _is_chat(plan):
         text = "Nora Schmidt, 34, works as a baker in Ghent." if is_family else "What is the capital of France?"
         name = "json" if is_family else _name(plan)
-        wanted = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 100}
+        request = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 100}
         path = "v1/chat/completions"
-    body = json.dumps(wanted)
+    body = json.dumps(request)
     closed = rules.is_closed(plan.settings) and not plan.settings["api-keys-optional"]
     who = "holders of an API key" if closed else "anyone"
     where = "on this machine" if address.is_local else f"who reaches port {address.port} of this machine"

@@ -173,7 +173,7 @@ class Address:
 
     @property
     def own_url(self) -> str:
-        """As it was given, such as http://0.0.0.0:3000."""
+        """The URL with the host as it was given, such as http://0.0.0.0:3000."""
         return self._url(self.host)
 
     @property
@@ -344,9 +344,9 @@ class Supervisor:
     def _check(self, signals: Signals, starting: SupervisedHelper | None = None) -> None:
         """Handle signals and restart what exited, except `starting`, which may not be able to start."""
         self._handle_signal(signals)
-        for each in (*self._shards, self._loader, self._router):
-            if each is not None and each is not starting:
-                each.check()
+        for process in (*self._shards, self._loader, self._router):
+            if process is not None and process is not starting:
+                process.check()
 
     def _replace_all(self, signals: Signals) -> None:
         """Rolling restart: shards one after the other, then the loader, then the router."""

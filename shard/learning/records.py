@@ -111,8 +111,8 @@ class Records:
         """Delete all records of this base, and the learned heads that they name. Waits for it."""
         self.flush()
         records = self._read_all()
-        given = {record.given_digest for record in records}
-        for digest in set[str]().union(*(record.heads for record in records)) - given:
+        given_digests = {record.given_digest for record in records}
+        for digest in set[str]().union(*(record.heads for record in records)) - given_digests:
             self.release(digest)
             (self._root / f"{digest}.safetensors").unlink(missing_ok=True)
         for record in records:

@@ -13,7 +13,7 @@ from lorikeet.adapters import catalogue
 from lorikeet.adapters.check import AdapterValidator, Headers
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid
 from lorikeet.adapters.formats import configuration, layout
-from lorikeet.adapters.formats.tokenizer import Tokenizers
+from lorikeet.adapters.formats.configuration import Tokenizers
 from lorikeet.adapters.refs import Merge, Pin, Source
 from lorikeet.adapters.sources.base import FileHead
 from lorikeet.proto.config_file import is_number, whole_number

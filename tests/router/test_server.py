@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.proto.process import MOST_FILES
+from lorikeet.proto.process import MAX_FILES
 from lorikeet.router.server import SAME_REQUEST_S
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
@@ -251,7 +251,7 @@ async def test_exhausted_files_are_logged_once_and_end(tmp_path: Path) -> None:
     async with shard(tmp_path), router(tmp_path) as started:
         await started.until("/ready", 200)
         limits = resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE)
-        assert limits[0] == min(limits[1], MOST_FILES)
+        assert limits[0] == min(limits[1], MAX_FILES)
         num_open = len(os.listdir(f"/proc/{started.process.pid}/fd"))
         resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (num_open + 20, limits[1]))
         port = httpx.URL(started.client.base_url).port

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.evidence.statistics import median_of, percentile
+from benchmarks.evidence.figure import median_of, percentile
 
 
 def test_the_same_values_give_the_same_interval() -> None:
