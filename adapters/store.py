@@ -1,7 +1,7 @@
 """The disk tier: served layouts by digest in one folder of bounded size, shared by processes. Imports no torch.
 
 A file appears complete, by a rename under a lock, and never changes. The least recently used file is removed first, but
-none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped. Where that is
+none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped. If that is
 not enough, a new file is refused. Files that are being written count too.
 """
 

@@ -77,7 +77,7 @@ def matches_checksum(head: bytes, values: Iterable[bytes | memoryview]) -> bool:
 
 
 def matches_pieces(head: bytes, digests: Iterable[bytes]) -> bool:
-    """`matches_checksum`, with `of_piece` of each piece behind the header."""
+    """`matches_checksum`, with `of_piece` of each piece after the header."""
     try:
         start, end = _place(head)
     except ValueError:

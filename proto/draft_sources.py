@@ -61,7 +61,7 @@ class SourceRow:
     colours: Colours
     cost: Cost
     prior: float | None
-    """Acceptance rate that is assumed before a draft was verified; None where drafts are accepted by construction."""
+    """Acceptance rate that is assumed before a draft was verified; None if drafts are accepted by construction."""
     by_heads: bool = False
     """Whether acceptance is learned for the content of the heads, in place of that of the request's adapter."""
     is_method: bool = False

@@ -44,12 +44,12 @@ class PooledModel:
     steps: tuple[str, ...] = ()
     """What follows the pooling: folders of Dense modules of sentence-transformers, and NORMALIZE."""
     max_length: int | None = None
-    """Tokens of a prompt, where sentence-transformers limits them further than the positions."""
+    """Tokens of a prompt, if sentence-transformers limits them further than the positions."""
     lowercase: bool = False
     prompts: tuple[tuple[str, str], ...] = ()
     """sentence-transformers' prompts, by name: texts that are put before an input."""
     default_prompt: str = ""
-    """The text that is put before an input where the request names none."""
+    """The text that is put before an input if the request names none."""
 
     @property
     def is_whole(self) -> bool:
@@ -152,7 +152,7 @@ def _replaced(model: PooledModel, **values: Any) -> PooledModel:
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
-    """sentence-transformers' modules; none without its files, or where they are of a cross-encoder."""
+    """sentence-transformers' modules; none without its files, or if they are of a cross-encoder."""
     modules = _read_json(folder / MODULES)
     return [module for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
 

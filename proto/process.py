@@ -99,6 +99,18 @@ class ProcessEnded(Exception):
     """A child ended before it answered."""
 
 
+def usable_cores() -> int:
+    """Cores that the calling thread may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on. Another process may take it first."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
 def python(module: str, *arguments: str) -> tuple[str, ...]:
     """The command of a child."""
     return (sys.executable, "-m", module, *arguments)

@@ -41,7 +41,7 @@ INTEGERS = {"int8": (8, 32), "int4": (4, 128), "int4-g32": (4, 32)}
 ROUNDING = (*INTEGERS, "gguf", "bitsandbytes")
 """Methods whose weights are integers, so that activations are rounded on CPU."""
 PACKED = ("gptq", "awq")
-"""Methods whose checkpoints are multiplied as integers where their layout allows it."""
+"""Methods whose checkpoints are multiplied as integers if their layout allows it."""
 _LEAST_GROUP = 32
 GGUF_KEY, GGUF_NAME = "lorikeet_gguf", "model.gguf"
 """In config.json: the name of the `.gguf` file that has the weights. Every folder made for such a file has the same."""
@@ -109,7 +109,7 @@ def multiplies_integers(name: str | None, config: Mapping[str, Any]) -> bool:
 
 def activations_of(is_integers: bool, chosen: str | None, device: str) -> str:
     """What activations of a method are rounded to, from `--quantize-activations`: `int8` or `none`. `is_integers`:
-    whether weights are multiplied as integers. Raises ValueError where that leaves no choice.
+    whether weights are multiplied as integers. Raises ValueError if that leaves no choice.
     """
     if chosen is not None and not is_integers:
         raise ValueError(
@@ -124,7 +124,7 @@ def activations_of(is_integers: bool, chosen: str | None, device: str) -> str:
 
 
 def describe(name: str | None, activations: str) -> str:
-    """What receipts say: the method, and its activations where they are not as usual."""
+    """What receipts say: the method, and its activations if they are not as usual."""
     usual = "int8" if name in ROUNDING else "none"
     return name or "" if activations == usual else f"{name}, activations {activations}"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.launcher.cli.launching import free_port
+from lorikeet.proto.process import free_port
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -217,7 +217,7 @@ class ParsedHeads:
     warnings: tuple[str, ...]
 
 
-def read_heads(
+def parse_heads(
     name: str, tensors: Mapping[str, torch.Tensor], config: bytes | None, output_shape: tuple[int, int] | None
 ) -> ParsedHeads:
     """Heads from the file `name`, for a base whose output head is [V, H]. Only names and shapes are read.

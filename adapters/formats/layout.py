@@ -1,4 +1,4 @@
-"""The served layout: one file per adapter that shards map, with factors checked, scaled, cast and stacked per module.
+"""From the files of an adapter to the served layout: one file that shards map, with factors scaled, cast and stacked.
 
 For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scaling inside B), `m.magnitude` and `m.bias`
 [out] float32 (added to the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
@@ -23,7 +23,7 @@ from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, header, weights
 from lorikeet.adapters.formats.base_model import BaseValues
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedReader
-from lorikeet.adapters.formats.heads import HEADS_KIND, ParsedHeads, heads_metadata, lay_out_heads, read_heads
+from lorikeet.adapters.formats.heads import HEADS_KIND, ParsedHeads, heads_metadata, lay_out_heads, parse_heads
 from lorikeet.adapters.formats.weights import Weights, is_finite, not_finite
 from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, FileHead, find_heads
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
@@ -362,7 +362,7 @@ class Contents:
             return None
         if HEADS_KIND not in kinds:
             raise NotServed(f"an adapter with Medusa heads ({self.heads_name}) is not served")
-        return read_heads(self.heads_name, self.heads.tensors, self.heads_config, reader.skeleton.output_shape)
+        return parse_heads(self.heads_name, self.heads.tensors, self.heads_config, reader.skeleton.output_shape)
 
     def check_unchanged(self) -> None:
         """Raises AdapterChanged if a file has changed since it was read."""

@@ -20,8 +20,12 @@ from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, WorkerForkServer
 from lorikeet.adapters.refs import Merge, Pin
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Store
+from lorikeet.proto.process import usable_cores
 
 log = structlog.get_logger()
+
+MAX_CONVERSIONS = 4
+"""Adapters are small, and shards need the other cores."""
 
 MAX_OUTSTANDING = 65_536
 
@@ -173,7 +177,8 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         store = Store(config.adapter_store, config.store_bytes, await fork_server.base_key())
         await asyncio.to_thread(store.sweep)
         sources = Sources(config.sources)
-        jobs = Jobs(store, fork_server, sources, config.max_fetches, config.max_conversions or usable_cores())
+        max_conversions = config.max_conversions or min(MAX_CONVERSIONS, usable_cores())
+        jobs = Jobs(store, fork_server, sources, config.max_fetches, max_conversions)
         server = await _listen(config, jobs, store)
         log.info("loader_started", store=config.adapter_store)
         watch = asyncio.create_task(fork_server.ended())
@@ -187,12 +192,6 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         watch.cancel()
     finally:
         fork_server.close()
-
-
-def usable_cores() -> int:
-    """At most four: adapters are small, and shards need the other cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores))
 
 
 async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Server:

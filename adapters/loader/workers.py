@@ -42,7 +42,7 @@ class WorkerExited(Exception):
         if self.status == -signal.SIGPROF:
             problem = "reading its adapter_config.json takes too much processor time; check its patterns"
             return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
-        if self.status == -signal.SIGABRT:  # how libraries in Rust end where there is no memory
+        if self.status == -signal.SIGABRT:  # how libraries in Rust end if there is no memory
             problem = "reading it needs more memory than its size explains"
             return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
         if self.status == -signal.SIGBUS:

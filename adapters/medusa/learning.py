@@ -2,7 +2,7 @@
 
 Settings and jobs come as lines of standard input, answers go to its output. A job is one round of training on the new
 rows of a pair and as many older ones, then a replay of the newest texts. A round has little time: the heads learn to
-choose among the frequent tokens of these texts, and the replay computes a later head only where the earlier ones are
+choose among the frequent tokens of these texts, and the replay computes a later head only if the earlier ones are
 right. A pair's heads and their optimizer stay in memory between its rounds. Heads that a replay finds better than those
 in use are written to the adapter store under a digest of their own.
 """

@@ -390,7 +390,7 @@ class HiddenFiles:
 
 
 def deal(texts: Sequence[Text], rows_per_shard: int, seed: int) -> list[list[Text]]:
-    """Texts in an order given by the seed, split where a shard is full."""
+    """Texts in an order given by the seed, split when a shard is full."""
     order = random.Random(f"{seed} shards").sample(list(texts), len(texts))
     parts: list[list[Text]] = [[]]
     room = rows_per_shard

@@ -150,7 +150,10 @@ class LocalSource(ListedSource):
         """
         files = self.unchanged(pin)
         names, own_folder = self._chosen(pin.id, files), self._folder(pin.id)
-        if all(files[name].handle == own_folder / name for name in names) and not _others(own_folder) - files.keys():
+        if (
+            all(files[name].handle == own_folder / name for name in names)
+            and not _file_names(own_folder) - files.keys()
+        ):
             return own_folder
         for name in names:
             (folder / name).symlink_to(files[name].handle)
@@ -163,7 +166,7 @@ class LocalSource(ListedSource):
         return frozenset(os.path.realpath(root / id) for root in self._roots)
 
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
-        return _missing(ref.id)
+        return _no_folder(ref.id)
 
     def _listed(self, id: str) -> dict[str, ListedFile]:
         """The plain files of the folder that `id` names, by name, with their real paths."""
@@ -216,7 +219,7 @@ class LocalSource(ListedSource):
                 path = Path(os.path.realpath(root / id))
                 if (path != root or path in self._folders) and self._is_inside(path) and path.is_dir():
                     return path
-        raise _missing(id)
+        raise _no_folder(id)
 
     def _is_inside(self, path: Path) -> bool:
         """Whether a real path is below a root and not in a hidden folder or a hub cache."""
@@ -244,11 +247,11 @@ def _is_blob(path: Path, folder: Path) -> bool:
     return folder.parent.name == "snapshots" and path.parent == blobs and _BLOB.fullmatch(path.name) is not None
 
 
-def _missing(id: str) -> AdapterNotFound:
+def _no_folder(id: str) -> AdapterNotFound:
     return AdapterNotFound(f"there is no adapter {id!r} below the local roots of this server")
 
 
-def _others(folder: Path) -> set[str]:
+def _file_names(folder: Path) -> set[str]:
     """Names of everything but folders."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if not entry.is_dir()}
@@ -291,7 +294,7 @@ class S3Source(ListedSource):
 
     def __init__(self, max_bytes: int, environment: Mapping[str, str]) -> None:
         super().__init__(max_bytes)
-        self._options = _options(environment)
+        self._options = _s3_options(environment)
         self._home = s3_home(environment)
         self._stores: dict[str, Any] = {}
 
@@ -308,7 +311,7 @@ class S3Source(ListedSource):
         return frozenset(("/".join(part for part in parts if part not in ("", ".")),))
 
     def missing(self, ref: Ref, token: str | None) -> errors.AdapterNotFound:
-        return _nothing(ref.id)
+        return _no_object(ref.id)
 
     def _head(self, id: str, file: ListedFile, num_bytes: int) -> FileHead:
         store, length = self._store(id), min(num_bytes, file.size)
@@ -322,7 +325,7 @@ class S3Source(ListedSource):
 
     def _listed(self, id: str) -> dict[str, ListedFile]:
         """The objects directly below the key, by name."""
-        _, key = _parts(self._whole(id))
+        _, key = _bucket_and_key(self._whole(id))
         store = self._store(id)
         prefix = f"{key}/" if key else ""
 
@@ -335,7 +338,7 @@ class S3Source(ListedSource):
             return list(objects)
 
         if not (objects := _translated(walk, id)):
-            raise _nothing(id)
+            raise _no_object(id)
         files = {}
         for meta in objects:
             try:
@@ -379,7 +382,7 @@ class S3Source(ListedSource):
         return f"{self._home}/{id}" if self._home and not id.startswith("s3://") else id
 
     def _store(self, id: str) -> Any:
-        bucket, _ = _parts(self._whole(id))
+        bucket, _ = _bucket_and_key(self._whole(id))
         if (store := self._stores.get(bucket)) is None:
             from obstore.store import S3Store
 
@@ -389,7 +392,7 @@ class S3Source(ListedSource):
         return store
 
 
-def _parts(id: str) -> tuple[str, str]:
+def _bucket_and_key(id: str) -> tuple[str, str]:
     """Bucket and key. Raises errors.AdapterNotFound if `id` is not of this form."""
     bucket, _, key = id.removeprefix("s3://").strip("/").partition("/")
     if not _BUCKET.fullmatch(bucket) or ".." in id:
@@ -397,7 +400,7 @@ def _parts(id: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _options(environment: Mapping[str, str]) -> dict[str, Any]:
+def _s3_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """A custom endpoint if configured; the library takes credentials from the same environment."""
     endpoint = environment.get("S3_ENDPOINT_URL")
     if not endpoint and environment.get("R2_ACCOUNT_ID"):
@@ -425,7 +428,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         raise _refused(id) from None
     except (exceptions.NotFoundError, FileNotFoundError):
-        raise _nothing(id) from None
+        raise _no_object(id) from None
     except exceptions.PreconditionError:
         raise errors.AdapterChanged(f"{id} has changed while it was read") from None
     except (exceptions.BaseError, OSError) as error:
@@ -434,7 +437,7 @@ def _translated(call: Callable[[], T], id: str) -> T:
         if status is not None and status[1] in ("401", "403"):
             raise _refused(id) from None
         if status is not None and status[1] == "404":
-            raise _nothing(id) from None
+            raise _no_object(id) from None
         if isinstance(error, OSError) and errors.is_full(error):
             raise errors.not_stored(error) from None
         raise errors.SourceUnreachable(f"the store of {id} does not answer: {type(error).__name__}") from None
@@ -444,14 +447,14 @@ def _translated(call: Callable[[], T], id: str) -> T:
         ) from None
 
 
-def _nothing(id: str) -> errors.AdapterNotFound:
+def _no_object(id: str) -> errors.AdapterNotFound:
     return errors.AdapterNotFound(f"there is no object below s3://{id.removeprefix('s3://')}")
 
 
 def _refused(id: str) -> errors.AdapterNotFound:
     """What may not be read is as what does not exist; the operator finds the difference in the log."""
     log.warning("s3_access_denied", adapter=id[:256], reason="this server's credentials have no access to it")
-    return _nothing(id)
+    return _no_object(id)
 
 
 def s3_home(environment: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lorikeet.proto.process import tethered
+from lorikeet.proto.process import free_port, tethered
 
 REPOSITORY = Path(__file__).parents[2]
 LOGS = Path(__file__).parents[1] / ".runs" / "logs"
@@ -128,12 +127,6 @@ def stop(process: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tail(log: Path, size: int = 2000) -> str:

@@ -26,9 +26,10 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.evidence.figure import Case, Cases, Raw
-from benchmarks.load.servers import cpu_seconds, free_port
+from benchmarks.load.servers import cpu_seconds
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.process import free_port
 
 CORES = sorted(os.sched_getaffinity(0))
 NUM_STREAMS = 256

@@ -1,7 +1,6 @@
 """`launch`: a context manager that starts a server from Python and ends it after the block."""
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from lorikeet.launcher.cli.client import Client
 from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
 from lorikeet.launcher.processes.supervisor import Address
-from lorikeet.proto.process import Child, environment_of_children
+from lorikeet.proto.process import Child, environment_of_children, free_port
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
@@ -56,14 +55,6 @@ def launch(
             server.terminate()
             server.wait(float(values["drain-timeout-s"]) + _GRACE_S)
             server.kill()
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def flag_words(name: str, value: Any) -> list[str]:

@@ -94,7 +94,7 @@ class MetricsSource:
             raise Unreachable(f"{self.url}/metrics is not Prometheus text") from None
 
     def model(self) -> str:
-        """The model's name; "" where the server does not tell it."""
+        """The model's name; "" if the server does not tell it."""
         try:
             status, body = self._get("/info")
             return str(json.loads(body).get("model_id", "")) if status == 200 else ""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lorikeet.launcher.exits import Exit, LauncherError
+from lorikeet.proto.process import usable_cores
 from lorikeet.proto.version import version
 
 
@@ -135,7 +136,7 @@ def describe_runtime() -> str:
         f"  lorikeet: {version()}",
         f"  python: {platform.python_version()}",
         f"  platform: {platform.platform()}",
-        f"  cores: {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        f"  cores: {usable_cores()}",
         f"  memory: {memory / 2**30:.1f} GiB",
         f"  torch: {_torch_line('__version__')}",
         f"  nvidia-smi: {_nvidia_smi()}",

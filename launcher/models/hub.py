@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import constants, errors
 
+from lorikeet.adapters.errors import first_line
 from lorikeet.adapters.refs import Ref
 from lorikeet.adapters.sources import hub
 from lorikeet.launcher.exits import Exit, LauncherError
@@ -64,14 +65,14 @@ class Hub:
             with self._progress(ref, total):
                 path = Path(self._snapshot(ref, names, offline=False))
         except Exception as error:  # as above; the disk may also be full
-            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {first_line(error)}") from None
         return self._checked(ref, path, weights)
 
     def _configuration(self, ref: Ref) -> dict[str, Any]:
         try:
             path = Path(self._snapshot(ref, ["config.json"], offline=False))
         except Exception as error:  # as above
-            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {_first_line(error)}") from None
+            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{ref} cannot be downloaded: {first_line(error)}") from None
         return configuration(path)
 
     def _listed(self, ref: Ref) -> dict[str, int]:
@@ -103,10 +104,10 @@ class Hub:
         try:
             path = Path(self._snapshot(ref, ["config.json"], offline=True))
         except (errors.LocalEntryNotFoundError, OSError):
-            sentence = f"{ref} is not in the cache, and the hub is not reachable: {_first_line(reason)}"
+            sentence = f"{ref} is not in the cache, and the hub is not reachable: {first_line(reason)}"
             raise LauncherError(Exit.DOWNLOAD_ERROR, sentence) from None
         if not isinstance(reason, errors.OfflineModeIsEnabled):
-            why = _first_line(reason)
+            why = first_line(reason)
             self._log.warning("hub_unreachable: the hub is not reachable (%s): using %s from the cache", why, ref)
         return self._checked(ref, path, weights)
 
@@ -165,10 +166,6 @@ def _why(ref: Ref, error: Exception, token: str | None) -> str:
         return f"{ref.id} has no revision {ref.revision} at the hub"
     with_token = "with the token of HF_TOKEN" if token else "without a token (a private one needs HF_TOKEN)"
     return f"{ref.id} was not found at the hub {with_token}, nor is there a folder of that name"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 INTERVAL_S = 10.0

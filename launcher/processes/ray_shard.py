@@ -5,7 +5,6 @@ The actor exits with the shard, so that Ray restarts it. Nothing here imports ra
 
 import os
 import shutil
-import socket
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.launcher.processes import serving
-from lorikeet.proto.process import Child, environment_of_children
+from lorikeet.proto.process import Child, environment_of_children, free_port
 
 END_S = 8.0
 """Less than the launcher waits for the Ray engine."""
@@ -100,11 +99,3 @@ def missing(fields: dict[str, Any], host: str) -> str:
         if path is not None and not Path(path).is_dir():
             return f"node {host} has no folder {path}: model and adapters must be on a volume that all nodes share"
     return ""
-
-
-def free_port(host: str) -> int:
-    """A free port. If another process takes it first, the shard exits and the restarted one tries another."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -28,7 +28,7 @@ from lorikeet.launcher.models.adapters import AdapterPlan
 from lorikeet.launcher.models.model import MAX_DEFAULT_LEN, ModelFolder
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardFiles, ShardStart, Signals, Supervisor
 from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
-from lorikeet.proto.process import Child, environment_of_children
+from lorikeet.proto.process import Child, environment_of_children, usable_cores
 from lorikeet.proto.quantization import of_weights
 
 ROWS_PER_REQUEST, MAX_ROWS = 4, 512
@@ -193,8 +193,7 @@ def _threads(num_sharing: int) -> int | None:
     """Threads of one of several shards on a CPU; None is all cores."""
     if num_sharing == 1:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_sharing)
+    return max(1, usable_cores() // num_sharing)
 
 
 def ray_fields(plan: ServerPlan, hidden: Sequence[str]) -> dict[str, Any]:
@@ -280,12 +279,12 @@ def router_secrets(plan: ServerPlan) -> bytes:
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:
-    """Write `values` for one process, readable by this user alone."""
+    """Write `values` for one process, readable by this user only."""
     return write_text(path, json.dumps(values, indent=1))
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file that this user alone may read."""
+    """Write a file that only this user may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)

@@ -148,7 +148,7 @@ class Learning:
             self._restore(record)
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Before the forward pass of a step: keep its hidden rows where a request's output is collected."""
+        """Before the forward pass of a step: keep its hidden rows if a request's output is collected."""
         self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
 
     def take_rows(self) -> torch.Tensor | None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lorikeet.launcher.cli.launching import free_port
-from lorikeet.proto.process import python, tethered
+from lorikeet.proto.process import free_port, python, tethered
 
 __all__ = ["ROOT", "Launched", "alive", "free_port"]
 

@@ -5,6 +5,7 @@ import pytest
 from lorikeet import launcher
 from lorikeet.launcher.cli import launching
 from lorikeet.launcher.config.settings import read
+from lorikeet.proto.process import free_port
 from tests.launcher.processes.test_supervisor import gone
 
 
@@ -28,9 +29,7 @@ def test_an_unknown_flag_is_an_error() -> None:
 def test_the_error_includes_the_server_s_last_lines() -> None:
     with (
         pytest.raises(launching.LaunchError, match=r"(?s)exit code 4.*the folder /nowhere/at/all does not exist"),
-        launcher.launch(
-            "/nowhere/at/all", port=str(launching.free_port()), drain_timeout_s="1"
-        ),  # as on a command line
+        launcher.launch("/nowhere/at/all", port=str(free_port()), drain_timeout_s="1"),  # as on a command line
     ):
         pass
 
