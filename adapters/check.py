@@ -84,7 +84,7 @@ class AdapterValidator:
 
         skeleton = Skeleton(model_path, trust_remote_code)
         dtype, kinds = choose_dtype(None, skeleton.config, "cpu"), frozenset(configuration.SERVED_KINDS)
-        base = Base("", "", dtype, kinds, BaseValues(skeleton), skeleton.trunk)
+        base = Base("", "", dtype, kinds, BaseValues(skeleton), configuration.MOST_RANK["cpu"])
         return cls(PlannedReader(skeleton), Tokenizers(model_path), base)
 
     def validate(self, headers: Headers) -> Validation:

@@ -98,12 +98,6 @@ class Skeleton:
         return None if self.pooled is None else self.pooled.task
 
     @property
-    def trunk(self) -> str:
-        """The name under which the base's modules are without its head, with a dot; empty if all are."""
-        is_bare = self.pooled is None or self.pooled.task == pooling.EMBED
-        return "" if is_bare else f"{self._network.base_model_prefix}."
-
-    @property
     def model_prefix(self) -> str:
         """The name under which a model of this architecture that has a head keeps the other modules, with a dot."""
         return f"{self._network.base_model_prefix}."

@@ -9,23 +9,26 @@ import math
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.lora.layer import Conv2d, Conv3d, Embedding, Linear, LoraLayer, ParamWrapper
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
-from lorikeet.adapters.formats import configuration
-from lorikeet.adapters.formats.base_model import Skeleton
+from lorikeet.adapters.formats import configuration, folding
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.configuration import MAX_RANK
-from lorikeet.adapters.formats.weights import Weights
+from lorikeet.adapters.formats.kinds import Kind, kind_of
+from lorikeet.adapters.formats.weights import Weights, check_floating, is_finite, not_finite
 from lorikeet.adapters.refs import Merge
 from lorikeet.proto.pooling import EMBED
 
@@ -40,11 +43,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """An adapter's change to one module of the base. Tensors are those of the file."""
+    """An adapter's change to one module of the base. Tensors are those of the file, or made of them."""
 
     module: str
     kind: str
-    """linear, embedding, experts, router, replace; or other, which no shard supports and must equal the base's."""
+    """linear, embedding, experts, router; or other, which no shard supports and must equal the base's."""
     rank: int = 0
     scaling: float = 1.0
     num_experts: int = 1
@@ -58,11 +61,17 @@ class ModuleChange:
     b_bias: torch.Tensor | None = None
     # [out], replaces the base's bias
     new_bias: torch.Tensor | None = None
-    # replaces the base's weight, in its shape
+    # replaces the base's weight, in its shape, or the rows of `row_ids`
     weight: torch.Tensor | None = None
+    # [out]: factors of the module's output, its bias included
+    scale: torch.Tensor | None = None
+    row_ids: tuple[int, ...] = ()
+    """The rows that `weight` replaces; empty for all."""
+    num_rows: int = 0
+    """Of the base's weight, where `weight` replaces some."""
 
 
-TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight")
+TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight", "scale")
 """The tensor fields of ModuleChange."""
 
 
@@ -79,18 +88,104 @@ def read(skeleton: Skeleton, configuration: dict[str, Any], tensors: Tensors) ->
         _check_rows(network, names, tensors)
         wrapped = _inject(network, configuration)
         _load(wrapped, tensors)
-        changes = {change.module: change for change in _layers(wrapped, names)}
-        for change in _replaced(network, names, skeleton.parameter_ids(), wrapped):
-            earlier = changes.get(change.module)
-            changes[change.module] = change if earlier is None else _joined(earlier, change)
-    return list(changes.values())
+        changes = [*_layers(wrapped, names), *_replaced(network, names, skeleton.parameter_ids(), wrapped)]
+    return _by_module(changes)
+
+
+def _by_module(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
+    """One change for each module."""
+    joined: dict[str, ModuleChange] = {}
+    for change in changes:
+        earlier = joined.get(change.module)
+        joined[change.module] = change if earlier is None else _joined(earlier, change)
+    return list(joined.values())
+
+
+def read_folded(
+    skeleton: Skeleton, settings: dict[str, Any], kind: Kind, peft_type: str, weights: Weights, base: BaseValues
+) -> list[ModuleChange]:
+    """As `read`, for a type of adapter that is not LoRA; without values of the weights, changes have shapes only."""
+    has_base = kind.reads_base and weights.has_values
+    with skeleton.borrowed() as network, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = {id(module): name for name, module in network.named_modules()}
+        settings = dict(settings)
+        tensors, own = _without_own(network, weights.tensors, settings.pop("modules_to_save", ()))
+        _check_names(tensors)
+        _check_rows(network, names, weights.tensors)
+        if weights.has_values:
+            _check_finite(tensors)
+        folding.materialise(network, base if has_base else None, tensors)
+        wrapped = _injected(lambda: folding.inject(network, peft_type, settings))
+        _load(wrapped, tensors, is_meta=False)
+        if weights.has_values:
+            folded = folding.fold(wrapped, names, base if has_base else None)
+            added = [_of_folded(change) for change in folded]
+        else:
+            layers = (layer.get_base_layer() for layer in wrapped.modules() if isinstance(layer, BaseTunerLayer))
+            added = [_unread(names[id(layer)], layer) for layer in layers]
+        saved = list(_saved_and_tokens(wrapped, names))
+        parameters = [
+            _replacement(network.get_submodule(name), name, key, tensor) for (name, key), tensor in own.items()
+        ]
+    return _by_module([*added, *saved, *parameters])
+
+
+def _check_finite(tensors: Tensors) -> None:
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise AdapterInvalid(not_finite(_plain(key), False, tensor.dtype))
+
+
+def _without_own(
+    network: Any, tensors: Tensors, saved: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
+    """The tensors without the base's own parameters, and those by module and name. `saved`: `modules_to_save`.
+
+    Raises AdapterInvalid if one of those modules is not among them.
+    """
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    rest, own = {}, {}
+    for key, tensor in tensors.items():
+        name = _WITH_NAME.sub(
+            "", key.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        )
+        if name in parameters:
+            module, _, parameter = name.rpartition(".")
+            own[module, parameter] = tensor
+        else:
+            rest[key] = tensor
+    for name in saved:
+        if not any(module == name or module.endswith(f".{name}") for module, _ in own):
+            raise AdapterInvalid(f"it lacks the tensors of {name[:200]}, which `modules_to_save` names")
+    return rest, own
+
+
+def _of_folded(folded: folding.Folded) -> ModuleChange:
+    rank = 0 if folded.a is None else folded.a.shape[0]
+    kind = "embedding" if folded.is_embedding else "linear"
+    return ModuleChange(folded.module, kind, rank, a=folded.a, b=folded.b, b_bias=folded.bias, scale=folded.scale)
+
+
+def _unread(name: str, module: nn.Module) -> ModuleChange:
+    """A change of unknown rank, of zeros that take no memory."""
+    num_out, num_in = folding.shape(module)
+    kind = "embedding" if isinstance(module, nn.Embedding) else "linear"
+    return ModuleChange(name, kind, 1, a=torch.zeros(()).expand(1, num_in), b=torch.zeros(()).expand(num_out, 1))
 
 
 def _inject(network: Any, configuration: dict[str, Any]) -> PeftModel:
     values = {**configuration, "task_type": None, "inference_mode": True, "lora_dropout": 0.0}
     values["init_lora_weights"] = False  # the file has the values, and none can be drawn on the meta device
+    return _injected(
+        lambda: PeftModel(network, LoraConfig(**values), NAME, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    )
+
+
+def _injected(inject: Callable[[], PeftModel]) -> PeftModel:
+    """Raises AdapterInvalid or NotServed with PEFT's reason."""
     try:
-        return PeftModel(network, LoraConfig(**values), NAME, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+        return inject()
     except AdapterError:
         raise
     except re.error as error:
@@ -120,13 +215,14 @@ def _check_rows(network: Any, names: dict[int, str], tensors: Tensors) -> None:
             raise AdapterInvalid(f"{problem}: it was trained with another tokenizer")
 
 
-def _load(wrapped: PeftModel, tensors: Tensors) -> None:
+def _load(wrapped: PeftModel, tensors: Tensors, is_meta: bool = True) -> None:
+    """`is_meta`: whether the base has no values, so that the adapter's modules have none yet either."""
     for module in wrapped.modules():
-        if isinstance(module, LoraLayer):
+        if is_meta and isinstance(module, BaseTunerLayer):
             # PEFT would move tensors to the base's device, which is meta
             module._move_adapter_to_device_of_base_layer = lambda *_, **__: None
     try:
-        result = set_peft_model_state_dict(wrapped, dict(tensors), adapter_name=NAME, low_cpu_mem_usage=True)
+        result = set_peft_model_state_dict(wrapped, dict(tensors), adapter_name=NAME, low_cpu_mem_usage=is_meta)
     except KeyError as error:
         raise AdapterInvalid(f"it lacks the tensor {_plain(str(error.args[0]))}") from None
     except RuntimeError as error:
@@ -136,7 +232,8 @@ def _load(wrapped: PeftModel, tensors: Tensors) -> None:
     if result.unexpected_keys:
         problem = f"its tensor {_plain(min(result.unexpected_keys))} matches no module of the base that"
         raise AdapterInvalid(f"{problem} adapter_config.json names ({len(result.unexpected_keys)} such tensors)")
-    if missing := [key for key in result.missing_keys if f".{NAME}" in key]:
+    missing = [key for key in result.missing_keys if f".{NAME}" in key]
+    if missing := missing if is_meta else folding.not_loaded(wrapped, missing):
         problem = f"it lacks the tensor {_plain(min(missing))} of a module that adapter_config.json names"
         raise AdapterInvalid(f"{problem} ({len(missing)} such tensors)")
 
@@ -154,11 +251,38 @@ def _plain(key: str) -> str:
 
 def _layers(wrapped: PeftModel, names: dict[int, str]) -> Iterator[ModuleChange]:
     for module in wrapped.modules():
-        if isinstance(module, LoraLayer):
-            if NAME in module.scaling:
-                yield _layer(module, names)
-        elif isinstance(module, ModulesToSaveWrapper):
+        if isinstance(module, LoraLayer) and NAME in module.scaling:
+            yield _layer(module, names)
+    yield from _saved_and_tokens(wrapped, names)
+
+
+def _saved_and_tokens(wrapped: PeftModel, names: dict[int, str]) -> Iterator[ModuleChange]:
+    """New modules (`modules_to_save`), and new rows of embeddings and of output heads that share them."""
+    for module in wrapped.modules():
+        if isinstance(module, ModulesToSaveWrapper):
             yield from _saved(module, names)
+        elif isinstance(module, TrainableTokensLayer):
+            yield _tokens(module, names)
+
+
+def _tokens(layer: Any, names: dict[int, str]) -> ModuleChange:
+    base, ids = layer.get_base_layer(), tuple(layer.token_indices[NAME])
+    name = names[id(base)]
+    num_rows = int(base.weight.shape[0])
+    if not ids or len(set(ids)) < len(ids) or max(ids) >= num_rows:
+        raise AdapterInvalid(f"its trained tokens of {name} are not different ids below {num_rows}")
+    change = _new_weight(name, base, layer.trainable_tokens_delta[NAME])
+    return replace(change, row_ids=ids, num_rows=num_rows)
+
+
+def _new_weight(name: str, module: Any, weight: torch.Tensor) -> ModuleChange:
+    kind = "linear" if isinstance(module, nn.Linear) else "embedding" if isinstance(module, nn.Embedding) else "other"
+    return ModuleChange(name, kind, scaling=_embed_scale(module), weight=weight)
+
+
+def _embed_scale(module: Any) -> float:
+    """What an embedding's rows are multiplied by."""
+    return float(getattr(module, "scalar_embed_scale", 1.0))
 
 
 def _layer(layer: Any, names: dict[int, str]) -> ModuleChange:
@@ -173,7 +297,7 @@ def _layer(layer: Any, names: dict[int, str]) -> ModuleChange:
     if isinstance(layer, Embedding):
         if variant is not None:
             raise NotServed(f"DoRA on the embedding {name} is not served")
-        scaling = change.scaling * float(getattr(base, "scalar_embed_scale", 1.0))
+        scaling = change.scaling * _embed_scale(base)
         a, b = layer.lora_embedding_A[NAME], layer.lora_embedding_B[NAME]
         return replace(change, kind="embedding", scaling=scaling, a=a, b=b)
     if not isinstance(layer, Linear) or isinstance(layer, Conv2d | Conv3d):
@@ -206,8 +330,10 @@ def _saved(wrapper: Any, names: dict[int, str]) -> Iterator[ModuleChange]:
         if set(parameters) - {"weight", "bias"}:
             raise NotServed(f"`modules_to_save` with {name}, a {type(module).__name__}, is not served")
         if parameters:
-            kind = "replace" if isinstance(module, nn.Linear | nn.Embedding) else "other"
-            yield ModuleChange(name, kind, weight=parameters.get("weight"), new_bias=parameters.get("bias"))
+            change = ModuleChange(name, "other")
+            if "weight" in parameters:
+                change = _new_weight(name, module, parameters["weight"])
+            yield replace(change, new_bias=parameters.get("bias"))
 
 
 def _replaced(network: Any, names: dict[int, str], base_ids: set[int], wrapped: PeftModel) -> Iterator[ModuleChange]:
@@ -224,8 +350,7 @@ def _replaced(network: Any, names: dict[int, str], base_ids: set[int], wrapped: 
 
 def _replacement(module: nn.Module, name: str, key: str, parameter: torch.Tensor) -> ModuleChange:
     if key == "weight":
-        kind = "replace" if isinstance(module, nn.Linear | nn.Embedding) else "other"
-        return ModuleChange(name, kind, weight=parameter)
+        return _new_weight(name, module, parameter)
     if key == "bias":
         return ModuleChange(name, "linear" if isinstance(module, nn.Linear | Conv1D) else "other", new_bias=parameter)
     raise NotServed(f"replacing {name}.{key} is not served")
@@ -234,7 +359,18 @@ def _replacement(module: nn.Module, name: str, key: str, parameter: torch.Tensor
 def _joined(first: ModuleChange, second: ModuleChange) -> ModuleChange:
     """Two changes of one module: the factors of the first with bias or weight of the second."""
     bias = second.new_bias if first.new_bias is None else first.new_bias
-    return replace(first, new_bias=bias, weight=second.weight if first.weight is None else first.weight)
+    scale = first.scale if second.scale is None else second.scale if first.scale is None else first.scale * second.scale
+    if first.weight is not None and second.weight is not None:
+        raise NotServed(f"two new weights of {first.module} are not served")
+    of_weight = first if second.weight is None else second
+    return replace(
+        first,
+        new_bias=bias,
+        scale=scale,
+        weight=of_weight.weight,
+        row_ids=of_weight.row_ids,
+        num_rows=of_weight.num_rows,
+    )
 
 
 def first_sentence(error: BaseException) -> str:
@@ -263,6 +399,7 @@ class PlannedReader:
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
+        self._base = BaseValues(skeleton)
         self._plans: OrderedDict[bytes, list[_PlannedChange]] = OrderedDict()
 
     def warm(self) -> None:
@@ -285,6 +422,11 @@ class PlannedReader:
         configuration.check_task(values, self.skeleton.task)
         if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
             weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
+        kind = kind_of(values)
+        if kind.how != "lora":
+            peft_type = str(values["peft_type"]).upper()
+            return read_folded(self.skeleton, settings, kind, peft_type, weights, self._base)
+        check_floating(weights.tensors)
         form = _form(settings, weights.tensors)
         if (plan := self._plans.get(form)) is not None:
             self._plans.move_to_end(form)
@@ -372,6 +514,8 @@ def _check(change: ModuleChange, name: str) -> None:
         raise NotServed(
             f"merging adapters that change other than linear layers ({change.module} of {name}) is not served"
         )
+    if change.scale is not None:
+        raise NotServed(f"merging adapters that scale outputs ({change.module} of {name}) is not served")
     if change.magnitude is not None:
         raise NotServed(f"merging DoRA adapters ({name}) is not served")
     if change.b_bias is not None or change.new_bias is not None:

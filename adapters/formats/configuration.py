@@ -4,6 +4,7 @@ Checked are the fields' types and bounds, and whether the features are served; P
 (`changes`). Only the base's tokenizer is ever used, so an adapter whose token ids differ is rejected. Imports no torch.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats.kinds import KINDS, VARIANTS, is_set
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES, MAX_SMALL_BYTES
 from lorikeet.proto import pooling
 from lorikeet.proto.config_file import is_number
 
 MAX_RANK = 512
+MOST_RANK = {"cpu": 4096, "cuda": 512}
+"""The largest rank of a module that shards compute, by type of device. Other types than LoRA may have more than 512."""
 SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads")
 """Kinds of changes to a module that shards support, and Medusa heads."""
 _MAX_NAMES = 20_000
@@ -33,16 +37,10 @@ _CHANGES_BASE = ("pissa", "corda", "olora", "loftq")
 """Initialisations that PEFT repeats when it loads an adapter. LoRA-GA is not one: it needs gradients."""
 _UNSERVED = {
     "layer_replication": "replicated layers",
-    "trainable_token_indices": "single trained tokens",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow routing",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "velora_config": "VeLoRA",
+    "arrow_config": "mixing the adapters of several files for each token (Arrow)",
     "megatron_config": "Megatron layers",
 }
-"""Fields that make PEFT compute something other than LoRA or DoRA."""
+"""Fields that make PEFT compute something that is not served."""
 INVOCATION = "alora_invocation_tokens"
 """The token ids from whose last occurrence in the prompt on an activated LoRA (aLoRA) applies: Greenewald et al. 2025
 (arXiv 2504.12397), in PEFT's format.
@@ -52,6 +50,8 @@ _NOT_ACTIVATED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules (`modules_to_save`)",
     "target_parameters": "adapters on parameters (`target_parameters`)",
+    "trainable_token_indices": "single trained tokens",
+    **{field: f"`{field}`" for field in VARIANTS},
 }
 """What PEFT cannot activate from a token on."""
 CAUSAL_LM = "CAUSAL_LM"
@@ -68,7 +68,7 @@ _ONLY_TRAINING = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "revision", "peft_type", "task_type", "inference_mode",
         "peft_version", "init_lora_weights", "loftq_config", "eva_config", "corda_config",
-        "lora_ga_config", "megatron_core", "qalora_group_size", "runtime_config", "unsloth_fixed",
+        "lora_ga_config", "megatron_core", "runtime_config", "unsloth_fixed",
     }
 )  # fmt: skip
 """Fields that do not change what a trained adapter computes, once `init_lora_weights` is checked."""
@@ -117,6 +117,20 @@ def _pattern(check: Callable[[Any], bool], value: Any) -> bool:
     return all(len(key) <= _MAX_PATTERN_LEN and check(element) for key, element in value.items())
 
 
+def _are_tokens(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(len(name) <= _MAX_NAME_LEN and _are(_is_index, ids) for name, ids in value.items())
+    return _are(_is_index, value)
+
+
+def _are_settings(value: Any) -> bool:
+    """Plain values of any names, no number of them so large that PEFT would need much memory for it."""
+    if isinstance(value, dict | list):
+        elements = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MAX_NAMES and all(map(_are_settings, elements))
+    return value is None or isinstance(value, bool) or _is_number(value) or _are_targets(value)
+
+
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, f"a whole number from 1 to {MAX_RANK}"),
     "lora_alpha": (_is_number, f"a number up to {_LARGEST:g}"),
@@ -129,8 +143,19 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "alpha_pattern": (partial(_pattern, _is_number), f"numbers up to {_LARGEST:g} by pattern"),
     **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
+    "trainable_token_indices": (_are_tokens, "token ids, or token ids by the name of a module"),
+    "use_qalora": (lambda value: isinstance(value, bool), "true or false"),
+    "qalora_group_size": (_is_index, "a whole number"),
+    **dict.fromkeys(
+        ("use_bdlora", "monteclora_config", "kasa_config", "velora_config"), (_are_settings, "an object of settings")
+    ),
 }
 """Fields that PEFT computes with, and their permitted values."""
+_SAME = frozenset(
+    ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "alpha_pattern")
+)
+"""Fields that mean the same for every type of adapter."""
+_ANY = (_are_settings, "a number, a text, or a list or an object of these")
 _NEVER_NULL = frozenset({"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"})
 """Fields for which PEFT does not accept null. For others, null stands for the default."""
 
@@ -159,39 +184,50 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
     """The fields that determine the computation, validated. Raises NotServed or AdapterInvalid."""
     _check_kind(values)
     for field, meaning in _UNSERVED.items():
-        if values.get(field) not in (None, False, []):  # to PEFT, an empty object stands for defaults
+        if is_set(values.get(field)):
             raise NotServed(f"{meaning} (`{field}`) is not served")
     invocation_ids(values)
     _check_version(values)
     _check_start(values.get("init_lora_weights"))
+    is_lora = values["peft_type"].upper() == "LORA"
+    fields = set(_FIELDS) if is_lora else _fields_of(values["peft_type"]) - _ONLY_TRAINING
     chosen = {
         field: values[field]
-        for field in _FIELDS
-        if field in values and (values[field] is not None or field in _NEVER_NULL)
+        for field in sorted(fields)
+        if field in values and (values[field] is not None or (is_lora and field in _NEVER_NULL))
     }
     for field, value in chosen.items():
-        check, meaning = _FIELDS[field]
+        check, meaning = _FIELDS[field] if is_lora or field in _SAME else _ANY
         if not check(value):
             raise AdapterInvalid(f"`{field}` of {CONFIG} is {_short(value)}; it must be {meaning}")
     chosen.pop("lora_dropout", None)  # PEFT rejects wrong values, and computes without dropout
     return chosen
 
 
+def _fields_of(peft_type: str) -> set[str]:
+    """The settings of a type of adapter."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    return {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type.upper()])}
+
+
 def unknown(values: dict[str, Any]) -> list[str]:
     """Settings that have a value and are not PEFT's. As in PEFT, they have no effect."""
-    known = {*_FIELDS, *_UNSERVED, *_ONLY_TRAINING, INVOCATION}
+    known = frozenset((*_FIELDS, *_UNSERVED, *_ONLY_TRAINING, INVOCATION))
+    if (peft_type := str(values.get("peft_type", "LORA")).upper()) != "LORA":
+        known = _ONLY_TRAINING | _fields_of(peft_type)
     return sorted(field for field, value in values.items() if value and field not in known)
 
 
 def invocation_ids(values: dict[str, Any]) -> tuple[int, ...]:
     """The invocation tokens of an activated LoRA; empty for any other adapter. Raises NotServed or AdapterInvalid."""
     ids = values.get(INVOCATION)
-    if not ids:
+    if not ids or str(values.get("peft_type")).upper() != "LORA":
         return ()
     if not _are(_is_index, ids) or len(ids) > _MAX_INVOCATION:
         raise AdapterInvalid(f"`{INVOCATION}` of {CONFIG} must be a list of at most {_MAX_INVOCATION} token ids")
     for field, meaning in _NOT_ACTIVATED.items():
-        if values.get(field):
+        if is_set(values.get(field)):
             raise NotServed(f"{meaning} together with `{INVOCATION}` (aLoRA) is not served")
     if values.get("bias") not in (None, "none"):
         raise NotServed(f"`bias` together with `{INVOCATION}` (aLoRA) is not served")
@@ -219,9 +255,12 @@ def has_patterns(values: dict[str, Any]) -> bool:
 def _check_kind(values: dict[str, Any]) -> None:
     kind = values.get("peft_type")
     if not isinstance(kind, str):
-        raise AdapterInvalid(f"{CONFIG} has no `peft_type`, which must be LORA")
-    if kind.upper() != "LORA":
-        raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served, only LoRA and DoRA (LORA)")
+        raise AdapterInvalid(f"{CONFIG} has no `peft_type`, which such as LORA")
+    known = KINDS.get(kind.upper())
+    if known is None:
+        raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served: this server does not know the type")
+    if known.how == "refused":
+        raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served: {known.reason}")
     task = values.get("task_type")
     if task is not None and task not in TASKS:
         raise NotServed(f"an adapter for the task {_short(task)} is not served, only {', '.join(TASKS)}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from lorikeet.adapters.errors import AdapterInvalid, HeadsError, NotServed, first_line
-from lorikeet.adapters.formats.weights import is_finite, not_finite
+from lorikeet.adapters.formats.weights import check_floating, is_finite, not_finite
 from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, MAX_CONFIG_BYTES, WEIGHTS
 
 HEADS_FILE, PICKLED_FILE = HEADS
@@ -225,6 +225,7 @@ def parse_heads(
     `config` is the content of config.json in the same folder, if any. Raises AdapterInvalid or NotServed.
     """
     warnings: list[str] = []
+    check_floating(tensors)
     try:
         ours = of_heads(tensors, name, warnings.append)
         shape = shape_of(ours, name)

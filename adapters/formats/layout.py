@@ -1,8 +1,9 @@
 """From the files of an adapter to the served layout: one file that shards map, with factors scaled, cast and stacked.
 
 For a module `m` of the base: `m.A` [rank, in] and `m.B` [out, rank] (the scaling inside B), `m.magnitude` and `m.bias`
-[out] float32 (added to the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
-named by their parameter. `m.weight` replaces the base's. The file's metadata give the kind and rank of each module.
+[out] float32 (added to the base's bias), or `m.scale` [out] float32 (factors of the output without
+the base's bias). An embedding's A is [rank, V]. Experts have one more leading axis, and are
+named by their parameter. The file's metadata give the kind and rank of each module.
 Medusa heads are `heads.j.weight` [H, H] and `heads.j.bias` [H] (`heads.j.l.weight` if they have several blocks);
 those of version 1 also have `heads.j.output` [V, H]; the metadata give their number, version and number of blocks, the
 invocation tokens of an activated LoRA, and a checksum (`proto/digest.py`).
@@ -10,9 +11,10 @@ invocation tokens of an activated LoRA, and a checksum (`proto/digest.py`).
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +26,7 @@ from lorikeet.adapters.formats import configuration, header, weights
 from lorikeet.adapters.formats.base_model import BaseValues
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedReader
 from lorikeet.adapters.formats.heads import HEADS_KIND, ParsedHeads, heads_metadata, lay_out_heads, parse_heads
+from lorikeet.adapters.formats.kinds import CONVERT
 from lorikeet.adapters.formats.weights import Weights, is_finite, not_finite
 from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, FileHead, find_heads
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
@@ -42,12 +45,8 @@ class Base:
     kinds: frozenset[str]
     """Kinds of changes that the shards support."""
     values: BaseValues
-    trunk: str = ""
-    """How names begin of the modules that are not part of a classifier's head; empty without a head."""
-
-    def is_head(self, module: str) -> bool:
-        """Whether the module is part of a classifier's head, which adapters replace."""
-        return bool(self.trunk) and not module.startswith(self.trunk)
+    max_rank: int = configuration.MAX_RANK
+    """The largest rank of a module that the shards compute."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,16 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
             if not _has_tensors(change):
                 continue
         if change.weight is not None and change.kind != "other":
-            is_factored = change.kind == "replace" and base.is_head(change.module)
-            change = _as_factors(change, base, has_values) if is_factored else replace(change, kind="replace")
+            change = _as_factors(change, base, has_values)
         if change.kind not in base.kinds:
             raise NotServed(f"{_DESCRIPTIONS[change.kind]} ({change.module}) is not served")
         if change.new_bias is not None and base.values.has(f"{change.module}.bias") is False:
             raise NotServed(f"the bias of {change.module} is needed, but the checkpoint stores it in another form")
+        if change.rank > base.max_rank:
+            raise NotServed(
+                f"its change to {change.module} has rank {change.rank}; the limit on this device is {base.max_rank}: "
+                f"{CONVERT}"
+            )
         served.append(change)
     if not served and not unread:
         raise AdapterInvalid("it does not change the base")
@@ -122,30 +125,41 @@ def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
 
 
 def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleChange:
-    """A new weight of a classifier's head as an adapter on the base's: the difference of the two is the product of
-    itself and the identity. Raises NotServed for a weight of too high a rank.
+    """A new weight as an adapter on the base's: the difference of the two is the product of itself and the identity.
+
+    Raises NotServed for a module that has an adapter, too.
     """
     assert change.weight is not None
-    num_out, num_in = change.weight.shape
-    rank = min(num_out, num_in)
-    if rank > configuration.MAX_RANK:
-        raise NotServed(
-            f"replacing {change.module}, which has {num_out} outputs and {num_in} inputs, is not served: one of them "
-            f"must be at most {configuration.MAX_RANK}"
-        )
+    if change.a is not None:
+        raise NotServed(f"a new weight of {change.module} together with an adapter on it is not served")
     difference = change.weight
     if has_values:
-        difference = difference.float() - base.values[f"{change.module}.weight"].float()
-    a, b = (difference, torch.eye(rank)) if num_out <= num_in else (torch.eye(rank), difference)
-    return replace(change, kind="linear", rank=rank, a=a, b=b, weight=None)
+        difference = difference.float() - _own_rows(change, base).float()
+    if change.row_ids:
+        rows = torch.zeros(change.num_rows, len(change.row_ids))
+        rows[change.row_ids, range(len(change.row_ids))] = 1
+        a, b = difference, rows
+    else:
+        is_wide = difference.shape[0] <= difference.shape[1]
+        rank = min(difference.shape)
+        a, b = (difference, torch.eye(rank)) if is_wide else (torch.eye(rank), difference)
+    if change.kind == "embedding":
+        a, b = b.t(), a.t()
+    return replace(change, rank=a.shape[0], a=a, b=b, weight=None, row_ids=())
+
+
+def _own_rows(change: ModuleChange, base: Base) -> torch.Tensor:
+    """The base's own values of a new weight. Raises NotServed."""
+    own = base.values[f"{change.module}.weight"]
+    return own[list(change.row_ids)] if change.row_ids else own
 
 
 def _without_unread(change: ModuleChange, base: Base) -> tuple[ModuleChange, list[str]]:
     """Leave out whole parameters that are only served if they equal the base's, and name them."""
     names: list[str] = []
     if change.weight is not None:
-        is_small = min(change.weight.shape, default=0) <= configuration.MAX_RANK
-        if not (change.kind == "replace" and base.is_head(change.module) and is_small):
+        is_small = min(change.weight.shape, default=0) <= base.max_rank
+        if change.kind == "other" or change.a is not None or not is_small:
             change, names = replace(change, weight=None), [f"{change.module}.weight"]
     if change.new_bias is not None and change.kind == "other":
         change, names = replace(change, new_bias=None), [*names, f"{change.module}.bias"]
@@ -155,9 +169,11 @@ def _without_unread(change: ModuleChange, base: Base) -> tuple[ModuleChange, lis
 def without_unchanged(changes: Iterable[ModuleChange], base: Base) -> Iterator[ModuleChange]:
     """Drop values that equal the base's: PEFT also saves embeddings with adapters on them, and unchanged biases."""
     for change in changes:
-        if change.weight is not None and _is_own(change.weight, f"{change.module}.weight", base):
-            change = replace(change, weight=None)
-        if change.new_bias is not None and _is_own(change.new_bias, f"{change.module}.bias", base):
+        if change.weight is not None and _is_own(change.weight, partial(_own_rows, change, base), base):
+            change = replace(change, weight=None, row_ids=())
+        if change.new_bias is not None and _is_own(
+            change.new_bias, partial(base.values.__getitem__, f"{change.module}.bias"), base
+        ):
             change = replace(change, new_bias=None)
         if _has_tensors(change):
             yield change
@@ -171,10 +187,10 @@ _TRAINED_IN = (torch.bfloat16, torch.float16)
 """What training may round the base's values to before they are saved, in any type."""
 
 
-def _is_own(saved: torch.Tensor, name: str, base: Base) -> bool:
+def _is_own(saved: torch.Tensor, own: Callable[[], torch.Tensor], base: Base) -> bool:
     """Whether a saved parameter is the base's, unchanged but for the rounding of the type that it was trained in."""
     try:
-        value = base.values[name]
+        value = own()
     except NotServed:
         return False
     served = saved.to(base.dtype)
@@ -187,7 +203,6 @@ _DESCRIPTIONS = {
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
-    "replace": "replacing a whole weight",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
 
@@ -241,8 +256,8 @@ def _module(change: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
         parts["magnitude"] = change.magnitude.float().reshape(-1)
     if (bias := _added_bias(change, base.values)) is not None:
         parts["bias"] = bias
-    if change.weight is not None:
-        parts["weight"] = change.weight.to(base.dtype)
+    if change.scale is not None:
+        parts["scale"] = change.scale.float()
     for tensor in parts.values():
         if not is_finite(tensor):
             raise AdapterInvalid(_not_finite_message(change, base.dtype))
@@ -267,6 +282,9 @@ def _added_bias(change: ModuleChange, values: BaseValues) -> torch.Tensor | None
         added = change.b_bias.float() * change.scaling
     if change.new_bias is not None:
         difference = change.new_bias.float() - values[f"{change.module}.bias"].float()
+        added = difference if added is None else added + difference
+    if change.scale is not None and values.has(f"{change.module}.bias"):
+        difference = (change.scale.float() - 1) * values[f"{change.module}.bias"].float()
         added = difference if added is None else added + difference
     return added
 

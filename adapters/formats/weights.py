@@ -22,7 +22,10 @@ from lorikeet.adapters.errors import AdapterChanged, AdapterInvalid, AdapterTooL
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32,
+}  # fmt: skip
 MAX_INDEX = 8 << 20
 _OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 """The beginning of every file of torch before 1.6."""
@@ -182,7 +185,7 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
         if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
             raise AdapterInvalid(f"{name} holds something other than named tensors: {str(key)[:60]!r}")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values() or tensor.device.type != "cpu":
-            raise AdapterInvalid(f"{key[:80]!r} of {name} is not a dense CPU tensor of floating-point numbers")
+            raise AdapterInvalid(f"{key[:80]!r} of {name} is not a dense CPU tensor of numbers")
     return {key: tensor.detach() for key, tensor in tensors.items()}
 
 
@@ -201,6 +204,15 @@ def _check_archive(path: Path, size: int, name: str) -> None:
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
     if sum(entry.file_size for entry in entries) > size:
         raise AdapterInvalid(f"{name} claims to hold more bytes than it has")
+
+
+def check_floating(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises AdapterInvalid for a tensor of whole numbers."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for key, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            known = ", ".join(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
+            raise AdapterInvalid(f"{key[:200]!r} has type {names[tensor.dtype]}; weights come as {known}")
 
 
 def not_finite(where: str, was_finite: bool, dtype: torch.dtype) -> str:

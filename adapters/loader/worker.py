@@ -60,7 +60,7 @@ class WorkerContext:
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
             kinds=frozenset(config.kinds),
             values=BaseValues(skeleton),
-            trunk=skeleton.trunk,
+            max_rank=configuration.MOST_RANK[config.device.partition(":")[0]],
         )
         self.reader = PlannedReader(skeleton)
         self.reader.warm()

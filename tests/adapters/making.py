@@ -25,7 +25,7 @@ from lorikeet.adapters.formats.changes import PlannedReader
 from lorikeet.proto.digest import base_hash, weights_hash
 
 LIMIT = 1 << 30
-ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "replace"})
+ALL_KINDS = frozenset({"linear", "embedding", "experts", "router"})
 TOKENS = torch.arange(2, 42).reshape(2, 20) * 7 % 300
 
 
@@ -87,7 +87,8 @@ def of_peft(base: Path, folder: Path) -> torch.Tensor:
 def make_reader(base: Path) -> tuple[PlannedReader, layout.Base]:
     """What lays adapters out for a base, in float32."""
     skeleton = Skeleton(base)
-    facts = layout.Base(base_hash(base), weights_hash(base), torch.float32, ALL_KINDS, BaseValues(skeleton))
+    limit = configuration.MOST_RANK["cpu"]
+    facts = layout.Base(base_hash(base), weights_hash(base), torch.float32, ALL_KINDS, BaseValues(skeleton), limit)
     return PlannedReader(skeleton), facts
 
 
@@ -141,7 +142,7 @@ def applied(model: Any, served: layout.ServedLayout) -> Iterator[None]:
         hook.remove()
 
 
-PARTS = ("A", "B", "magnitude", "bias", "weight")
+PARTS = ("A", "B", "magnitude", "scale", "bias")
 
 
 def _hook(target: nn.Module, parts: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -155,20 +156,17 @@ def _hook(target: nn.Module, parts: dict[str, torch.Tensor]) -> Callable[..., to
 
 
 def _embedded(ids: torch.Tensor, output: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    if "weight" in parts:
-        output = parts["weight"][ids]
     return output + parts["A"].t()[ids] @ parts["B"].t() if "A" in parts else output
 
 
 def _linear(
     weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, parts: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    weight = parts.get("weight", weight)
     if "A" in parts:
         weight = weight + parts["B"] @ parts["A"]
     if "magnitude" in parts:
         weight = weight * (parts["magnitude"] / weight.norm(dim=1))[:, None]
-    y = x @ weight.t()
+    y = x @ weight.t() * parts.get("scale", torch.ones(()))
     for each in (bias, parts.get("bias")):
         y = y if each is None else y + each
     return y

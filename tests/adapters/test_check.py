@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lorikeet.adapters import check
 from lorikeet.adapters.formats import heads as heads_files
@@ -92,7 +92,7 @@ def test_a_folder_is_an_adapter_or_holds_adapters(world: World, capsys: pytest.C
 def test_only_broken_adapters_are_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     entries = {f"ok{number}": local(f"sound{number % 3}") for number in range(30)}
     world.copy("rank", r=32)
-    world.copy("kind", peft_type="LOHA")
+    world.copy("kind", peft_type="XLORA")
     truncated = world.copy("truncated") / WEIGHTS
     truncated.write_bytes(truncated.read_bytes()[:-8])
     other = world.copy("other-tokenizer")
@@ -104,16 +104,19 @@ def test_only_broken_adapters_are_refused(world: World, capsys: pytest.CaptureFi
     assert code == 1
     assert {alias for alias, row in rows.items() if row["state"] == "refused"} == {*broken, "odd"}
     reasons = {alias: rows[alias]["reason"] for alias in broken}
-    assert "[32, 64]" in reasons["rank"] and "LOHA" in reasons["kind"] and "truncated" in reasons["truncated"]
+    assert "[32, 64]" in reasons["rank"] and "XLORA" in reasons["kind"] and "truncated" in reasons["truncated"]
     assert "<new>" in reasons["other-tokenizer"] and "nowhere" in reasons["nowhere"]
     assert tensors  # the sound copy was left alone
 
 
 def test_what_the_loader_refuses_by_shape_is_refused_here(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    making.make_adapter(world.base, world.root / "whole-head", config)
+    folder = making.make_adapter(world.base, world.root / "whole-head", config)
+    tensors = load_file(folder / WEIGHTS)
+    head = next(key for key in tensors if "lm_head" in key)
+    save_file({**tensors, head: torch.cat([tensors[head], tensors[head][:3]])}, folder / WEIGHTS)
     code, rows = world.check({"head": local("whole-head")}, capsys)
-    assert code == 1 and "lm_head" in rows["head"]["reason"]
+    assert code == 1 and "lm_head has 323 rows, the base's 320" in rows["head"]["reason"]
 
 
 def test_a_bin_file_is_not_read(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ class AdapterFiles:
         file, plan, destination = opened.file, opened.plan, self._destination
         memory = destination.memory.take(plan.num_bytes)
         _lay_out(plan, file, memory)
-        for vector in plan.biases:
+        for vector in plan.vectors:
             _view(memory, vector.to, vector.values.shape, torch.float32).copy_(file.tensor(vector.values))
         for vector in plan.magnitudes:
             scale = file.tensor(vector.values).clone()

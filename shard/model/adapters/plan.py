@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Vector:
-    """A bias, or DoRA's magnitude, from which the scale is computed. [out] float32."""
+    """A bias, a scale, or DoRA's magnitude, from which the scale is computed. [out] float32."""
 
     target: LoraTarget
     values: Place
@@ -68,7 +68,8 @@ class Plan:
     # padded rank of each target, and the offsets of a, b, scale and bias in memory
     entries: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
-    biases: list[Vector] = field(default_factory=list)
+    vectors: list[Vector] = field(default_factory=list)
+    """Biases and scales, which are used as they are."""
     magnitudes: list[Vector] = field(default_factory=list)
     num_bytes: int = 0
     """Bytes of the adapter's memory."""
@@ -80,11 +81,12 @@ class Plan:
         places = _own(target, places)
         a, b = places.get("A"), places.get("B")
         pair = None if a is None or b is None else self._pair(target, a, b, dtype)
-        bias, magnitude = (self._vector(target, places.get(key), pair) for key in ("bias", "magnitude"))
-        self.biases += [] if bias is None else [bias]
+        bias, scale = (self._vector(target, places.get(key), pair) for key in ("bias", "scale"))
+        magnitude = self._vector(target, places.get("magnitude"), pair)
+        self.vectors += [vector for vector in (bias, scale) if vector is not None]
         self.magnitudes += [] if magnitude is None else [magnitude]
         rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.padded(pair.rank), pair.to_a, pair.to_b)
-        to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude, bias))
+        to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude or scale, bias))
         self.targets.append(target)
         self.entries.append((rank, to_a, to_b, to_scale, to_bias))
 
@@ -94,7 +96,11 @@ class Plan:
 
     def _pair(self, target: LoraTarget, a: Place, b: Place, dtype: torch.dtype) -> Pair:
         rank = a.shape[0]
-        if a.shape != (rank, target.num_in) or b.shape != (target.num_out, rank) or not 0 < rank <= MOST_RANK:
+        if (
+            a.shape != (rank, target.num_in)
+            or b.shape != (target.num_out, rank)
+            or not 0 < rank <= MOST_RANK["cpu" if target.kernels is None else "cuda"]
+        ):
             raise ValueError(f"{target.name}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit")
         if a.dtype != dtype or b.dtype != dtype:
             raise ValueError(f"{target.name}: factors are {a.dtype} and {b.dtype}, the base is {dtype}")
@@ -141,7 +147,7 @@ def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tup
     return a, (-(-target.num_out // OUT_BLOCK), wide, OUT_BLOCK)
 
 
-KEYS = ("A", "B", "magnitude", "bias")
+KEYS = ("A", "B", "magnitude", "scale", "bias")
 
 
 def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> Plan:
@@ -173,6 +179,7 @@ def _own(target: LoraTarget, places: Mapping[str, Place]) -> Mapping[str, Place]
         "B": (0, partition.num_out),
         "magnitude": (0, partition.num_out),
         "bias": (0, partition.num_out),
+        "scale": (0, partition.num_out),
     }
     for key, place in places.items():
         axis, wanted = whole[key]

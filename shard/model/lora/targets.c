@@ -16,7 +16,7 @@
 #include "model/lora/targets.h"
 #include "system/parts.h"
 
-#define MOST_RANK 512
+#define MOST_RANK 4096
 #define MOST_ROWS 16     // of a task
 #define OUTPUTS 64       // whose rows of B are interleaved
 #define RANKS 8          // rows of A that are interleaved

@@ -21,7 +21,8 @@ from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
 from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.system.native import CompilerMissing, library
 
-MOST_RANK = 512
+MOST_RANK = {"cpu": 4096, "cuda": 512}
+"""Largest rank of a module's factors, by type of device. On CPU a new weight of 4096 inputs is one."""
 RANK_BLOCK = 8
 OUT_BLOCK = 64
 """In the layout of targets.c."""

@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_every_setting_of_peft_is_known() -> None:
     """Unknown settings are ignored, so one that PEFT computes with must not be unknown."""
     values = {field.name: "value" for field in dataclasses.fields(LoraConfig)}
-    assert configuration.unknown({**values, "note": "value", "empty": None}) == ["note"]
+    assert configuration.unknown({**values, "peft_type": "LORA", "note": "value", "empty": None}) == ["note"]
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoraConfig)])

@@ -200,7 +200,7 @@ def bad(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         (bad("another.A", torch.ones(2, 40)), "no module another"),
         (bad("heads.0.weight", torch.ones(2, 2)), "does not support tensor heads.0.weight"),
         (bad("linear-0.weight", torch.ones(24, 40)), "does not support tensor"),
-        ({"linear-0.A": torch.ones(513, 40), "linear-0.B": torch.ones(24, 513)}, "do not fit"),
+        ({"linear-0.A": torch.ones(4097, 40), "linear-0.B": torch.ones(24, 4097)}, "do not fit"),
     ],
 )
 def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str) -> None:

@@ -1,0 +1,89 @@
+"""Every kind of adapter of the installed PEFT: served as PEFT computes it, or refused with the reason."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftType
+from peft.tuners.lora import variants
+
+from lorikeet.adapters.errors import NotServed
+from lorikeet.adapters.formats import configuration
+from lorikeet.adapters.formats.folding import factor
+from lorikeet.adapters.formats.kinds import KINDS
+from tests import tiny
+from tests.adapters import kinds, making
+
+DOCS = Path(__file__).parents[3] / "docs" / "adapters.md"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("kinds") / "base", seed=1)
+
+
+def test_every_type_of_peft_has_a_row() -> None:
+    assert set(KINDS) == {member.value for member in PeftType}
+    served = {name for name, kind in KINDS.items() if kind.how != "refused"}
+    assert served == set(KINDS) & set(kinds.CONFIGS), "a type that is served is compared with PEFT below"
+    assert all(kind.reason for kind in KINDS.values() if kind.how == "refused")
+
+
+def test_every_variant_of_lora_is_known() -> None:
+    """Another one of a newer PEFT is compared with PEFT below, or refused, before it is in this list."""
+    names = {name.removesuffix("Variant") for name in vars(variants) if name.endswith("Variant")} - {"Lora"}
+    assert names == {
+        "ALoraLinear", "ArrowLinear", "BdLoraLinear", "DoraConv1d", "DoraConv2d", "DoraConv3d", "DoraEmbedding",
+        "DoraLinear", "KasaLinear", "MiCAEmbedding", "MiCALinear", "MontecloraLinear", "QALoraLinear", "VeloraLinear",
+        "_DoraConvNd",
+    }  # fmt: skip
+
+
+def test_the_documentation_has_every_type() -> None:
+    text = DOCS.read_text()
+    assert [name for name in KINDS if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", kinds.CONFIGS)
+def test_a_kind_computes_what_peft_computes(name: str, base: Path, tmp_path: Path) -> None:
+    adapter = kinds.make(name, base, tmp_path / "adapter")
+    reader, facts = making.make_reader(base)
+    expected = making.of_peft(base, adapter)
+    assert (expected - making.logits(making.load_base(base))).abs().max() > 0.05, "the adapter changes something"
+    served = making.lay_out(reader, facts, adapter)
+    torch.testing.assert_close(making.of_layout(base, served), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.how == "refused"])
+def test_other_types_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(NotServed) as refused:
+        configuration.served({"peft_type": name})
+    assert name in str(refused.value) and KINDS[name].reason in str(refused.value)
+
+
+def test_a_type_that_is_not_known_is_refused() -> None:
+    with pytest.raises(NotServed, match=r"`peft_type` NEWLORA .* does not know the type"):
+        configuration.served({"peft_type": "NEWLORA"})
+
+
+def test_a_rank_above_the_devices_is_refused_with_the_way_out(base: Path, tmp_path: Path) -> None:
+    reader, facts = making.make_reader(base)
+    adapter = kinds.make("LOHA", base, tmp_path / "adapter")
+    small = making.layout.Base(facts.hash, facts.weights_hash, facts.dtype, facts.kinds, facts.values, max_rank=2)
+    with pytest.raises(NotServed, match=r"has rank \d+; the limit on this device is 2: .*`convert_to_lora`"):
+        making.lay_out(reader, small, adapter)
+
+
+def test_a_module_that_is_not_linear_is_found() -> None:
+    weight = torch.randn(24, 16, dtype=torch.float64)
+    with pytest.raises(ArithmeticError, match="not linear"):
+        factor(lambda x: (x @ weight).relu(), 24, 16, 1.0)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 40])
+def test_factors_have_the_rank_of_the_map(rank: int) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(rank, 96, dtype=torch.float64), torch.randn(64, rank, dtype=torch.float64)
+    found_a, found_b = factor(lambda x: x @ a.t() @ b.t(), 96, 64, 1.0)
+    assert found_a is not None and found_b is not None and found_a.shape == (rank, 96)
+    torch.testing.assert_close(found_b @ found_a, (b @ a).float(), rtol=1e-5, atol=1e-5)
