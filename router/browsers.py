@@ -7,7 +7,6 @@ connections the name counts.
 """
 
 import re
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ForeignPage, HostNotAllowed
-from lorikeet.router.http_protocol import Addresses
+from lorikeet.router.http_protocol import Addresses, parsed_address
 
 _METHODS = ("GET", "POST")
 _ANY = "*"
@@ -122,11 +121,8 @@ def host_name(host: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    try:
-        parsed = ip_address(address)
-    except ValueError:
-        return False
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+    parsed = parsed_address(address)
+    return parsed is not None and parsed.is_loopback
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:

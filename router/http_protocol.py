@@ -48,7 +48,7 @@ class Addresses:
 
     def is_trusted(self, address: str) -> bool:
         """Whether a connection from `address` is one of a trusted proxy."""
-        parsed = _parsed(address) if self._trusted else None
+        parsed = parsed_address(address) if self._trusted else None
         return parsed is not None and any(parsed in network for network in self._trusted)
 
     def of(self, scope: Scope) -> str:
@@ -80,7 +80,7 @@ class Addresses:
     def _outermost(self, hops: Iterator[str], peer: str) -> str:
         """`hops` come from the nearest to the farthest; only those that trusted proxies have reported count."""
         for hop in hops:
-            if _parsed(hop) is None:
+            if parsed_address(hop) is None:
                 break
             peer = hop
             if not self.is_trusted(hop):
@@ -112,13 +112,13 @@ def _without_port(text: str) -> str:
     return "" if parts is None else parts["six"] or parts["four"] or ""
 
 
-def _parsed(text: str) -> IPv4Address | IPv6Address | None:
+def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
     """None where `text` is no address. IPv4 addresses in IPv6 notation become IPv4."""
-    return _parsed_short(text) if len(text) <= _LONGEST else None
+    return _parsed_short_address(text) if len(text) <= _LONGEST else None
 
 
 @lru_cache(maxsize=4096)
-def _parsed_short(text: str) -> IPv4Address | IPv6Address | None:
+def _parsed_short_address(text: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(text)
     except ValueError:
@@ -129,7 +129,7 @@ def _parsed_short(text: str) -> IPv4Address | IPv6Address | None:
 @lru_cache(maxsize=4096)
 def identity(address: str) -> str:
     """What a limit per client counts by: an IPv4 address, the /64 of an IPv6 address, or the text as it is."""
-    parsed = _parsed(address)
+    parsed = parsed_address(address)
     if parsed is None:
         return address
     if isinstance(parsed, IPv4Address):
