@@ -12,7 +12,9 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping
 from lorikeet.shard.model.gguf.file import GgufFile
 
 SPLITS: dict[str, str] | None = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
-"""transformers' regular expressions by kind; None before 5.18, which splits all texts as GPT-2 does."""
+"""transformers' regular expressions by kind. None before 5.18, which splits all texts as GPT-2 does, and those of Gemma
+into single letters.
+"""
 LIKE_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
 )  # fmt: skip
@@ -37,14 +39,15 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     """transformers' tokenizer of `file`, which is `name` in `folder`. Raises ValueError for texts that are split in an
     unknown way, and where transformers is too old to split them.
     """
+    if SPLITS is None:
+        raise ValueError("its tokenizer needs transformers 5.18 or newer: pip install 'transformers>=5.18'")
     kind, split = (file.value(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     is_bpe = kind == "gpt2"
-    if is_bpe and SPLITS is None:
-        raise ValueError("its tokenizer needs transformers 5.18 or newer: pip install 'transformers>=5.18'")
-    if is_bpe and split not in (*(SPLITS or ()), *LIKE_GPT_2, *DIGIT_BY_DIGIT):
+    if is_bpe and split not in (*SPLITS, *LIKE_GPT_2, *DIGIT_BY_DIGIT):
         raise ValueError(f"its pre-tokenizer is not supported (tokenizer.ggml.pre {split})")
     is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
-    begins = {"add_bos_token": True} if is_like_llama_3 else {}  # the file's own flag comes first
+    # The file's own flag comes first. transformers adds the token to SentencePiece's texts as llama.cpp does, but not 5.18.
+    begins = {"add_bos_token": True} if is_like_llama_3 or kind == "llama" else {}
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, **begins)
     backend = tokenizer.backend_tokenizer
     if is_like_llama_3:

@@ -20,7 +20,7 @@ from lorikeet.shard.startup.model_files import loaded_names
 from tests import tiny
 from tests.shard.engine.exactness import compare, drive, prompts_of
 from tests.shard.model import test_invariance
-from tests.shard.model.gguf.files import WRITTEN, answer_of, gguf_name, write_model
+from tests.shard.model.gguf.files import WRITTEN, answer_of, gguf_name, needs_tokenizers, write_model
 from tests.shard.model.gguf.test_blocks import expected_values
 from tests.shard.model.quantization.quantized_cases import LENGTHS, write
 
@@ -29,10 +29,11 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256}
 
 
 def made(tmp_path: Path, kind: str = "Q8_0", is_tied: bool = False, **values: Any) -> tuple[Path, Path]:
-    """A plain folder, and the folder made for a file of the same model."""
+    """A plain folder, and the folder made for a file of the same model, without a tokenizer."""
     plain = tiny.make("llama", tmp_path / "plain", tokenizer=True, tie_word_embeddings=is_tied, **WIDE)
     write_model(plain, tmp_path / "tiny.gguf", kind, **values)
-    assert answer_of(tmp_path / "tiny.gguf", tmp_path / "made")["path"] == str(tmp_path / "made")
+    answer = answer_of(tmp_path / "tiny.gguf", tmp_path / "made", needs_tokenizer=False)
+    assert answer["path"] == str(tmp_path / "made")
     return plain, tmp_path / "made"
 
 
@@ -89,16 +90,21 @@ def compare_tokens(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_folder_has_what_the_file_says(tmp_path: Path) -> None:
-    plain, folder = made(tmp_path)
+    _, folder = made(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["dtype"], config["hidden_size"]) == ("llama", "bfloat16", 256)
     assert loaded_names(folder, has_code=False) == ["config.json", "model.gguf"]
-    own, theirs = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(plain)
+    assert not (folder / "tokenizer.json").exists()
+
+
+@needs_tokenizers
+def test_the_tokenizer_of_the_original_model(tmp_path: Path) -> None:
+    plain, _ = made(tmp_path)
+    assert "error" not in answer_of(tmp_path / "tiny.gguf", tmp_path / "whole")
+    own, theirs = AutoTokenizer.from_pretrained(tmp_path / "whole"), AutoTokenizer.from_pretrained(plain)
     for text in ("the quick brown fox", "def main() -> None:\n    return 7", "naïve 漢字"):
         assert own(text).input_ids == theirs(text).input_ids
     assert own.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    assert "error" not in answer_of(tmp_path / "tiny.gguf", tmp_path / "bare", needs_tokenizer=False)
-    assert not (tmp_path / "bare" / "tokenizer.json").exists()
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from lorikeet.shard.model.gguf import tokenizer as tokenizers
 from lorikeet.shard.model.gguf.file import GgufFile
 from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
 from tests import tiny
-from tests.shard.model.gguf.files import write_model
+from tests.shard.model.gguf.files import needs_tokenizers, write_model
 
 pytest.importorskip("gguf")
 
@@ -33,6 +33,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
     return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
+@needs_tokenizers
 @pytest.mark.parametrize(
     ("split", "words"),
     [
@@ -51,25 +52,28 @@ def test_texts_are_split_as_by_the_named_kind(split: str, words: list[str], plai
     assert json.loads(tokenizer.backend_tokenizer.to_str())["model"]["ignore_merges"] == (split == "llama-bpe")
 
 
+@needs_tokenizers
 def test_a_flag_decides_how_texts_begin(plain: Path, tmp_path: Path) -> None:
     file = written(plain, tmp_path, pre="llama-bpe", add_bos_token=False)
     tokenizer = read_tokenizer(tmp_path, "tiny.gguf", file)
     assert tokenizer("the").input_ids[0] != tokenizer.bos_token_id
 
 
+@needs_tokenizers
 def test_an_unknown_split_is_rejected(plain: Path, tmp_path: Path) -> None:
     file = written(plain, tmp_path, pre="chameleon")
     with pytest.raises(ValueError, match=r"pre-tokenizer is not supported \(tokenizer.ggml.pre chameleon\)"):
         read_tokenizer(tmp_path, "tiny.gguf", file)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_transformers_that_splits_no_texts_is_rejected(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 5.17 has no regular expressions for the named kinds."""
+    """Version 5.17 has no regular expressions for the named kinds, and no merges for a SentencePiece vocabulary of Gemma."""
     monkeypatch.setattr(tokenizers, "SPLITS", None)
     with pytest.raises(ValueError, match=r"needs transformers 5\.18 or newer"):
-        read_tokenizer(tmp_path, "tiny.gguf", written(plain, tmp_path, pre="llama-bpe"))
+        read_tokenizer(tmp_path, "tiny.gguf", written(plain, tmp_path, model=kind, pre="llama-bpe"))
 
 
 def test_every_token_that_ends_an_answer_is_named(plain: Path, tmp_path: Path) -> None:
