@@ -36,16 +36,16 @@ RUN set -eu; \
 
 # Dependencies are a layer of their own: a change of the source downloads nothing. pip compiles their bytecode.
 # torch goes first: its index decides about it alone. The CUDA build brings its libraries along.
-COPY pyproject.toml /tmp/source/
+COPY pyproject.toml constraints.txt /tmp/source/
 RUN set -eu; cd /tmp/source; \
     if [ -z "$TORCH_INDEX" ] && [ "$VARIANT" = cpu ]; then TORCH_INDEX=https://download.pytorch.org/whl/cpu; fi; \
     if [ "$TORCH_INDEX" = none ]; then TORCH_INDEX=; fi; \
     python="/opt/lorikeet/bin/python"; \
-    pip="$python -m pip --disable-pip-version-check install --no-cache-dir"; \
+    pip="$python -m pip --disable-pip-version-check install --no-cache-dir --constraint constraints.txt"; \
     $python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = [project['optional-dependencies'][name] for name in sys.argv[1].split(',') if name]; \
 print(*project['dependencies'], *sum(extras, []), sep='\n')" "$EXTRAS" > requirements.txt; \
-    $pip ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch[<>=!~]' requirements.txt)"; \
+    $pip ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch; \
     $pip -r requirements.txt; \
     rm -rf /tmp/source
 

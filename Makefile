@@ -28,8 +28,8 @@ VERSIONS ?= $(HOME)/.cache/lorikeet-versions
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --quiet
-# One place names the versions: pyproject.toml.
-TORCH_PIN = $$(sed -n 's/^ *"\(torch[<>=!~].*\)",/\1/p' pyproject.toml)
+# pyproject.toml names the versions that are allowed, CONSTRAINTS those of them that are installed here.
+CONSTRAINTS := constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof bench-cuda gpu-check \
@@ -47,16 +47,16 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # What serving needs. torch is installed first, because TORCH_INDEX applies to it alone.
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing what serving needs into $(VENV) (the first time takes a few minutes)"
-	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_PIN)"
-	@$(PIP) install -e .
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $(CONSTRAINTS) torch
+	@$(PIP) install --constraint $(CONSTRAINTS) -e .
 	@touch $@
 
 # What tests and checks need in addition.
 $(VENV)/.installed-$(DEV): $(VENV)/.installed
 	@echo "installing what tests and checks need into $(VENV)"
-	@$(PIP) install -e '.[$(DEV)]'
+	@$(PIP) install --constraint $(CONSTRAINTS) -e '.[$(DEV)]'
 	@touch $@
 
 setup: $(VENV)/.installed-$(DEV)
@@ -144,7 +144,7 @@ docs: $(VENV)/.installed
 
 # The documentation as a site, in build/site.
 site: docs $(VENV)/.installed
-	@$(PIP) install -e '.[docs]'
+	@$(PIP) install --constraint $(CONSTRAINTS) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:

@@ -126,6 +126,7 @@ def test_the_image_installs_dependencies_before_the_source() -> None:
     of_wheel, image = text.split("FROM ${BASE}\n")
     assert "COPY . /source" in of_wheel and "COPY . " not in image
     assert image.index("COPY pyproject.toml") < image.index("-r requirements.txt") < image.index("COPY --from=wheel")
+    assert "--constraint constraints.txt" in image and "torch" in (ROOT / "constraints.txt").read_text()
     assert "--no-compile" not in text and "HEALTHCHECK" in image
     caches = re.findall(r"^    (\w*CACHE\w*)=(\S+)", image, re.MULTILINE)
     assert len(caches) == 5 and all(path.startswith("/data") for _, path in caches)

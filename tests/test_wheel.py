@@ -52,9 +52,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    (torch,) = [pin for pin in PROJECT["dependencies"] if pin.startswith("torch")]
+    pip += ["--constraint", str(ROOT / "constraints.txt")]
     index = os.environ.get("TORCH_INDEX")
-    subprocess.run([*pip, *(["--index-url", index] if index else []), torch], check=True, cwd=folder)
+    subprocess.run([*pip, *(["--index-url", index] if index else []), "torch"], check=True, cwd=folder)
     subprocess.run([*pip, str(wheel), "proto-plus"], check=True, cwd=folder)
     return folder / "bin"
 

@@ -3,6 +3,7 @@
 A heuristic: verify.py checks whether a fused module of these parts computes the same.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -93,8 +94,8 @@ def attention_parts(block: Any, shared: set[int]) -> AttentionParts | None:
     qkv = _plain(block, ("q_proj", "k_proj", "v_proj"), shared) or _plain(block, ("qkv_proj",), shared)
     if qkv is None or not isinstance(out, nn.Module) or not isinstance(head_dim, int):
         return None
-    names = block.forward.__code__.co_varnames[: block.forward.__code__.co_argcount]
-    if "position_embeddings" not in names or not isinstance(getattr(block, "layer_idx", None), int):
+    takes_angles = "position_embeddings" in inspect.signature(block.forward).parameters  # the method may be decorated
+    if not takes_angles or not isinstance(getattr(block, "layer_idx", None), int):
         return None
     if len(qkv) == 3:
         num_heads, num_kv_heads = (part.out_features // head_dim for part in qkv[:2])

@@ -76,10 +76,10 @@ def exact_activations(method: str) -> str | None:
 
 @torch.no_grad()
 def write(network: Any, prompt: list[int]) -> Continued:
-    """Greedy text, each token a forward of its own."""
+    """Greedy text, each token a forward of its own. The cache goes by its place: its name is another from 5.24 on."""
     cache, ids, found = DynamicCache(config=network.config), list(prompt), []
     for index in range(len(prompt) + NEW_TOKENS - 1):
-        output = network(torch.tensor([ids[index : index + 1]]), past_key_values=cache, use_cache=True)
+        output = network(torch.tensor([ids[index : index + 1]]), None, None, cache, use_cache=True)
         if index + 1 >= len(prompt):
             found.append(output.logits[0, -1].float().log_softmax(-1))
             ids.append(int(found[-1].argmax()))
