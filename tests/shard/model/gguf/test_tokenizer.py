@@ -70,7 +70,7 @@ def test_an_unknown_split_is_rejected(plain: Path, tmp_path: Path) -> None:
 def test_a_transformers_that_splits_no_texts_is_rejected(
     kind: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 5.17 has no regular expressions for the named kinds, and no merges for a SentencePiece vocabulary of Gemma."""
+    """Version 5.17 has no regular expressions for the named kinds, and splits Gemma's words into letters."""
     monkeypatch.setattr(tokenizers, "SPLITS", None)
     with pytest.raises(ValueError, match=r"needs transformers 5\.18 or newer"):
         read_tokenizer(tmp_path, "tiny.gguf", written(plain, tmp_path, model=kind, pre="llama-bpe"))
