@@ -5,7 +5,7 @@
 #   make test-oldest, test-newest [VERSIONS=folder] [T=path] [ARGS=…]
 #   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder] [LLAMA_CPP=folder of programs]
 #   make check                        make fmt
-#   make bench [NAME=…]               make proof [SUITE=name]     make bench-cuda [SUITE=name]
+#   make bench [NAME=…]               make proof [SUITE=name]
 #   make gpu-check [ARGS="--only …"]  make gpu-pack
 #   make setup [DEV=dev-all]          make proto    make docs    make site
 #
@@ -32,7 +32,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof bench-cuda gpu-check \
+.PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof gpu-check \
         gpu-pack proto docs site clean
 
 help:
@@ -117,9 +117,6 @@ bench: $(VENV)/.installed-$(DEV)
 
 proof: $(VENV)/.installed-$(DEV)
 	$(PY) -m benchmarks.proof $(if $(SUITE),--suite $(SUITE)) $(ARGS)
-
-bench-cuda: $(VENV)/.installed-$(DEV)
-	$(PY) -m benchmarks.cuda $(if $(SUITE),--suite $(SUITE)) $(ARGS)
 
 # Is the project right and fast on the card at hand: one table after a few minutes. make gpu-check ARGS="--only kernels --out folder"
 gpu-check: $(VENV)/.installed-$(DEV)

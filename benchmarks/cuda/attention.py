@@ -5,14 +5,14 @@ The layers that are called one after the other have pages of their own, so that 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
 
-from benchmarks.cuda import speeds
-from benchmarks.cuda.setup import LlamaShape, Setup, Step, limit_steps, steps
+from benchmarks.cuda.check.rows import Row, Rows
+from benchmarks.cuda.setup import LlamaShape, Setup, Step, limit_steps
 from benchmarks.cuda.timing import seconds_of
-from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
 from lorikeet.shard.attention.flash import choose_implementation, has_page_tables, kind_in_use
@@ -30,22 +30,6 @@ MOST_BYTES = 4 << 30
 """Maximum bytes of all layers' K and V together."""
 MOST_LAYERS = 8
 """Maximum number of these layers; at least one."""
-
-
-def measure(setup: Setup) -> Cases:
-    """One case per shape, with the seconds of every backend and what reading K and V takes at least."""
-    found = speeds.measured(setup, setup.small)
-    for step in steps(setup):
-        times = seconds_by_backend(setup, step)
-        num_bytes = step.requests * step.context * setup.large.kv_bytes_per_token / setup.large.layers
-        flops = 4 * setup.large.hidden * step.requests * _pairs(step)
-        floor = max(num_bytes / found.copy, flops / found.flops)
-        yield Case(step.name, {**times, "floor": floor, "decodes": step.tokens == 1})
-
-
-def _pairs(step: Step) -> float:
-    """Query and key that meet in one request."""
-    return step.tokens * (step.context - (step.tokens - 1) / 2)
 
 
 def spec_of(shape: LlamaShape) -> AttentionSpec:
@@ -90,30 +74,26 @@ def owner_of(backend: AttentionBackend, kv: LayerKV | None) -> str:
     return type(kv.owner if isinstance(kv, PlacedKV) else backend).__name__
 
 
-def triton_over_varlen(raw: Raw) -> float:
-    """Time of the one over time of the other."""
-    return float(raw["triton"] / raw["varlen"])
-
-
-def share_of_floor(raw: Raw) -> float:
-    """What K and V, or the products, take at least over the faster backend's time."""
-    return float(raw["floor"] / min(raw[name] for name in BACKENDS))
-
-
-def measure_limits(setup: Setup) -> Cases:
-    """One case per query and context length, with the seconds of both backends. On CUDA, the limits of the card replace
-    those in the table that shards read, at the end.
+def check_limits(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    """A row per query and context length. On CUDA, the limits of the card replace those in the table that shards read,
+    at the end.
     """
     found: dict[tuple[int, int], Mapping[str, float]] = {}
-    for step in limit_steps(setup):
-        times = seconds_by_backend(setup, step)
-        found[step.tokens, step.context] = times
-        yield Case(step.name, times)
-    limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
-    key = key_of(capability, kind_in_use())
-    print(f"limits of {key}: {json.dumps([limit._asdict() for limit in limits])}", flush=True)
-    if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
-        write_limits(key, limits)
+
+    def timed(step: Step) -> Row:
+        times = found[step.tokens, step.context] = seconds_by_backend(setup, step)
+        return {f"{name}_us": 1e6 * seconds for name, seconds in times.items()}
+
+    def write() -> Row:
+        limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
+        key = key_of(capability, kind_in_use())
+        if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
+            write_limits(key, limits)
+        return {"card": key, "limits": json.dumps([limit._asdict() for limit in limits])}
+
+    are_right = [rows.check(step.name, partial(timed, step), is_needed=True) for step in limit_steps(setup)]
+    if all(are_right):
+        rows.check("limits of the card", write)
 
 
 def limits_of(seconds: Mapping[tuple[int, int], Mapping[str, float]]) -> Sequence[Limit]:

@@ -7,7 +7,6 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.evidence.figure import Raw
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.attention_binding import NAME
@@ -83,23 +81,6 @@ def room(setup: Setup, num_requests: int, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def engine(setup: Setup, shape: LlamaShape, num_requests: int, num_tokens: int, **settings: Any) -> EngineHarness:
-    """An engine of its own model with room for the given number of requests of so many tokens."""
-    config, model = load(setup, shape, **room(setup, num_requests, num_tokens), **settings)
-    return EngineHarness(config, model)
-
-
-def full(setup: Setup, **settings: Any) -> EngineHarness:
-    """An engine of the large model for a full batch of the usual length."""
-    return engine(setup, setup.large, setup.requests, setup.prompt + setup.text, **settings)
-
-
-@lru_cache(maxsize=1)
-def usual(setup: Setup) -> EngineHarness:
-    """The same with a shard's own settings, made once for all parts of a process."""
-    return full(setup)
-
-
 def prompts(setup: Setup, shape: LlamaShape, count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Random prompts."""
     choice = np.random.default_rng([setup.seed, seed])
@@ -130,12 +111,6 @@ def step_of(runs: list[Run]) -> dict[str, float]:
     }
 
 
-def total(runs: list[Run]) -> dict[str, float]:
-    """Speed of requests that followed each other: all tokens over the time from the first request to the last token."""
-    num_tokens = sum(len(run.token_ids) for run in runs)
-    return speed(num_tokens, max(run.steps[-1].at for run in runs) - min(run.asked_at for run in runs))
-
-
 def speed(num_tokens: int, seconds: float) -> dict[str, float]:
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
 
@@ -144,11 +119,6 @@ def steadily(harness: EngineHarness, requests: list[EngineRequest]) -> dict[str,
     """What a step takes while all of these run."""
     with uncollected():
         return step_of(harness.run(requests))
-
-
-def slowdown(of: str, over: str, raw: Raw) -> float:
-    """Seconds of a step in one way over those in another, in the same round."""
-    return float(raw[of]["seconds"] / raw[over]["seconds"])
 
 
 @contextlib.contextmanager

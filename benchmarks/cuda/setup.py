@@ -1,5 +1,5 @@
 """What is measured: shapes of models, loads and rounds, at full size and as small as a test wants it; and the shapes
-that kernels are measured with. Imports no torch.
+that kernels are measured with.
 """
 
 from dataclasses import dataclass, replace
@@ -56,10 +56,6 @@ class Setup:
     small: LlamaShape = LLAMA_1B
     draft: LlamaShape = LLAMA_100M
     seed: int = 20_261_123
-    rounds: int = 5
-    """Rounds of what takes seconds."""
-    long_rounds: int = 3
-    """Rounds of what takes longer."""
     repeats: int = 10
     """Repetitions of one timed call."""
     requests: int = 64
@@ -70,30 +66,19 @@ class Setup:
     longest: int = 4096
     """Tokens that one request may have."""
     bytes_copied: int = 4 << 30
-    adapters: int = 1024
-    """Adapters in rotation over as many slots as there are requests."""
-    laps: int = 4
-    """Requests after each other in each slot in a round."""
     swaps: int = 16
     """In a round."""
     swap_batch: int = 8
     """Requests that run meanwhile."""
     contexts: tuple[int, ...] = (1024, 8192, 32_768)
-    prefill: int = 2048
     queries: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     """Query lengths of prompts by which the kernel of attention is chosen."""
-    full_loads: tuple[int, ...] = (128, 256)
-    """Requests that decode at once at the shortest context, in addition."""
-    long_loads: tuple[int, ...] = (1, 8)
-    """Requests that decode at once at the longest context."""
     loads: tuple[int, ...] = (1, 8, 32)
     """Requests at once under which speculation is measured."""
     width: int = 4
     """Drafts of a request in a step."""
-    ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
-    """Ranks of the adapters in a batch of mixed ranks."""
     rank: int = 16
-    """Rank of all other adapters."""
+    """Rank of all adapters."""
     starts: int = 2
     """Starts of a shard."""
     is_smoke: bool = False
@@ -105,9 +90,9 @@ class Setup:
 
 
 SMOKE = Setup(
-    "cpu", "float32", TINY, TINIER, TINIER, rounds=1, long_rounds=1, repeats=2, requests=4, prompt=6,
-    text=8, longest=64, bytes_copied=1 << 20, adapters=8, laps=2, swaps=2, swap_batch=2, contexts=(24,), prefill=8,
-    queries=(4, 8), full_loads=(3, 5), long_loads=(1,), loads=(1, 2), width=2, ranks=(1, 2, 4), rank=2, starts=1,
+    "cpu", "float32", TINY, TINIER, TINIER, repeats=2, requests=4, prompt=6,
+    text=8, longest=64, bytes_copied=1 << 20, swaps=2, swap_batch=2, contexts=(24,),
+    queries=(4, 8), loads=(1, 2), width=2, rank=2, starts=1,
     is_smoke=True,
 )  # fmt: skip
 
@@ -121,10 +106,19 @@ def fitted(setup: Setup, num_bytes: int, capability: tuple[int, int]) -> Setup:
     """The setup for a card with so much memory. Below compute capability 8.0 there is no bfloat16."""
     setup = replace(setup, dtype="bfloat16" if capability >= (8, 0) else "float16")
     if num_bytes < SMALL_BYTES:
-        return replace(setup, large=LLAMA_3B, requests=32, full_loads=(64,), contexts=(1024, 8192), adapters=256)
+        return replace(setup, large=LLAMA_3B, requests=32, contexts=(1024, 8192))
     if num_bytes < MEDIUM_BYTES:
-        return replace(setup, requests=32, full_loads=(64,), contexts=(1024, 8192))
+        return replace(setup, requests=32, contexts=(1024, 8192))
     return setup
+
+
+def at_hand() -> Setup:
+    """Setup for the card at hand; at full size where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Setup()
+    return fitted(Setup(), torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_capability(0))
 
 
 @dataclass(frozen=True)
@@ -141,28 +135,10 @@ class Step:
         return f"{kind} {self.requests} x {self.tokens} in {self.context}"
 
 
-def steps(setup: Setup) -> list[Step]:
-    """Decode alone, under a small load and in a full batch; verification; one long chunk of a prompt."""
-    loads = sorted({1, min(8, setup.requests), setup.requests})
-    found = [Step(load, 1, setup.contexts[0]) for load in setup.full_loads]
-    for context in setup.contexts:
-        found += [Step(load, 1, context) for load in loads]
-        found += [Step(min(8, setup.requests), setup.width + 1, context)]
-        found += [Step(1, min(setup.prefill, context), context)]
-    return found
-
-
 def limit_steps(setup: Setup) -> list[Step]:
     """Chunks of one prompt, of every query length up to every context length."""
     pairs = ((query, context) for context in setup.contexts for query in setup.queries if query <= context)
     return [Step(1, query, context) for query, context in pairs]
-
-
-def module_shapes(setup: Setup) -> list[tuple[int, int, int]]:
-    """(inputs, outputs, requests) of modules with adapters."""
-    hidden, mlp = setup.large.hidden, setup.large.mlp
-    loads = sorted({8, setup.requests}) if setup.is_cuda else [2]
-    return [(*sizes, load) for sizes in ((hidden, hidden), (hidden, mlp), (mlp, hidden)) for load in loads]
 
 
 @dataclass(frozen=True)
@@ -182,8 +158,3 @@ class Speeds:
 def step_bytes(shape: LlamaShape, num_kv_tokens: float) -> float:
     """What a step reads at least: every matrix once, and K and V of so many tokens. Of the embedding it takes rows."""
     return 2 * shape.num_multiplied + num_kv_tokens * shape.kv_bytes_per_token
-
-
-def floors(shape: LlamaShape, num_rows: int, num_kv_tokens: float, speeds: Speeds) -> tuple[float, float]:
-    """Seconds of a step of so many rows that sees so many tokens in all: by bandwidth, by matrix products."""
-    return step_bytes(shape, num_kv_tokens) / speeds.copy, 2 * num_rows * shape.num_multiplied / speeds.flops

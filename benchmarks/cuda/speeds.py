@@ -1,13 +1,10 @@
 """The card's own speeds: bandwidth, matrix products, copies from the host."""
 
-from dataclasses import asdict
-
 import torch
 from torch.nn import functional
 
 from benchmarks.cuda.setup import LlamaShape, Setup, Speeds
 from benchmarks.cuda.timing import seconds_of
-from benchmarks.evidence.figure import Case, Cases, Raw
 
 ROWS = (64, 512, 2048, 8192)
 """Rows of matrix products: a full batch that decodes, up to long prompts."""
@@ -19,16 +16,6 @@ def measured(setup: Setup, shape: LlamaShape | None = None) -> Speeds:
     device = torch.device(setup.device)
     rates = matmuls(setup, shape or setup.large, ROWS[-2:] if setup.is_cuda else SMOKE_ROWS)
     return Speeds(_copy(setup, device), _read(setup, device), max(rates.values()), _upload(setup, device))
-
-
-def measure(setup: Setup) -> Cases:
-    """One case per round, with the rate of every matrix product of both models by rows."""
-    for number in range(setup.rounds):
-        rates = {
-            name: matmuls(setup, shape, ROWS if setup.is_cuda else SMOKE_ROWS)
-            for name, shape in (("large", setup.large), ("small", setup.small))
-        }
-        yield Case(f"round {number}", {**asdict(measured(setup)), "matmuls": rates})
 
 
 def matmuls(setup: Setup, shape: LlamaShape, rows: tuple[int, ...]) -> dict[str, float]:
@@ -60,17 +47,3 @@ def _upload(setup: Setup, device: torch.device) -> float:
     source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return num_bytes / seconds_of(lambda: target.copy_(source, non_blocking=True), device, setup.repeats)
-
-
-def giga(name: str, raw: Raw) -> float:
-    return float(raw[name]) / 1e9
-
-
-def tera(raw: Raw) -> float:
-    return float(raw["flops"]) / 1e12
-
-
-def rate_of_rows(num_rows: int, raw: Raw) -> float:
-    """The slowest product of the large model at so many rows, in 10¹² operations per second."""
-    rates = raw["matmuls"]["large"].items()
-    return min(rate for name, rate in rates if name.startswith(f"{num_rows} x ")) / 1e12

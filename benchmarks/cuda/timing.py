@@ -3,13 +3,11 @@ profiler. On CPU nothing is idle: there host and device are one.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import median
 
 import torch
-
-from tests.shard.engine.harness import EngineHarness, EngineRequest
 
 HEAD_START = 40_000_000
 """Cycles that a device waits before it begins, about 20 ms, so that all work is queued."""
@@ -39,30 +37,6 @@ def _host_seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def idle_of(engine: EngineHarness, wanted: Sequence[EngineRequest]) -> dict[str, float]:
-    """Seconds without any kernel or copy per step, and their share, while all of these run."""
-    runs = engine.submit(wanted)
-    while any(len(run.steps) < SKIPPED for run in runs):
-        engine.turn()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    num_steps = 0
-    with torch.profiler.profile(activities=activities) as profile:
-        while all(len(run.token_ids) < run.wanted.num_tokens - SKIPPED // 2 for run in runs):
-            engine.turn()
-            num_steps += 1
-    engine.finish()
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events() or ()
-        if event.device_type.name == "CUDA"
-    ]
-    idle, whole = between(spans)
-    share = idle / whole if whole else 0.0
-    return {"idle_per_step": idle / 1e6 / max(1, num_steps), "idle_share": share, "profiled": float(num_steps)}
 
 
 def between(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:

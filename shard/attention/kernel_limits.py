@@ -1,6 +1,6 @@
 """Which of two kernels computes a segment's attention on CUDA: a table by query length and context length.
 
-The file kernel_limits.json has limits for each kind of device, and a default. `make bench-cuda SUITE=attention`
+The file kernel_limits.json has limits for each kind of device, and a default. `make gpu-check ARGS="--only limits"`
 measures both kernels and replaces the limits of the card at hand. The lookup takes a segment's own two lengths, never
 the batch.
 """

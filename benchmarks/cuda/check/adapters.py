@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from structlog.testing import capture_logs
 
-from benchmarks.cuda import engines, swap
+from benchmarks.cuda import engines
+from benchmarks.cuda.check import swap
 from benchmarks.cuda.check.large import MOST_TOKENS, warnings_in
 from benchmarks.cuda.check.rows import Row, Rows
-from benchmarks.cuda.mixes import settings_of
-from benchmarks.cuda.served import Store
+from benchmarks.cuda.check.served import Store, settings_of
 from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
 from lorikeet.shard.adapters.checked_files import CheckedFiles
@@ -23,7 +22,6 @@ from lorikeet.shard.model.adapters.loading import Destination
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
-HOST_BYTES = 12 << 30
 READ_BYTES = 1 << 30
 """Of pinned memory for reads without the engine."""
 READS = 8
@@ -49,10 +47,7 @@ class Adapters:
 
     def start(self, num_slots: int, num_adapters: int, num_tokens: int) -> Row:
         setup = self._setup
-        settings: dict[str, Any] = {**engines.room(setup, num_slots, num_tokens),
-                                    **settings_of(setup, self._folder, num_slots)}  # fmt: skip
-        if setup.is_cuda:
-            settings["adapter_host_memory"] = HOST_BYTES
+        settings = {**engines.room(setup, num_slots, num_tokens), **settings_of(setup, self._folder, num_slots)}
         with capture_logs() as logs:
             config, model = engines.load(setup, setup.large, **settings)
             self.digests = Store(self._folder, model, setup.seed).loras(num_adapters, [setup.rank], ALL)

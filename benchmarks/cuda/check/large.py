@@ -49,8 +49,9 @@ class Engines:
         is_owned = not self._setup.is_cuda or found["attention"] == [usual_owner(model.info.device)]
         return {"ok": not warnings and is_owned, **found, **({"warnings": warnings} if warnings else {})}
 
-    def decode(self, name: str, count: int) -> Row:
-        engine, setup = self.made[name], self._setup
+    def decode(self, name: str, count: int, context: int = 0) -> Row:
+        """`context`: length of the prompts, if not the usual one."""
+        engine, setup = self.made[name], replace(self._setup, prompt=context or self._setup.prompt)
         asked = engines.wanted(setup, self._shape, count)
         engine.run(asked)
         found = engines.steadily(engine, asked)
@@ -116,11 +117,15 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
 
 
 def check_prompts(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    setup = replace(setup, text=min(setup.text, MOST_TOKENS))
     made = Engines(rows, setup, setup.large)
     longest = LONGEST_PROMPT + MOST_TOKENS if setup.is_cuda else 128
     rows.check("start for long prompts", lambda: made.start("long", 8, longest), is_needed=True)
     for count, length in ((1, 128), (1, 2048), (1, 8000), (8, 2048)) if setup.is_cuda else ((1, 32),):
         rows.check(f"prompt {count} x {length}", partial(made.prompt, "long", count, length))
+    for count in (1, 8) if setup.is_cuda else (1,):
+        context = LONGEST_PROMPT if setup.is_cuda else 64
+        rows.check(f"decode {count} in {context}", partial(made.decode, "long", count, context))
 
 
 def check_bits(rows: Rows, setup: Setup, is_brief: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from benchmarks.cuda.check import rows as kept
 from benchmarks.cuda.check.pack import INCLUDED, needed, pack_kernels
 from benchmarks.cuda.check.rows import Row, Rows, read, table
 from benchmarks.cuda.check.stages import BOTH, STAGES, USUAL
+from tests.shard.apart import KernelsApart
+
+CHOOSES = "DEVICE"
+"""In the text of kernels' tests that run on CUDA if they are not interpreted."""
 
 THREE_CHECKS = """
 import sys
@@ -98,7 +103,7 @@ def test_rows_are_compared_by_their_first_value() -> None:
 
 def test_usual_stages_fit_into_eight_minutes_and_their_order_is_that_of_all() -> None:
     assert [name for name in STAGES if name in USUAL] == list(USUAL) and set(BOTH) <= set(STAGES)
-    assert all(STAGES[name].limit_s <= 160 for name in STAGES)
+    assert all(STAGES[name].limit_s <= 160 for name in USUAL)
 
 
 def test_another_tree_s_product_is_measured_by_this_tree_s_checks(tmp_path: Path) -> None:
@@ -132,6 +137,16 @@ def test_the_smallest_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     card = read(tmp_path)[0]
     assert card["stage"] == "ceilings" and card["copy_gbs"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "table.txt"]
+
+
+def test_every_file_of_tests_for_devices_is_run() -> None:
+    found = {path for path in (command.ROOT / "tests").rglob("*_cases.py") if CHOOSES in path.read_text()}
+    for path in (command.ROOT / "tests").rglob("test_*.py"):
+        if "(KernelsApart)" in path.read_text():
+            import_module(".".join(path.relative_to(command.ROOT).with_suffix("").parts))
+    running = {path for kind in KernelsApart.__subclasses__() for path in kind.cases}
+    running.add(command.ROOT / "tests/shard/model/graphs_triton_cases.py")  # by test_graphs.py
+    assert found == running and len(running) > 1
 
 
 @pytest.mark.device

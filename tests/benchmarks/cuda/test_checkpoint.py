@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.cuda import start as checkpoint
+from benchmarks.cuda.check import start as checkpoint
 from benchmarks.cuda.setup import TINY
 
 

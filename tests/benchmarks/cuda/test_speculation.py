@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.cuda import speculation
+from benchmarks.cuda.check import speculation
 
 PLAIN = {"seconds": 0.010, "tokens_per_second": 100.0}
 ROUND = {

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.cuda import start
+from benchmarks.cuda.check import start
 
 
 def test_graphs_of_target_and_draft_model_add_up() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cuda import __main__ as command
 from benchmarks.evidence import runner
 
 
@@ -51,15 +50,3 @@ def is_running(pid: int) -> bool:
 
 def test_what_takes_too_long_is_ended() -> None:
     assert runner.exit_code([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.1) is None
-
-
-def test_an_unknown_suite_is_rejected_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--smoke", "--suite", "decoding"])
-    assert "invalid choice: 'decoding'" in capsys.readouterr().err
-
-
-def test_without_a_device_only_smoke_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_has_device", lambda: False)
-    with pytest.raises(SystemExit):
-        command.main(["--out", str(tmp_path)])

@@ -5,14 +5,31 @@ and a shard reads each name for itself.
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.cuda.setup import Setup
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
+
+SLOT_SHARE = 0.3
+"""Share of the device's memory: a batch of rank 16 takes about five GB."""
+HOST_BYTES, SMOKE_BYTES = 12 << 30, 1 << 27
+"""Of adapters in host memory."""
+
+
+def settings_of(setup: Setup, folder: Path, num_slots: int) -> dict[str, Any]:
+    """Settings of a shard with so many slots."""
+    return {
+        "adapter_store": str(folder),
+        "max_active_adapters": num_slots,
+        "adapter_memory_fraction": SLOT_SHARE,
+        "adapter_host_memory": HOST_BYTES if setup.is_cuda else SMOKE_BYTES,
+    }
 
 
 class Store:

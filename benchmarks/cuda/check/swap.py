@@ -3,25 +3,16 @@ into a slot during the steps of a batch. The same request comes in turn with a r
 not.
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
-from benchmarks.cuda import engines
-from benchmarks.cuda.mixes import settings_of
-from benchmarks.cuda.served import Store
-from benchmarks.cuda.setup import Setup
-from benchmarks.evidence.figure import Cases, Raw, in_rounds
-from benchmarks.models.adapter_files import ALL
+from benchmarks.evidence.figure import Raw
 from tests.shard.engine.harness import EngineHarness, EngineRequest, Run
 
 QUIET = 8
 """Steps between two requests, that nothing happens in."""
-SPARE = 2
-"""Slots in addition to those of the batch."""
 CYCLE = 6
 """Adapters that are asked for in turn, so that none of them is in a slot when it is asked for."""
 
@@ -32,25 +23,6 @@ class Met:
 
     asked_at: float
     first_at: float
-
-
-def measure(setup: Setup) -> Cases:
-    """One case per round, with the length of every step before, and while each adapter came."""
-    num_slots = setup.swap_batch + SPARE
-    num_tokens = setup.swaps * 2 * (QUIET + 8)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        room = engines.room(setup, num_slots, setup.prompt + num_tokens)
-        config, model = engines.load(setup, setup.large, **room, **settings_of(setup, folder, num_slots))
-        digests = Store(folder, model, setup.seed).loras(setup.swap_batch + CYCLE, [setup.rank], ALL)
-        engine = EngineHarness(config, model)
-        ids = engines.prompts(setup, setup.large, setup.swap_batch, setup.prompt)
-        pairs = zip(ids, digests, strict=False)
-        batch = [EngineRequest(each, num_tokens, adapter_digest=digest) for each, digest in pairs]
-        spare = digests[setup.swap_batch :]
-        engine.run([EngineRequest([1, 2], 1, adapter_digest=digest) for digest in digests])
-        with engines.uncollected():
-            yield from in_rounds(setup.rounds, lambda _: run_round(engine, batch, spare, setup.swaps))
 
 
 def run_round(engine: EngineHarness, batch: Sequence[EngineRequest], spare: Sequence[str], swaps: int) -> Raw:

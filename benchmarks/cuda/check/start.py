@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from transformers import LlamaConfig
 
 from benchmarks.adapters.tiers import uncache
 from benchmarks.cuda import engines
+from benchmarks.cuda.check.rows import Row, Rows
 from benchmarks.cuda.kv_room import CONTEXT, GRAPHS
 from benchmarks.cuda.setup import LlamaShape, Setup
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Raw
 from benchmarks.load.servers import REPOSITORY, stop, tail
 from lorikeet.proto.process import environment_of_children
 
@@ -29,26 +31,35 @@ CAPTURED = "graphs_captured"
 FILE_BYTES = 4 << 30
 
 
-def measure(setup: Setup) -> Cases:
-    """One case per start."""
+def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
-        began = time.monotonic()
-        num_bytes = write(folder, setup.large, setup.dtype, setup.device)
-        written_s = time.monotonic() - began
-        if setup.is_cuda:
-            torch.cuda.empty_cache()
+
+        def written() -> Row:
+            num_bytes = write(folder, setup.large, setup.dtype, setup.device)
+            if setup.is_cuda:
+                torch.cuda.empty_cache()
+            return {"gigabytes": num_bytes / 1e9}
+
+        rows.check("write a checkpoint", written, is_needed=True)
         for number in range(setup.starts):
-            drop_from_cache(folder)
-            mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
-            room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
-            config = engines.configured(setup, folder, **room, json_output=True, ready_file=str(mark))
-            result = {**asdict(config), "listen": listen, "parent_pid": os.getpid()}
-            raw, log = _start(result, mark, folder / f"shard-{number}.log")
-            raw |= {"bytes": num_bytes, "written_s": round(written_s, 1)}
-            missing = [event for event in ("graphs", "context_bytes") if event not in raw] if setup.is_cuda else []
-            error = f"the log does not say {', '.join(missing)}: {log[-500:]}" if missing else ""
-            yield Case(f"start {number}", raw, error)
+            rows.check(f"start {number}", partial(_timed, setup, folder, number))
+
+
+def _timed(setup: Setup, folder: Path, number: int) -> Row:
+    drop_from_cache(folder)
+    mark, listen = folder / f"ready-{number}", f"unix:{folder}/shard-{number}.sock"
+    room = {} if setup.is_cuda else engines.room(setup, setup.requests, setup.longest)
+    config = engines.configured(setup, folder, **room, json_output=True, ready_file=str(mark))
+    given = {**asdict(config), "listen": listen, "parent_pid": os.getpid()}
+    raw, log = _start(given, mark, folder / f"shard-{number}.log")
+    missing = [event for event in ("graphs", "context_bytes") if event not in raw] if setup.is_cuda else []
+    if missing:
+        raise RuntimeError(f"the log does not say {', '.join(missing)}: {log[-300:]}")
+    return {
+        "ready_s": raw["ready_s"], "capture_s": capture_s(raw), "graphs_over_declared": graphs_over_declared(raw),
+        "context_over_declared": context_over_declared(raw),
+    }  # fmt: skip
 
 
 def _start(config: dict[str, Any], mark: Path, log: Path) -> tuple[dict[str, Any], str]:
