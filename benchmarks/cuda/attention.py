@@ -3,25 +3,20 @@
 The layers that are called one after the other have pages of their own, so that none is found in a cache.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import cycle
 
 import torch
 
-from benchmarks.cuda.check.rows import Row, Rows
-from benchmarks.cuda.setup import LlamaShape, Setup, Step, limit_steps
+from benchmarks.cuda.setup import LlamaShape, Setup, Step
 from benchmarks.cuda.timing import seconds_of
 from lorikeet.shard import attention
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.flash import choose_implementation, has_page_tables, kind_in_use
-from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, write_limits
+from lorikeet.shard.attention.flash import choose_implementation, has_page_tables
 from lorikeet.shard.attention.layerwise import PlacedKV
 from lorikeet.shard.attention.paged import store
-from lorikeet.shard.attention.varlen import OLDEST, CopiedKeysAttention
+from lorikeet.shard.attention.varlen import CopiedKeysAttention
 from lorikeet.shard.batch.inputs import Segment, StepInputs
-from lorikeet.shard.system import gpu
 
 OWNERS = {"varlen": "VarlenAttention", "triton": "PagedAttention"}
 """By `--attention`."""
@@ -72,41 +67,3 @@ def _work(setup: Setup, name: str, step: Step) -> Callable[[], torch.Tensor]:
 def owner_of(backend: AttentionBackend, kv: LayerKV | None) -> str:
     """The backend that computes a layer: one that does not support it here leaves it to the next."""
     return type(kv.owner if isinstance(kv, PlacedKV) else backend).__name__
-
-
-def check_limits(rows: Rows, setup: Setup, is_brief: bool) -> None:
-    """A row per query and context length. On CUDA, the limits of the card replace those in the table that shards read,
-    at the end.
-    """
-    found: dict[tuple[int, int], Mapping[str, float]] = {}
-
-    def timed(step: Step) -> Row:
-        times = found[step.tokens, step.context] = seconds_by_backend(setup, step)
-        return {f"{name}_us": 1e6 * seconds for name, seconds in times.items()}
-
-    def write() -> Row:
-        limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
-        key = key_of(capability, kind_in_use())
-        if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
-            write_limits(key, limits)
-        return {"card": key, "limits": json.dumps([limit._asdict() for limit in limits])}
-
-    are_right = [rows.check(step.name, partial(timed, step), is_needed=True) for step in limit_steps(setup)]
-    if all(are_right):
-        rows.check("limits of the card", write)
-
-
-def limits_of(seconds: Mapping[tuple[int, int], Mapping[str, float]]) -> Sequence[Limit]:
-    """seconds: of each backend, by query length and context length. A limit is the longest measured query up to which
-    the paged kernel takes no longer than FlashAttention; that of the longest context is for all longer ones.
-    """
-    limits: list[Limit] = []
-    for context in sorted({context for _, context in seconds}):
-        most = LEAST_QUERY
-        for query in sorted(query for query, end in seconds if end == context):
-            times = seconds[query, context]
-            if times["triton"] > times["varlen"]:
-                break
-            most = max(most, query)
-        limits.append(Limit(context, most))
-    return [*limits[:-1], limits[-1]._replace(max_context=None)]

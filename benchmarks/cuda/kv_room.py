@@ -3,7 +3,7 @@
     python -m benchmarks.cuda.kv_room
 
 What only a device can tell is declared here: what CUDA takes, activations of the largest step, and graphs.
-`make bench-cuda` measures them. The table is part of docs/cuda.md, and a test compares both.
+The stage `start` of `make gpu-check` measures them. The table is part of docs/cuda.md, and a test compares both.
 """
 
 from dataclasses import dataclass

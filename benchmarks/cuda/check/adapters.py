@@ -9,11 +9,10 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from benchmarks.cuda import engines
-from benchmarks.cuda.check import swap
+from benchmarks.cuda import engines, swap
 from benchmarks.cuda.check.large import MOST_TOKENS, warnings_in
 from benchmarks.cuda.check.rows import Row, Rows
-from benchmarks.cuda.check.served import Store, settings_of
+from benchmarks.cuda.served import Store, settings_of
 from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
 from lorikeet.shard.adapters.checked_files import CheckedFiles

@@ -1,6 +1,7 @@
 """Every kernel at shapes of the large model: right, equal bits three times, and its share of the bandwidth."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -10,13 +11,16 @@ from torch.nn import functional
 
 from benchmarks.cuda import attention as of_attention
 from benchmarks.cuda.check.rows import Row, Rows, ceilings
-from benchmarks.cuda.setup import Setup, Step
+from benchmarks.cuda.setup import Setup, Step, limit_steps
 from benchmarks.cuda.timing import seconds_of
 from benchmarks.kernels import lora
 from lorikeet.shard.attention import AttentionSpec, paged_triton
 from lorikeet.shard.attention.base import PagedKV
+from lorikeet.shard.attention.flash import kind_in_use
+from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, write_limits
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, dequantize
+from lorikeet.shard.attention.varlen import OLDEST
 from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
 from lorikeet.shard.grammar import masks
 from lorikeet.shard.grammar import triton as masks_triton
@@ -38,6 +42,7 @@ from lorikeet.shard.speculation.device.device_drafts import (
     Texts,
     propose,
 )
+from lorikeet.shard.system import gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 PAGE = 64
@@ -354,6 +359,44 @@ class Kernels:
         seconds = seconds_of(call, self._device, self._setup.repeats)
         rate = num_bytes / seconds / 1e9
         return {"us": 1e6 * seconds, "gbs": rate, "share_of_copy": rate / self._copy_gbs}
+
+
+def check_limits(rows: Rows, setup: Setup, is_brief: bool) -> None:
+    """A row per query and context length. On CUDA, the limits of the card replace those in the table that shards read,
+    at the end.
+    """
+    found: dict[tuple[int, int], Mapping[str, float]] = {}
+
+    def timed(step: Step) -> Row:
+        times = found[step.tokens, step.context] = of_attention.seconds_by_backend(setup, step)
+        return {f"{name}_us": 1e6 * seconds for name, seconds in times.items()}
+
+    def write() -> Row:
+        limits, capability = limits_of(found), gpu.capability(torch.device(setup.device))
+        key = key_of(capability, kind_in_use())
+        if setup.is_cuda and capability >= OLDEST:  # older devices run the paged kernel alone
+            write_limits(key, limits)
+        return {"card": key, "limits": json.dumps([limit._asdict() for limit in limits])}
+
+    are_right = [rows.check(step.name, partial(timed, step), is_needed=True) for step in limit_steps(setup)]
+    if all(are_right):
+        rows.check("limits of the card", write)
+
+
+def limits_of(seconds: Mapping[tuple[int, int], Mapping[str, float]]) -> Sequence[Limit]:
+    """seconds: of each backend, by query length and context length. A limit is the longest measured query up to which
+    the paged kernel takes no longer than FlashAttention; that of the longest context is for all longer ones.
+    """
+    limits: list[Limit] = []
+    for context in sorted({context for _, context in seconds}):
+        most = LEAST_QUERY
+        for query in sorted(query for query, end in seconds if end == context):
+            times = seconds[query, context]
+            if times["triton"] > times["varlen"]:
+                break
+            most = max(most, query)
+        limits.append(Limit(context, most))
+    return [*limits[:-1], limits[-1]._replace(max_context=None)]
 
 
 def _attended(

@@ -7,8 +7,8 @@ from functools import partial
 
 from benchmarks.cuda import engines
 from benchmarks.cuda.check.large import Engines
-from benchmarks.cuda.check.pairs import CHANCE, NUM_HEADS, Pair
 from benchmarks.cuda.check.rows import Row, Rows
+from benchmarks.cuda.pairs import CHANCE, NUM_HEADS, Pair
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.evidence.figure import Raw
 from benchmarks.load.rounds import speedup

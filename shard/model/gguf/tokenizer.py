@@ -46,7 +46,7 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     if is_bpe and split not in (*SPLITS, *LIKE_GPT_2, *DIGIT_BY_DIGIT):
         raise ValueError(f"its pre-tokenizer is not supported (tokenizer.ggml.pre {split})")
     is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
-    # The file's own flag comes first. As llama.cpp, later versions begin SentencePiece's texts with the token; not 5.18.
+    # The file's own flag comes first. As llama.cpp, later versions begin SentencePiece's texts with a token; not 5.18.
     begins = {"add_bos_token": True} if is_like_llama_3 or kind == "llama" else {}
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, **begins)
     backend = tokenizer.backend_tokenizer

@@ -1,6 +1,6 @@
 """From times of both kernels to the limits of the table."""
 
-from benchmarks.cuda.attention import limits_of
+from benchmarks.cuda.check.kernels import limits_of
 from benchmarks.cuda.setup import SMOKE, Setup, limit_steps
 from lorikeet.shard.attention.kernel_limits import Limit
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.cuda.check.pairs import NUM_HEADS, Pair
+from benchmarks.cuda.pairs import NUM_HEADS, Pair
 from benchmarks.cuda.setup import SMOKE
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.cuda.check import swap
-from benchmarks.cuda.check.swap import Met
+from benchmarks.cuda import swap
+from benchmarks.cuda.swap import Met
 
 
 def test_the_steps_between_a_request_and_its_first_token_but_for_its_own() -> None:

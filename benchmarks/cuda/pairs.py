@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.cuda import engines
-from benchmarks.cuda.check.served import Store, settings_of
+from benchmarks.cuda.served import Store, settings_of
 from benchmarks.cuda.setup import LlamaShape, Setup
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.proto.params import Method, Speculation
