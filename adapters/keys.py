@@ -15,7 +15,7 @@ from typing import Any, Self
 from lorikeet.adapters.catalogue import CatalogueError, load_yaml, read_with
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "weight")
 _FIELDS = ("name", "sha256", "admin", "isolate", "adapters", *_LIMITS, "removed")
 
 
@@ -37,6 +37,8 @@ class Key:
     """Limit on prompt tokens and output tokens together."""
     concurrency: int | None = None
     """Generation requests at a time."""
+    weight: float = 1.0
+    """Its share of the server next to other keys."""
 
 
 class Keys:
@@ -140,15 +142,13 @@ def _key(number: int, fields: Any, isolate: bool) -> tuple[str, Key]:
     for switch in ("admin", "isolate", "removed"):
         if not isinstance(fields.get(switch, False), bool):
             raise CatalogueError(f"`{switch}` of key {name} must be true or false")
-    limits = {limit: _limit(name, limit, fields.get(limit)) for limit in _LIMITS}
+    limits = {limit: _limit(name, limit, fields[limit]) for limit in _LIMITS if fields.get(limit) is not None}
     adapters = _adapters(name, fields.get("adapters"))
     is_marked = fields.get("isolate", False)
     return digest, Key(name, fields.get("admin", False), fields.get("isolate", isolate), is_marked, adapters, **limits)
 
 
 def _limit(name: str, limit: str, value: Any) -> Any:
-    if value is None:
-        return None
     kinds = int if limit == "concurrency" else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         raise CatalogueError(f"`{limit}` of key {name} must be a {'whole ' * (kinds is int)}number above 0")

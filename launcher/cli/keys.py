@@ -17,7 +17,7 @@ from lorikeet.adapters import keys
 from lorikeet.adapters.catalogue import CatalogueError
 from lorikeet.launcher.cli.client import command_parser
 
-_FIELDS = ("admin", "isolate", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency")
+_FIELDS = ("admin", "isolate", "adapters", "requests_per_minute", "tokens_per_minute", "concurrency", "weight")
 
 _EXAMPLES = """examples:
   lorikeet-keys add team-a --adapters support triage --rate 600
@@ -63,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
               ("concurrency", "concurrency", int, "generation requests at a time"))  # fmt: skip
     for flag, field, kind, meaning in limits:
         add.add_argument(f"--{flag}", dest=field, type=kind, metavar="N", help=f"maximum number of {meaning}")
+    text = "its share of the server next to other keys, which have 1 each"
+    add.add_argument("--weight", type=float, metavar="X", help=text)
     commands.add_parser("list", parents=[file], help="show the keys' names, rights and limits")
     remove = commands.add_parser("remove", parents=[file], help="close a key; its hash stays in the file")
     remove.add_argument("name")

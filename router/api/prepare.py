@@ -145,6 +145,7 @@ async def _resolved(
         bad_words=constraints.bad_words,
         skip_special_tokens=constraints.skip_special_tokens,
         caller=caller.identity,
+        share=caller.share,
         cache_salt=caller.cache_salt(fields.cache_salt),
         tenant=_tenant(service, fields, caller, speculation),
         learning_tenant=_learning_tenant(service, fields, caller, adapter, speculation),

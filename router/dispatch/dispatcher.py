@@ -19,6 +19,7 @@ from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.loading import LoaderClient
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
+from lorikeet.router.dispatch.in_flight import InFlight
 from lorikeet.router.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
@@ -31,13 +32,14 @@ from lorikeet.router.errors import (
     RouterError,
     ShuttingDown,
 )
+from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
 from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
-from lorikeet.router.shards.members import Members, Placement
+from lorikeet.router.shards.members import Choice, Members, Placement
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -68,6 +70,7 @@ class Dispatcher:
         self.receipts = Receipts(config, tokenizer.digest, self.links)
         self._placement = Placement(self.links)
         self.queue = FairQueue(max_waiting=config.max_concurrent_requests)
+        self.in_flight = InFlight(self.links, self.queue)
         self._numbers = itertools.count(1)
         self._queued: dict[int, Generation] = {}
         """By number: in the queue, or waiting for adapters."""
@@ -173,6 +176,7 @@ class Dispatcher:
             raise DeadlineExceeded
         if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
             self.fail(newest, Overloaded(self._retry_after()))
+        self.in_flight.arrived(request.caller, request.share, time.monotonic())
         generation = Generation(next(self._numbers), request, self._tokenizer, timeline, on_cancel=self._on_cancel)
         if generation.is_admitted:
             generation.adapters.check()
@@ -221,7 +225,9 @@ class Dispatcher:
         weight = 1.0 if request.adapter is None else request.adapter.weight
         try:
             num_tokens = len(request.prompt_ids)
-            self.queue.push(routing.flow, routing.number, num_tokens, weight, request.priority, request.caller)
+            self.queue.push(
+                routing.flow, routing.number, num_tokens, weight, request.priority, request.caller, request.share
+            )
         except QueueFull:
             raise Overloaded(self._retry_after()) from None
         if generation.timeline is not None:
@@ -270,7 +276,7 @@ class Dispatcher:
         self, generation: Generation, seconds: float, error: Callable[[], RouterError], only_queued: bool = False
     ) -> None:
         def expire() -> None:
-            if not only_queued or (generation.routing.is_queued and not generation.routing.num_retries):
+            if not only_queued or (generation.routing.is_queued and generation.routing.sent_at is None):
                 self.fail(generation, error())
 
         generation.timers.append(asyncio.get_running_loop().call_later(max(0.0, seconds), expire))
@@ -312,6 +318,7 @@ class Dispatcher:
         gauges = self.metrics.gauges
         gauges["lorax_queue_length"] = len(self._queued)
         gauges["lorikeet_active_requests"] = self.num_active
+        gauges["lorikeet_active_callers"] = self.in_flight.num_active
         if not self.num_active:
             self.queue.forget_idle()
             self._empty.set()
@@ -321,17 +328,22 @@ class Dispatcher:
     def send(self, now: float, open_links: set[ShardLink]) -> None:
         """Send one batch to each of the shards, as large as its credit allows.
 
-        The first request waits for a shard that may not be sent requests yet, and no other one overtakes it.
+        The first request of the callers that have a share left waits for a shard that may not be sent requests yet, and
+        no other one overtakes it.
         """
         batches: dict[ShardLink, list[pb.Submit]] = {}
-        while (number := self.queue.first()) is not None:
-            choice = self._placement.choose(self._queued[number])
+        blocked = self._share_out(now)
+        while (number := self.queue.first(blocked)) is not None:
+            generation = self._queued[number]
+            choice = self._placement.choose(generation) or self._choose_with_room(generation, now)
             if choice is None or choice[0] not in open_links:
                 break
-            self.queue.pop()
+            self.queue.pop(blocked)
             link, reason = choice
-            generation = self._queued.pop(number)
+            del self._queued[number]
             batches.setdefault(link, []).append(self._dispatch(generation, link, now))
+            if generation.request.caller in self.in_flight.limits:
+                blocked = self.in_flight.blocked()
             self._placement.record_sent(generation, link)
             self.metrics.routing_decisions.add(1, reason)
         for link, batch in batches.items():
@@ -342,8 +354,32 @@ class Dispatcher:
             self.update_gauges()
             self._note_credit()
 
+    def _share_out(self, now: float) -> set[str]:
+        """Take back what callers have beyond their shares. Returns the callers that get nothing more now."""
+        self.in_flight.update(now)
+        for link, generation in list(self.in_flight.excess()):
+            self._take_back(link, generation, now)
+        return self.in_flight.blocked()
+
+    def _choose_with_room(self, generation: Generation, now: float) -> Choice | None:
+        """A shard for a request that finds no room: what others have several of may be taken back for it."""
+        for link, other in self.in_flight.room_for(generation.request.caller):
+            self._take_back(link, other, now)
+            if (choice := self._placement.choose(generation)) is not None:
+                return choice
+        return None
+
+    def _take_back(self, link: ShardLink, generation: Generation, now: float) -> None:
+        """End a request in its shard, and queue it again."""
+        link.abort(generation, now)
+        link.credit.taken_back(generation.num_known)
+        self.metrics.requests_taken_back.add(1, caller_label(generation.request.caller))
+        self.recovery.take_back(generation)
+
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request, routing = generation.request, generation.routing
+        if is_first := routing.sent_at is None:
+            self.metrics.caller_worked(request.caller, len(request.prompt_ids))
         link.add(generation, now)
         if generation.digest and not routing.num_retries:
             routing.adapter_tier = link.residency.tier(generation.digest, generation.adapters.tier)
@@ -351,7 +387,7 @@ class Dispatcher:
             self._note_dispatch(generation.timeline, generation, link)
         waited = now - routing.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
-        if not routing.num_retries:
+        if is_first:
             routing.waited_s = waited
             self.metrics.request_sent(waited, len(request.prompt_ids))
         if request.adapter is not None and self.admission is not None:
@@ -425,7 +461,6 @@ class Dispatcher:
     def retry(self, generation: Generation) -> None:
         """Queue a request again: its prompt and output so far go ahead of the other requests of its flow."""
         routing = generation.routing
-        self.metrics.requests_retried.add()
         self._queued[routing.number] = generation
         if generation.timeline is not None:
             generation.timeline.leave("retried")
@@ -584,6 +619,7 @@ class Delivery:
                 self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
         for (flow, caller), num_charged in charged.items():
             self._dispatcher.queue.charge(flow, num_charged, caller)
+            self._metrics.caller_worked(caller, num_charged)
         return num_tokens
 
     def wake_readers(self) -> None:
@@ -636,6 +672,7 @@ class Delivery:
             link.remove(part.id, now)
         elif link.abort(generation, now):  # complete at a stop string, which the shard does not know
             self._metrics.aborts.add()
+        self._dispatcher.in_flight.arrived(generation.request.caller, generation.request.share, now)
         self._dispatcher.update_gauges()
         if generation.finish_reason is None:
             self._metrics.generation_lost("error")
@@ -693,6 +730,10 @@ class Recovery:
         else:
             self._retry(generation)
 
+    def take_back(self, generation: Generation) -> None:
+        """Another caller has its place in the shard."""
+        self._requeue(generation, is_retry=False)
+
     def _record_crash(self, generation: Generation, error: RouterError) -> None:
         """A step that computed the request failed. Fail with `error` where the request must be the cause."""
         tracker = generation.routing.poison_tracker
@@ -704,10 +745,14 @@ class Recovery:
             self._retry(generation)
 
     def _retry(self, generation: Generation) -> None:
-        generation.requeue()
+        self._requeue(generation, is_retry=True)
+
+    def _requeue(self, generation: Generation, *, is_retry: bool) -> None:
+        generation.requeue(is_retry=is_retry)
         if generation.finish_reason is not None:
             self._dispatcher.receipts.finished(generation)
         if generation.is_over:
             generation.wake()
         else:
+            self._dispatcher.metrics.requests_retried.add(is_retry)
             self._dispatcher.retry(generation)

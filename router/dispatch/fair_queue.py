@@ -1,107 +1,106 @@
-"""The fair queue: one bounded flow per key, deficit round robin between the flows, charged in tokens.
+"""The fair queue: requests waiting for a shard. Callers have equal shares, and of each caller's its adapters have.
 
-A pure state machine: no clock, no sockets, no asyncio. A flow (an adapter) is charged for the prompt when one of its
-requests leaves the queue, and later for its output tokens; the sum divided by the flow's weight stays equal between
-flows that always have a request waiting. Within a flow, callers take turns by what they were charged.
+A pure state machine: no clock, no sockets, no asyncio. Callers and adapters are charged for the prompt when a request
+leaves the queue, and later for its output tokens (`router/shares.py`). An adapter's weight divides what its requests
+are charged, and a caller's weight multiplies its share.
 """
 
-import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Container
 
-from lorikeet.router.turns import Turns
+from lorikeet.router.shares import Lane, Shares
 
-QUANTUM = 64
-"""Tokens per round and unit of weight: about a short request, so that flows of short ones alternate within a second."""
-_MANY_FLOWS = 1024
+_MANY_CALLERS = 4096
 
 
 class QueueFull(Exception):
-    """The flow has reached its limit of waiting requests."""
+    """The adapter has reached its limit of waiting requests."""
 
 
-@dataclass(slots=True)
-class _Flow:
-    """The waiting requests of one key, and the tokens that it may spend (negative: its debt)."""
+class _Caller:
+    """The waiting requests of one caller, by adapter."""
 
-    key: str
-    weight: float = 1.0
-    waiting: Turns[int] = field(default_factory=Turns)
-    """Request ids with the tokens charged when they leave the queue."""
-    deficit: float = 0.0
-    idle_since: float = 0.0
-    """The number of rounds when it became empty; an idle flow pays its debt as rounds pass."""
+    def __init__(self) -> None:
+        self.adapters = Shares()
+        self.lanes: dict[str, Lane[int]] = {}
+        """Request ids with the tokens charged when they leave, of adapters with waiting requests."""
+
+    def lane(self, adapter: str) -> Lane[int]:
+        return self.lanes.setdefault(adapter, Lane())
 
 
 class FairQueue:
-    """Requests waiting for a shard. `quantum` tokens per round and unit of weight."""
+    """At most `max_waiting` requests of each adapter wait."""
 
-    def __init__(self, max_waiting: int, quantum: int = QUANTUM) -> None:
+    def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._quantum = quantum
-        self._flows: dict[str, _Flow] = {}
-        self._turns: deque[_Flow] = deque()
-        """Flows with waiting requests, the current one first."""
+        self._shares = Shares()
+        self._callers: dict[str, _Caller] = {}
+        """Those with waiting requests, and those whose tokens arrive."""
         self._place_of: dict[int, tuple[str, str]] = {}
-        """Key and caller by request id."""
-        self._rounds = 0.0
-        self._forget_at = _MANY_FLOWS
-        """The number of flows at which idle ones are dropped."""
-        self._fresh = True
-        """Whether the first flow has not received its quantum for this turn."""
+        """Adapter and caller by request id."""
+        self._num_waiting = Counter[str]()
+        """By adapter."""
+        self.num_by_caller = Counter[str]()
+        """Waiting requests by caller, of those that have any."""
 
     def __len__(self) -> int:
         return len(self._place_of)
 
-    def num_waiting(self, key: str) -> int:
-        flow = self._flows.get(key)
-        return 0 if flow is None else len(flow.waiting)
+    def num_waiting(self, adapter: str) -> int:
+        return self._num_waiting[adapter]
 
     def push(
-        self, key: str, request_id: int, tokens: int, weight: float = 1.0, priority: int = 0, caller: str = ""
+        self,
+        adapter: str,
+        request_id: int,
+        tokens: int,
+        weight: float = 1.0,
+        priority: int = 0,
+        caller: str = "",
+        share: float = 1.0,
     ) -> None:
         """Queue a request that is charged `tokens` when it leaves. Raises QueueFull.
 
-        A caller's requests with the lowest `priority` leave first, in the order of their arrival. `weight` is the
-        flow's share of the tokens relative to others; the last value applies.
+        A caller's requests of an adapter with the lowest `priority` leave first, in the order of their arrival.
+        `weight` is the adapter's, `share` the caller's; the last values apply.
         """
-        if not weight > 0:
-            raise ValueError(f"a weight must be positive, got {weight}")
-        flow = self._flow(key)
-        flow.weight = weight
-        if len(flow.waiting) >= self._max_waiting:
-            raise QueueFull(key)
-        self._activate(flow)
-        flow.waiting.push(caller, request_id, tokens, priority)
-        self._place_of[request_id] = (key, caller)
+        if not (weight > 0 and share > 0):
+            raise ValueError(f"weights must be positive, got {weight} and {share}")
+        if self._num_waiting[adapter] >= self._max_waiting:
+            raise QueueFull(adapter)
+        entry = self._joined(caller, adapter, request_id)
+        entry.adapters.join(adapter, weight)
+        self._shares.join(caller, share)
+        entry.lane(adapter).add(request_id, tokens, priority)
 
-    def requeue(self, key: str, request_id: int, tokens: int, caller: str = "") -> None:
-        """Requeue a request that had left as its caller's first one, without a limit; its charge is refunded.
-
-        `tokens` are charged when it leaves again. Of several requests, the one requeued last goes first.
+    def requeue(self, adapter: str, request_id: int, tokens: int, caller: str = "") -> None:
+        """Requeue a request that had left as its caller's first one of the adapter, without a limit; its charge is
+        refunded. `tokens` are charged when it leaves again. Of several requests, the one requeued last goes first.
         """
-        flow = self._flow(key)
-        self._activate(flow)
-        flow.deficit += tokens
-        flow.waiting.put_back(caller, request_id, tokens)
-        self._place_of[request_id] = (key, caller)
+        entry = self._joined(caller, adapter, request_id)
+        entry.adapters.join(adapter, entry.adapters.weight(adapter))
+        self._shares.join(caller, self._shares.weight(caller))
+        entry.lane(adapter).put_back(request_id, tokens)
+        self.charge(adapter, -tokens, caller)
 
-    def first(self) -> int | None:
-        """The next request. No other one may overtake it, or large ones would starve."""
-        flow = self._next_flow()
-        return None if flow is None else flow.waiting.first()[0]
+    def first(self, blocked: Container[str] = ()) -> int | None:
+        """The next request, of the callers that are not blocked. No other one may overtake it, or large ones would
+        starve.
+        """
+        caller = self._shares.next(blocked)
+        return None if caller is None else self._first_of(caller)[1]
 
-    def pop(self) -> int | None:
+    def pop(self, blocked: Container[str] = ()) -> int | None:
         """Take the next request."""
-        flow = self._next_flow()
-        if flow is None:
+        caller = self._shares.next(blocked)
+        if caller is None:
             return None
-        request_id, tokens = flow.waiting.first()
-        flow.waiting.pop()
-        flow.deficit -= tokens
-        del self._place_of[request_id]
-        if not len(flow.waiting):
-            self._deactivate(flow)
+        adapter, request_id, tokens = self._first_of(caller)
+        adapters = self._callers[caller].adapters
+        adapters.take_turn(adapter, tokens)
+        self._shares.take_turn(caller, tokens / adapters.weight(adapter))
+        self.remove(request_id)
         return request_id
 
     def remove(self, request_id: int) -> bool:
@@ -109,80 +108,54 @@ class FairQueue:
         place = self._place_of.pop(request_id, None)
         if place is None:
             return False
-        key, caller = place
-        flow = self._flows[key]
-        flow.waiting.remove(caller, request_id)
-        if not len(flow.waiting):
-            self._deactivate(flow)
+        adapter, caller = place
+        entry = self._callers[caller]
+        entry.lanes[adapter].remove(request_id)
+        for counts, name in ((self._num_waiting, adapter), (self.num_by_caller, caller)):
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
+        if not len(entry.lanes[adapter]):
+            del entry.lanes[adapter]
+            entry.adapters.leave(adapter)
+        if not entry.lanes:
+            self._shares.leave(caller)
         return True
 
-    def charge(self, key: str, tokens: int, caller: str = "") -> None:
-        """Charge output tokens of a request of `key` that has left the queue."""
-        flow = self._flow(key)
-        flow.deficit -= tokens
-        flow.waiting.charge(caller, tokens)
-
-    def _flow(self, key: str) -> _Flow:
-        flow = self._flows.get(key)
-        if flow is None:
-            if len(self._flows) >= self._forget_at:
-                self.forget_idle()
-                self._forget_at = max(_MANY_FLOWS, 2 * len(self._flows))
-            flow = self._flows[key] = _Flow(key, idle_since=self._rounds)
-        return flow
-
-    def _activate(self, flow: _Flow) -> None:
-        """An empty flow joins the round."""
-        if not len(flow.waiting):
-            flow.deficit = min(0.0, flow.deficit + self._paid(flow))
-            self._turns.append(flow)
-
-    def _deactivate(self, flow: _Flow) -> None:
-        """An empty flow leaves the round; it keeps its debt but no credit."""
-        if self._turns and self._turns[0] is flow:
-            self._turns.popleft()
-            self._fresh = True
-        else:
-            self._turns.remove(flow)
-        flow.deficit = min(0.0, flow.deficit)
-        flow.idle_since = self._rounds
-
-    def _next_flow(self) -> _Flow | None:
-        """Give quanta in turn until the first flow can pay for its oldest request."""
-        visits = 0
-        while self._turns:
-            flow = self._turns[0]
-            cost = flow.waiting.first()[1]
-            if self._fresh:
-                flow.deficit += self._quantum * flow.weight
-                self._fresh = False
-            if flow.deficit >= cost:
-                return flow
-            self._turns.rotate(-1)
-            self._fresh = True
-            self._rounds += 1 / len(self._turns)
-            visits += 1
-            if visits >= len(self._turns):
-                self._skip_rounds()
-                visits = 0
-        return None
-
-    def _skip_rounds(self) -> None:
-        """No flow can pay: give each one the quanta of all rounds but the last until the first of them can."""
-        short = [
-            math.ceil((flow.waiting.first()[1] - flow.deficit) / (self._quantum * flow.weight)) for flow in self._turns
-        ]
-        rounds = max(0, min(short) - 1)
-        for flow in self._turns:
-            flow.deficit += rounds * self._quantum * flow.weight
-        self._rounds += rounds
+    def charge(self, adapter: str, tokens: int, caller: str = "") -> None:
+        """Charge output tokens of a request that has left the queue."""
+        if (entry := self._callers.get(caller)) is None:
+            return
+        entry.adapters.charge(adapter, tokens)
+        self._shares.charge(caller, tokens / entry.adapters.weight(adapter))
 
     def forget_idle(self) -> None:
-        """Drop flows without waiting requests and without debt."""
-        for flow in list(self._flows.values()):
-            if not len(flow.waiting) and flow.deficit + self._paid(flow) >= 0:
-                del self._flows[flow.key]
+        """Nothing runs: forget callers and adapters without waiting requests, and what they owe."""
+        self._shares.forget_idle()
+        self._callers = {name: caller for name, caller in self._callers.items() if caller.lanes}
+        for caller in self._callers.values():
+            caller.adapters.forget_idle()
 
-    def _paid(self, flow: _Flow) -> float:
-        """The debt that an idle flow has paid since it became empty."""
-        return (self._rounds - flow.idle_since) * self._quantum * flow.weight
+    def _first_of(self, caller: str) -> tuple[str, int, float]:
+        """The adapter, the id and the tokens of a caller's next request."""
+        entry = self._callers[caller]
+        adapter = entry.adapters.next()
+        assert adapter is not None
+        return adapter, *entry.lanes[adapter].first()
+
+    def _joined(self, caller: str, adapter: str, request_id: int) -> _Caller:
+        """The caller of another waiting request."""
+        if (entry := self._callers.get(caller)) is None:
+            if len(self._callers) > _MANY_CALLERS:
+                self._forget_callers()
+            entry = self._callers[caller] = _Caller()
+        self._place_of[request_id] = (adapter, caller)
+        self._num_waiting[adapter] += 1
+        self.num_by_caller[caller] += 1
+        return entry
+
+    def _forget_callers(self) -> None:
+        """Those that the shares have forgotten, and the oldest of the others without waiting requests."""
+        idle = [name for name, caller in self._callers.items() if not caller.lanes]
+        for name in idle[: len(idle) // 2 + 1]:
+            del self._callers[name]

@@ -36,8 +36,15 @@ _LOADS = {
 MayName = Callable[[str], bool]
 """Whether a label of an adapter may be shown to a caller."""
 _ADAPTER_LABEL = "adapter"
+CALLER_LABEL, ADDRESSES = "caller", "addresses"
+"""The label of an API key's name, and its value for callers without a key."""
 _ADAPTER_LISTS = ("waiting_lora_adapters", "running_lora_adapters")
 """vLLM's labels, which list adapters."""
+
+
+def caller_label(identity: str) -> str:
+    """The label of a caller by its identity. Addresses are not told apart."""
+    return identity.removeprefix("key:") or ADDRESSES if identity.startswith("key:") else ADDRESSES
 
 
 def everything(label: str) -> bool:
@@ -46,12 +53,14 @@ def everything(label: str) -> bool:
 
 
 def without_names(family: Metric, may_show: MayName) -> Metric:
-    """The family with OTHER in place of the names that may not be shown."""
+    """The family with OTHER in place of the names that may not be shown, and of keys."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
         labels = dict(sample.labels)
         if not may_show(labels.get(_ADAPTER_LABEL, "")):
             labels[_ADAPTER_LABEL] = OTHER
+        if labels.get(CALLER_LABEL, ADDRESSES) != ADDRESSES:
+            labels[CALLER_LABEL] = OTHER
         for name in _ADAPTER_LISTS:
             if name in labels:
                 shown = (name if may_show(name) else OTHER for name in labels[name].split(","))

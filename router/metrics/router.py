@@ -18,10 +18,12 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.metrics.groups import (
     BASE,
+    CALLER_LABEL,
     OTHER,
     AdapterMetrics,
     MayName,
     SpeculationMetrics,
+    caller_label,
     everything,
     without_names,
 )
@@ -151,6 +153,7 @@ _GAUGES = {
     "lorikeet_running_requests": "Requests running in the shard",
     "lorikeet_shard_waiting_requests": "Requests waiting in the shard",
     "lorikeet_active_requests": "Requests inside the router, queued or running",
+    "lorikeet_active_callers": "Callers with requests inside the router, or within the last two seconds",
     "lorikeet_kv_pages": "KV pages in total",
     "lorikeet_kv_pages_used": "KV pages owned by requests",
     "lorikeet_kv_pages_cached": "KV pages kept for prefixes only",
@@ -224,6 +227,10 @@ class Metrics:
         self.shard_messages = _counter("shard_messages", "Messages received from shards, heartbeats excluded")
         self.shard_reconnects = _counter("shard_reconnects", "Streams lost")
         self.requests_retried = _counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
+        text = "Requests queued again because another caller had a right to their place in a shard"
+        self.requests_taken_back = _counter("requests_taken_back", text, CALLER_LABEL)
+        text = "Prompt tokens sent to shards and tokens received, by API key; those without a key are `addresses`"
+        self.caller_tokens = _counter("caller_tokens", text, CALLER_LABEL)
         self.routing_decisions = _counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")
         self.usage_dropped = _counter("usage_dropped", "Usage records that could not be written or posted", "to")
         text = "Requests and connections rejected before any route, by reason"
@@ -246,6 +253,10 @@ class Metrics:
         is_vllm = PREFIX in config.metrics_prefix
         vllm = VllmMetrics(config.model_name, config.max_total_tokens, max_adapters) if is_vllm else None
         return cls(config.max_input_length, config.max_total_tokens, vllm)
+
+    def caller_worked(self, caller: str, num_tokens: int) -> None:
+        """Tokens that the shares of callers count."""
+        self.caller_tokens.add(num_tokens, caller_label(caller))
 
     # What routes report
 

@@ -31,6 +31,11 @@ class Caller:
         """What limits and turns per caller count by: the key, else the address."""
         return f"key:{self.key.name}" if self.key is not None else f"address:{self.address}"
 
+    @property
+    def share(self) -> float:
+        """Its weight next to other callers."""
+        return 1.0 if self.key is None else self.key.weight
+
     def cache_salt(self, salt: str | None) -> str:
         """Requests share cached prefixes only under equal salts. `salt` is that of the request."""
         own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""

@@ -195,6 +195,8 @@ class Routing:
     """time.monotonic(), like the times below."""
     sent_at: float | None = None
     """When it was first sent."""
+    placed_at: float = 0.0
+    """When it was last sent."""
     waited_s: float | None = None
     """In the queue, until it was first sent."""
     deadline: float | None = None
@@ -226,12 +228,13 @@ class Routing:
     def place(self, shard_address: str, wire_id: int, now: float) -> None:
         """The request is sent to a shard."""
         self.shard_address, self.wire_id, self.has_output = shard_address, wire_id, False
+        self.placed_at = now
         self.sent_at = now if self.sent_at is None else self.sent_at
 
-    def requeue(self) -> None:
-        """Its shard is gone or rejected it."""
+    def requeue(self, *, is_retry: bool) -> None:
+        """Its shard is gone or rejected it, or another caller has its place."""
         self.shard_address, self.wire_id = "", -1
-        self.num_retries += 1
+        self.num_retries += is_retry
 
 
 def is_verified(source: int) -> bool:
@@ -564,11 +567,11 @@ class Generation:
         self._close()
         self.wake()
 
-    def requeue(self) -> None:
-        """Its shard is gone or rejected it. Its output so far is kept; the rest is computed elsewhere. `is_over` where
-        its output is complete, and only the finish reason was lost.
+    def requeue(self, *, is_retry: bool = True) -> None:
+        """Its shard is gone or rejected it, or it was taken back from there. Its output so far is kept; the rest is
+        computed elsewhere. `is_over` where its output is complete, and only the finish reason was lost.
         """
-        self.routing.requeue()
+        self.routing.requeue(is_retry=is_retry)
         self._is_mid_step = False
         self.pooled.clear()
         if not self.emitted_ids:

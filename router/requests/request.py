@@ -150,7 +150,9 @@ class GenerationRequest:
     priority: int = 0
     """Priority among the waiting requests of one flow: lower values are sent first."""
     caller: str = ""
-    """The identity of who sent it: callers take turns."""
+    """The identity of who sent it: callers have equal shares."""
+    share: float = 1.0
+    """The weight of its caller."""
     cache_salt: str = ""
     tenant: str = ""
     """An opaque id of the requests whose outputs are proposed as drafts to each other; empty for none."""

@@ -41,6 +41,11 @@ class CreditAccount:
         self.num_requests -= 1
         self.num_kv_tokens -= num_tokens
 
+    def taken_back(self, num_tokens: int) -> None:
+        """A request that has so many tokens was aborted to make room: the next report will say so."""
+        self.num_requests += 1
+        self.num_kv_tokens += num_tokens
+
     def update(self, num_requests: int, num_kv_tokens: int, acknowledged: int) -> None:
         """The shard's report, which counts the first `acknowledged` requests of this stream."""
         for _ in range(min(acknowledged - self._num_acknowledged, len(self._unseen))):
@@ -212,6 +217,7 @@ class ShardLink:
         """Running requests by their id on the wire."""
         self.num_by_affinity: Counter[str] = Counter()
         """Number of running requests by their affinity key."""
+        self.num_by_caller: Counter[str] = Counter()
         self._stuck_file = config.stuck_files[index] if index < len(config.stuck_files) else ""
         """Created to ask the process that started the shard to kill it, because it hangs."""
         self._reset(num_cached_tokens=0)
@@ -252,6 +258,7 @@ class ShardLink:
         generation.routing.place(self.address, wire_id, now)
         self.running[wire_id] = generation
         self.num_by_affinity[generation.adapters.affinity_key] += 1
+        self.num_by_caller[generation.request.caller] += 1
         self.credit.sent(generation.num_known)
 
     def abort(self, generation: Generation, now: float) -> bool:
@@ -265,10 +272,9 @@ class ShardLink:
 
     def remove(self, wire_id: int, now: float) -> None:
         """The request is over."""
-        key = self.running.pop(wire_id).adapters.affinity_key
-        self.num_by_affinity[key] -= 1
-        if not self.num_by_affinity[key]:
-            del self.num_by_affinity[key]
+        generation = self.running.pop(wire_id)
+        _decrement(self.num_by_affinity, generation.adapters.affinity_key)
+        _decrement(self.num_by_caller, generation.request.caller)
         if not self.running:
             self.send_timing.on_idle(now)
 
@@ -330,7 +336,14 @@ class ShardLink:
         lost = list(self.running.values())
         self.running.clear()
         self.num_by_affinity.clear()
+        self.num_by_caller.clear()
         return lost
+
+
+def _decrement(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 MAX_SUBMIT_BYTES = 4 << 20

@@ -21,8 +21,8 @@ import orjson
 
 from lorikeet.proto.process import Forked, ForkServer, ProcessEnded, limited_environment, lower_priority
 from lorikeet.router.errors import Overloaded, ValidationError
+from lorikeet.router.shares import Turns
 from lorikeet.router.text.grammar_process import MAX_ANSWER_BYTES, PROCESSOR_S
-from lorikeet.router.turns import Turns
 
 _STARTING_S = 60.0
 _NICENESS = 14

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from lorikeet.proto.digest import of_files
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError, ValidationError
+from lorikeet.router.shares import Turns
 from lorikeet.router.text.chat_template import (
     NO_OPTIONS,
     ChatTemplate,
@@ -29,7 +30,6 @@ from lorikeet.router.text.chat_template import (
 )
 from lorikeet.router.text.detokenizer import Detokenizer, Vocabulary, detokenizer
 from lorikeet.router.text.length import Cuts, token_length
-from lorikeet.router.turns import Turns
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import orjson
 
 from lorikeet.proto.process import LineProcess, ProcessEnded, python
 from lorikeet.router.errors import ChatTemplateError
+from lorikeet.router.shares import Turns
 from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered, TemplateOptions
-from lorikeet.router.turns import Turns
 
 
 class TemplateProcess(LineProcess):

@@ -71,9 +71,9 @@ MUTANTS = [
     ),
     Mutant(
         "a requeued request goes to the end of the queue",
-        "router/turns.py",
-        "_Place(-math.inf, -next(self._numbers), item, charge)",
-        "_Place(math.inf, next(self._numbers), item, charge)",
+        "router/shares.py",
+        "_Place(-math.inf, -next(self._numbers), item, work)",
+        "_Place(math.inf, next(self._numbers), item, work)",
         "tests/router/dispatch/test_fair_queue.py::test_of_requeued_requests_the_last_one_goes_first",
     ),
     Mutant(

@@ -28,7 +28,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue(max_waiting=6, quantum=QUANTUM)
+        self.queue = FairQueue(max_waiting=6)
         self.weights: dict[str, float] = {}
         self.waiting: dict[str, list[int]] = defaultdict(list)
         self.priorities: dict[int, float] = {}
@@ -122,7 +122,7 @@ def test_random_lives_of_a_queue() -> None:
 @settings(max_examples=50, deadline=None)
 def test_charged_tokens_follow_the_weights_at_any_time(data: st.DataObject, weights: list[float], most: int) -> None:
     """Keys that always wait: tokens per weight differ by no more than a quantum and the largest charges."""
-    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=1000)
     keys = [f"key {index}" for index in range(len(weights))]
     key_of, cost_of, spent = {}, {}, dict.fromkeys(keys, 0)
     weight_of: dict[str, float] = {}
@@ -154,7 +154,7 @@ def test_charged_tokens_follow_the_weights_at_any_time(data: st.DataObject, weig
 
 
 def test_a_flood_does_not_starve_a_trickle() -> None:
-    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=1000)
     for request_id in range(500):
         queue.push("flood", request_id, 10)
     queue.push("trickle", 1000, 10)
@@ -178,7 +178,7 @@ def test_flows_of_short_requests_alternate_often() -> None:
 
 def test_emitted_tokens_count() -> None:
     """Equal prompts, but one key's answers are long: it sends fewer requests."""
-    queue = FairQueue(max_waiting=2000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=2000)
     for request_id in range(1000):
         queue.push("long", request_id, 10)
         queue.push("short", 1000 + request_id, 10)
@@ -193,7 +193,7 @@ def test_emitted_tokens_count() -> None:
 
 
 def test_idle_flows_keep_debt_but_no_credit() -> None:
-    queue = FairQueue(max_waiting=100, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=100)
     for request_id in range(100):
         queue.push("steady", request_id, QUANTUM)
     for _ in range(20):
@@ -204,7 +204,7 @@ def test_idle_flows_keep_debt_but_no_credit() -> None:
     late = sum(1 for request_id in sent if request_id is not None and request_id >= 100)
     assert 9 <= late <= 11
     # A key that owes much waits, also when its queue ran empty in between.
-    queue = FairQueue(max_waiting=100, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=100)
     queue.push("debtor", 0, 1)
     queue.pop()
     queue.charge("debtor", 50 * QUANTUM)
@@ -215,18 +215,20 @@ def test_idle_flows_keep_debt_but_no_credit() -> None:
 
 
 def test_idle_flows_are_dropped() -> None:
-    queue = FairQueue(max_waiting=10, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=10)
     for index in range(1000):
         queue.push(f"adapter {index}", index, 1)
     while queue.pop() is not None:
         pass
     queue.forget_idle()
-    assert not queue._flows
+    assert not queue._callers and not len(queue._shares)
 
 
 def test_a_weight_is_positive() -> None:
     with pytest.raises(ValueError, match="positive"):
         FairQueue(10).push("a", 1, 1, weight=0)
+    with pytest.raises(ValueError, match="positive"):
+        FairQueue(10).push("a", 1, 1, share=-1)
 
 
 def test_of_requeued_requests_the_last_one_goes_first() -> None:
@@ -240,7 +242,7 @@ def test_of_requeued_requests_the_last_one_goes_first() -> None:
 
 
 def test_a_caller_s_flood_does_not_starve_another_caller_of_the_same_adapter() -> None:
-    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=1000)
     for request_id in range(500):
         queue.push("adapter", request_id, 10, caller="flood")
     for request_id in range(1000, 1005):
@@ -248,8 +250,63 @@ def test_a_caller_s_flood_does_not_starve_another_caller_of_the_same_adapter() -
     assert sum((queue.pop() or 0) >= 1000 for _ in range(11)) == 5
 
 
+def test_a_caller_of_many_adapters_has_one_share() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(500):
+        queue.push(f"adapter {request_id}", request_id, 10, caller="flood")
+    for request_id in range(1000, 1010):
+        queue.push("adapter", request_id, 10, caller="other")
+    assert sum((queue.pop() or 0) >= 1000 for _ in range(21)) == 10
+
+
+def test_shares_of_callers_follow_their_weights() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(200):
+        queue.push("", request_id, 10, caller="half", share=0.5)
+        queue.push("", 1000 + request_id, 10, caller="double", share=2.0)
+    assert sum((queue.pop() or 0) >= 1000 for _ in range(100)) in range(78, 83)
+
+
+def test_an_adapters_weight_counts_between_callers_too() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(200):
+        queue.push("light", request_id, 10, weight=1.0, caller="a")
+        queue.push("heavy", 1000 + request_id, 10, weight=3.0, caller="b")
+    assert sum((queue.pop() or 0) >= 1000 for _ in range(100)) in range(73, 78)
+
+
+def test_a_blocked_caller_is_passed_over_and_loses_nothing() -> None:
+    queue = FairQueue(max_waiting=1000)
+    for request_id in range(10):
+        queue.push("", request_id, 10, caller="a")
+        queue.push("", 100 + request_id, 10, caller="b")
+    assert queue.first({"a", "b"}) is None and queue.pop({"a", "b"}) is None
+    assert [queue.pop({"a"}) for _ in range(5)] == [100, 101, 102, 103, 104]
+    assert [queue.pop() for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_long_time_alone_costs_no_more_than_the_greatest_debt() -> None:
+    queue = FairQueue(max_waiting=10_000)
+    queue.push("", 0, 10, caller="alone")
+    queue.pop()
+    queue.charge("", 10_000_000, "alone")
+    queue.push("", 1, 10, caller="alone")
+    for request_id in range(2, 4000):
+        queue.push("", request_id, 10, caller="late")
+    assert 1 in [queue.pop() for _ in range(1700)]
+
+
+def test_callers_are_forgotten() -> None:
+    queue = FairQueue(max_waiting=10)
+    for request_id in range(20_000):
+        queue.push("", request_id, 5, caller=f"address {request_id}")
+        queue.pop()
+        queue.charge("", 5, f"address {request_id}")
+    assert len(queue._callers) <= 4100 and len(queue._shares) <= 4100
+
+
 def test_output_tokens_count_for_their_caller() -> None:
-    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=1000)
     for request_id in range(200):
         queue.push("", request_id, 10, caller="long")
         queue.push("", 1000 + request_id, 10, caller="short")
@@ -262,7 +319,7 @@ def test_output_tokens_count_for_their_caller() -> None:
 
 
 def test_a_request_that_comes_back_is_its_caller_s_first() -> None:
-    queue = FairQueue(max_waiting=1000, quantum=QUANTUM)
+    queue = FairQueue(max_waiting=1000)
     for request_id in range(4):
         queue.push("", request_id, 10, caller="a")
     assert queue.pop() == 0

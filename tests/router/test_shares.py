@@ -1,11 +1,11 @@
-"""Turns by charge: no item is lost, callers' items stay in order, and charges of those who wait stay equal."""
+"""Shares and turns: no item is lost, callers' items stay in order, and charges of those who wait stay equal."""
 
 from collections import defaultdict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.router.turns import Turns
+from lorikeet.router.shares import MAX_DEBT, Shares, Turns
 
 CALLERS = ["a", "b", "c"]
 
@@ -47,6 +47,42 @@ def test_nothing_is_lost(steps: list[tuple[str, str, int]]) -> None:
     assert not len(turns)
 
 
+@given(
+    st.lists(st.sampled_from([0.25, 1.0, 2.0, 5.0]), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), min_size=200, max_size=200),
+)
+@settings(max_examples=100, deadline=None)
+def test_members_that_always_wait_get_work_by_their_weights(weights: list[float], draws: list[tuple[int, int]]) -> None:
+    shares, work = Shares(), dict.fromkeys(map(str, range(len(weights))), 0.0)
+    for name, weight in zip(work, weights, strict=True):
+        shares.join(name, weight)
+    for turn, later in draws:
+        name = shares.next()
+        assert name is not None
+        shares.take_turn(name, turn)
+        shares.charge(name, later)
+        work[name] += turn + later
+    times = [amount / weight for amount, weight in zip(work.values(), weights, strict=True)]
+    assert max(times) - min(times) <= 200 / min(weights)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_a_newcomer_is_next_and_an_old_debt_ends(before: list[int], weight: int) -> None:
+    shares = Shares()
+    shares.join("old")
+    for work in before:
+        shares.take_turn("old", work)
+        shares.charge("old", 100 * work)
+    shares.join("new", weight)
+    assert shares.next() == "new"
+    total = 0
+    while shares.next() == "new":
+        shares.take_turn("new", 100)
+        total += 100
+    assert total <= weight * (MAX_DEBT + 100)
+
+
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=50, max_size=50))
 @settings(max_examples=50, deadline=None)
 def test_charges_stay_equal(draws: list[tuple[int, int]]) -> None:
@@ -79,4 +115,4 @@ def test_many_callers_are_forgotten() -> None:
     for item in range(10_000):
         turns.push(str(item), item, 1)
         turns.pop()
-    assert len(turns._lanes) <= 2048
+    assert len(turns._lanes) + len(turns._shares) <= 4096

@@ -1,0 +1,108 @@
+"""Sequences in flight: limits are max-min fair, a short request starts at once, and what is taken back continues."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.proto.params import SamplingParams
+from lorikeet.router.dispatch import in_flight
+from lorikeet.router.dispatch.in_flight import fair_limits
+from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
+from tests.router.simulated_shard import SimulatedModel
+
+ROOM = 8
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from([0.5, 1.0, 2.0, 7.0])),
+    st.integers(0, 200),
+)
+@settings(max_examples=300, deadline=None)
+def test_limits_are_max_min_fair(asked: dict[str, int], weights: dict[str, float], room: int) -> None:
+    limits = fair_limits(asked, weights, room)
+    given = {name: min(number, limits.get(name, number)) for name, number in asked.items()}
+    assert all(1 <= limit <= asked[name] for name, limit in limits.items())
+    assert sum(given.values()) <= max(room, 0) + len(asked)
+    if sum(asked.values()) <= room:
+        assert not limits
+    per_weight = {name: limits[name] / weights.get(name, 1.0) for name in limits}
+    for name in asked.keys() - limits.keys():  # who gets all it asks for asks for no more than the others' shares
+        for other, share in per_weight.items():
+            assert asked[name] <= max(1.0, (share + 1 / weights.get(other, 1.0)) * weights.get(name, 1.0) + 1)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPU_ROOM", "DEVICE_ROOM"):
+        monkeypatch.setattr(in_flight, name, ROOM)
+
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("rooms")]
+
+
+async def test_a_caller_alone_gets_everything(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        flood = [here.dispatcher.submit(request(1000, caller="flood")) for _ in range(100)]
+        await here.until(lambda: all(generation.num_generated for generation in flood))
+        assert here.shard.num_running == 100
+        for generation in flood:
+            generation.cancel()
+
+
+async def test_a_short_request_of_another_caller_starts_at_once(tmp_path: Path) -> None:
+    async with stage(tmp_path, SimulatedModel(max_running=32)) as here:
+        flood = [here.dispatcher.submit(request(2000, caller="flood")) for _ in range(100)]
+        await here.until(lambda: here.shard.num_running == 32)
+        step = here.shard.num_steps
+        short = here.dispatcher.submit(request(2, caller="short"))
+        assert len(await ids_of(short)) == 2
+        assert here.shard.num_steps - step <= 12
+        running = here.dispatcher.in_flight.running
+        assert running["flood"] <= ROOM
+        taken_back = here.dispatcher.metrics.requests_taken_back.values
+        assert taken_back["addresses"] >= 32 - ROOM
+        await asyncio.sleep(0)
+        for generation in flood:
+            generation.cancel()
+
+
+async def test_callers_that_all_ask_for_much_share_all_of_a_shard(tmp_path: Path) -> None:
+    async with stage(tmp_path, SimulatedModel(max_running=32)) as here:
+        floods = [here.dispatcher.submit(request(2000, caller="a")) for _ in range(100)]
+        await here.until(lambda: here.shard.num_running == 32)
+        floods += [here.dispatcher.submit(request(2000, caller="b")) for _ in range(100)]
+        await here.until(lambda: here.dispatcher.in_flight.running == {"a": 16, "b": 16})
+        for generation in floods:
+            generation.cancel()
+
+
+async def test_what_is_taken_back_continues_where_it_was(tmp_path: Path) -> None:
+    async with stage(tmp_path, SimulatedModel(max_running=32)) as here:
+        flood = [
+            here.dispatcher.submit(request(60, caller="flood", sampling=SamplingParams(seed=seed)))
+            for seed in range(40)
+        ]
+        reading = [asyncio.create_task(ids_of(generation)) for generation in flood]
+        await here.until(lambda: sum(generation.num_generated > 5 for generation in flood) == 32)
+        for _ in range(10):
+            await ids_of(here.dispatcher.submit(request(3, caller="short")))
+        outputs = await asyncio.gather(*reading)
+        assert here.dispatcher.metrics.requests_taken_back.values["addresses"]
+        for ids in outputs:
+            start = WORDS.index(ids[0])
+            assert ids == [WORDS[(start + index) % len(WORDS)] for index in range(60)]
+        assert not here.dispatcher.metrics.requests_retried.values.get("")
+
+
+async def test_shares_of_keys_are_in_the_metrics(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        await ids_of(here.dispatcher.submit(request(3, caller="key:team", share=2.0)))
+        await ids_of(here.dispatcher.submit(request(5, caller="address:192.0.2.1")))
+        assert here.dispatcher.metrics.caller_tokens.values == {"team": 7, "addresses": 9}
+        assert here.dispatcher.metrics.gauges["lorikeet_active_callers"] == 2
+        text = here.dispatcher.metrics.prometheus(lambda name: False).decode()
+        assert "team" not in text and 'lorikeet_caller_tokens_total{caller="other"} 7' in text
