@@ -43,7 +43,7 @@ _ADAPTER_LISTS = ("waiting_lora_adapters", "running_lora_adapters")
 
 
 def caller_label(identity: str) -> str:
-    """The label of a caller by its identity. Addresses are not told apart."""
+    """The label of a caller by its identity. Addresses have one label."""
     return identity.removeprefix("key:") or ADDRESSES if identity.startswith("key:") else ADDRESSES
 
 

@@ -57,11 +57,11 @@ def test_members_that_always_wait_get_work_by_their_weights(weights: list[float]
     for name, weight in zip(work, weights, strict=True):
         shares.join(name, weight)
     for turn, later in draws:
-        name = shares.next()
-        assert name is not None
-        shares.take_turn(name, turn)
-        shares.charge(name, later)
-        work[name] += turn + later
+        first = shares.next()
+        assert first is not None
+        shares.take_turn(first, turn)
+        shares.charge(first, later)
+        work[first] += turn + later
     times = [amount / weight for amount, weight in zip(work.values(), weights, strict=True)]
     assert max(times) - min(times) <= 200 / min(weights)
 
