@@ -174,16 +174,16 @@ class CpuAttention(AttentionBackend):
 
     def _tiles(self, inputs: StepInputs) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
         """[tiles, 3] segment, first token in it, tokens; and the scratch floats of the largest tile."""
-        tiles: list[tuple[int, int, int]] = []
-        most = 0
-        for index, segment in enumerate(inputs.segments):
-            span = (segment.kv_len // self.page_size + 2) * self.page_size
-            tokens = max(1, min(TILE_ROWS, TILE_SCORES // span) // self._tile_group)
-            tokens = min(tokens, segment.num_tokens)
-            most = max(most, tokens * self._tile_group * (span + self._tile_dims))
-            firsts = range(0, segment.num_tokens, tokens)
-            tiles += [(index, first, min(tokens, segment.num_tokens - first)) for first in firsts]
-        return np.array(tiles, np.int32).reshape(-1, 3), most
+        spans = ((inputs.starts + inputs.counts) // self.page_size + 2) * self.page_size
+        # [R] tokens of a tile of each segment
+        tokens = np.maximum(1, np.minimum(TILE_ROWS, TILE_SCORES // spans) // self._tile_group)
+        tokens = np.minimum(tokens, inputs.counts)
+        most = int((tokens * self._tile_group * (spans + self._tile_dims)).max(initial=0))
+        num_tiles = -(-inputs.counts // tokens)
+        owners = np.repeat(np.arange(len(num_tiles)), num_tiles)
+        firsts = tokens[owners] * (np.arange(len(owners)) - (np.cumsum(num_tiles) - num_tiles)[owners])
+        sizes = np.minimum(tokens[owners], inputs.counts[owners] - firsts)
+        return np.stack([owners, firsts, sizes], axis=1).astype(np.int32), most
 
     def _reserve(self, floats: int) -> None:
         """Scratch memory for every thread, kept between steps."""

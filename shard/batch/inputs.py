@@ -4,8 +4,7 @@
 before each forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +13,8 @@ import torch
 
 from lorikeet.shard.batch.device_tokens import DeviceTokens, GraphSampling, put, put_in_graph
 from lorikeet.shard.batch.padding import Bounds, Padding
-from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, HeadGroups, RowGroups, as_array, rows_of
+from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, HeadGroups, RowGroups, as_array
+from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import ALIGNED, DeviceArrays, Upload, to_device
 
 Indices = npt.NDArray[np.int64]
@@ -71,35 +71,6 @@ def _table(move: Move) -> Indices:
     return np.stack(columns).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One request's part of a step: tokens at positions `start` … `start + num_tokens - 1`."""
-
-    start: int
-    num_tokens: int
-    page_ids: Sequence[int]
-    """KV pages in the order of positions; cover at least `start + num_tokens` tokens."""
-    slot: int = -1
-    """The adapter's slot, -1 for the bare base."""
-    slot_start: int = 0
-    """Position of the first token that the adapter applies to."""
-    second_text: int = 0
-    """Position of the first token of the second text of a pair, 0 for a single text."""
-    per_token: bool = False
-    """Whether each of its tokens has a result, in place of one that is pooled."""
-    num_uncertain: int = 0
-    """The step before may accept up to as many drafts. `start` is what it is if none is accepted; each moves the
-    segment by one position. Pages cover these too.
-    """
-    device_row: int = -1
-    """Where `StepInputs.num_accepted` has their number; -1 without `num_uncertain`."""
-
-    @property
-    def kv_len(self) -> int:
-        """Tokens visible to the segment's last token."""
-        return self.start + self.num_tokens
-
-
 class HeadsRow(NamedTuple):
     """Draft tokens that Medusa heads propose from one of the rows whose logits are wanted."""
 
@@ -116,17 +87,6 @@ MOST_ARRAYS = 32
 Positions = npt.NDArray[np.int64]
 
 
-def slot_runs(segment: Segment) -> Iterator[tuple[int, int]]:
-    """The slots of a segment's tokens, each with its number of them: the adapter may apply to the last ones only."""
-    num_before = min(max(segment.slot_start - segment.start, 0), segment.num_tokens)
-    if segment.slot < 0 or num_before == 0:
-        yield segment.slot, segment.num_tokens
-        return
-    yield -1, num_before
-    if num_before < segment.num_tokens:
-        yield segment.slot, segment.num_tokens - num_before
-
-
 class StepInputs:
     """What a forward pass reads apart from weights and KV. Each step calls `fill`, then the attention backend's
     `prepare`, then `send`.
@@ -135,20 +95,22 @@ class StepInputs:
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
-        self.segments: list[Segment] = []
+        self.segments = Segments.of((), page_size)
         # [rows of device state] int64: drafts that the step before accepted; None where the host always knows them
         self.num_accepted: torch.Tensor | None = None
         self.adds_on_device = device.type != "cpu"
         """Whether the device adds them to positions. On CPU the host reads them without waiting."""
-        # Host side, for attention backends. [R] first position, number of tokens, first row in T of each segment
+        # Columns of the segments, for attention backends. [R] first position, number of tokens, first row in T
         self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.first_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
         # [R] `num_uncertain` and `device_row` of each segment
         self.num_uncertain: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self.device_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        # [R, most pages of a segment] page ids, 0 where a segment has fewer
+        # [R, most pages of a segment] page ids; a segment with fewer has any page after its own
         self.page_table: npt.NDArray[np.int32] = np.empty((0, 1), np.int32)
+        # [T] segment of each token
+        self._owners: Positions = np.empty(0, np.int64)
         # [T] token ids
         self.input_ids = torch.empty(0, dtype=torch.long, device=device)
         # [T] absolute position of each token in its request
@@ -221,21 +183,27 @@ class StepInputs:
         captured step may sample.
         """
         self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
-        self.segments = [self._settled(each) for each in segments]
+        if not isinstance(segments, Segments):
+            segments = Segments.of(segments, self.page_size)
+        if not self.adds_on_device and self.num_accepted is not None:
+            segments = segments.settled(self.num_accepted.numpy())
         self.heads, self._host_rows = list(heads), host_rows
         if host_rows is None and _is_on_host(logits_rows):
             self._host_rows = logits_rows.tolist()
         self.bounds, self._on_device = None, on_device
         self._moves.clear()
         if self._padding is not None:
-            num_rows, has_adapters = input_ids.shape[0], any(segment.slot >= 0 for segment in segments)
+            num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:
-                self.segments += self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
+                spare = self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
+                segments = segments.then(Segments.of(spare, self.page_size))
+        self.segments = segments
         self._sampled_rows = () if self.bounds is None or self.graph_sampling is None else sampled_rows
         self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
-        self._fill_rows(input_ids, logits_rows, *self._lay_out())
-        self._fill_adapters()
+        positions, kv_slots = self._lay_out()
+        self._fill_rows(input_ids, logits_rows, positions, kv_slots)
+        self._fill_adapters(positions)
         if self.head_groups is not None and self.num_draft_rows:
             num_padded = None if self.bounds is None else self.bounds.num_drafts
             self.head_groups.fill(as_array(self.heads), self.upload, num_padded)
@@ -322,18 +290,12 @@ class StepInputs:
 
     def _lay_out(self) -> tuple[Positions, Positions]:
         """Set the host's arrays of the segments. Returns [T] each token's position, and [T] where its K and V go."""
-        segments, num_segments = self.segments, len(self.segments)
-        self.starts = np.fromiter((segment.start for segment in segments), np.int32, num_segments)
-        self.counts = np.fromiter((segment.num_tokens for segment in segments), np.int32, num_segments)
+        segments = self.segments
+        self.starts, self.counts = segments.starts, segments.counts
+        self.num_uncertain, self.device_rows = segments.num_uncertain, segments.device_rows
+        self.page_table = segments.page_table
         self.first_rows = (np.cumsum(self.counts) - self.counts).astype(np.int32)
-        self.num_uncertain = np.fromiter((segment.num_uncertain for segment in segments), np.int32, num_segments)
-        self.device_rows = np.fromiter((segment.device_row for segment in segments), np.int32, num_segments)
-        num_pages = -(-(self.starts + self.num_uncertain + self.counts) // self.page_size)
-        self.page_table = np.zeros((num_segments, int(num_pages.max(initial=1))), np.int32)
-        for row, segment, count in zip(self.page_table, segments, num_pages.tolist(), strict=True):
-            row[:count] = segment.page_ids[:count]
-        # [T] segment and position of each token
-        owners = np.repeat(np.arange(num_segments), self.counts)
+        owners = self._owners = np.repeat(np.arange(len(segments)), self.counts)
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
         return positions, self._slots(owners, positions)
 
@@ -343,21 +305,14 @@ class StepInputs:
         slots: Positions = pages * self.page_size + positions % self.page_size
         return slots
 
-    def _settled(self, segment: Segment) -> Segment:
-        """The segment at its true position where the host can read it."""
-        if segment.num_uncertain == 0 or self.adds_on_device or self.num_accepted is None:
-            return segment
-        start = segment.start + int(self.num_accepted[segment.device_row])
-        return replace(segment, start=start, num_uncertain=0, device_row=-1)
-
     def token_types(self) -> torch.Tensor | None:
         """[T] 1 for tokens of the second text of a pair, else 0; None where there are none."""
-        if not any(segment.second_text for segment in self.segments):
+        second_texts = self.segments.second_texts
+        if not second_texts.any():
             return None
-        types = np.zeros(int(self.counts.sum()), np.int64)
-        for segment, first in zip(self.segments, self.first_rows.tolist(), strict=True):
-            if segment.second_text:
-                types[first + max(0, segment.second_text - segment.start) : first + segment.num_tokens] = 1
+        positions = np.arange(self._owners.size) - self.first_rows[self._owners] + self.starts[self._owners]
+        limits = second_texts[self._owners]
+        types = ((limits > 0) & (positions >= limits)).astype(np.int64)
         return to_device(torch.from_numpy(types), self.device)
 
     def _spare(self, num_rows: int, page_id: int) -> list[Segment]:
@@ -385,21 +340,22 @@ class StepInputs:
         """Wanted rows of a forward pass: S + E."""
         return self.num_wanted + self.num_drafts
 
-    def _fill_adapters(self) -> None:
+    def _fill_adapters(self, positions: Positions) -> None:
+        """positions: [T]."""
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
-        runs, bounds = [run for segment in self.segments for run in slot_runs(segment)], self.bounds
-        slots, counts = [slot for slot, _ in runs], [count for _, count in runs]
-        if max(slots, default=-1) < 0 and not (bounds is not None and bounds.has_adapters):
+        segments, bounds, owners = self.segments, self.bounds, self._owners
+        if not (segments.slots >= 0).any() and not (bounds is not None and bounds.has_adapters):
             return
-        self.adapter_rows = AdapterRows(slots, counts)
-        row_slots = np.repeat(np.asarray(slots, np.int32), counts)
+        # [T] slot of each token: an adapter may apply to the last ones of a segment only
+        row_slots = np.where(positions < segments.slot_starts[owners], -1, segments.slots[owners]).astype(np.int32)
         wanted = row_slots[np.asarray(self.host_rows, np.int64)]
         # [S] -1 for rows that are padding
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
         head_slots[: len(wanted)] = wanted
-        drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
-        head_slots = np.concatenate([head_slots, head_slots[np.asarray(drafted, np.int64)]])
-        self.head_adapter_rows = rows_of(head_slots.tolist())
+        if self.heads:
+            drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
+            head_slots = np.concatenate([head_slots, head_slots[np.asarray(drafted, np.int64)]])
+        self.adapter_rows, self.head_adapter_rows = AdapterRows(row_slots, owners), AdapterRows(head_slots)
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
             self._groups[0].fill(row_slots, self.upload, None if bounds is None else bounds.num_rows)

@@ -5,7 +5,7 @@ follow the used ones, so that a captured graph may launch more tasks than are us
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -65,19 +65,36 @@ class RowGroups:
 class AdapterRows:
     """The rows of a step that belong to an adapter: tasks of up to TASK_ROWS neighbours of one slot each."""
 
-    def __init__(self, slots: Sequence[int] = (), counts: Sequence[int] = ()) -> None:
-        """`counts[i]` neighbouring rows belong to `slots[i]`, -1 for none."""
-        found: list[tuple[int, int, int]] = []
-        first = 0
-        for slot, count in zip(slots, counts, strict=True):
-            if slot >= 0:
-                ends = range(first, first + count, TASK_ROWS)
-                found += [(slot, at, min(TASK_ROWS, first + count - at)) for at in ends]
-            first += count
-        # [tasks, 3] slot, first row, number of rows
-        self.tasks: npt.NDArray[np.int32] = np.array(found, np.int32).reshape(-1, 3)
-        self.groups: RowGroups | None = None
-        """The same on the device, where kernels read it there."""
+    def __init__(
+        self,
+        slots: npt.NDArray[np.int32],
+        owners: npt.NDArray[np.int64] | None = None,
+        groups: RowGroups | None = None,
+    ) -> None:
+        """slots: [rows] the slot of each row, -1 for none; owners: [rows] rows of different owners share no task;
+        groups: the tasks on the device, if kernels read them there.
+        """
+        self._slots, self._owners = slots, owners
+        self.groups = groups
+
+    @cached_property
+    def tasks(self) -> npt.NDArray[np.int32]:
+        """[tasks, 3] slot, first row, number of rows."""
+        slots, owners = self._slots, self._owners
+        is_first = np.ones(len(slots), bool)
+        is_first[1:] = slots[1:] != slots[:-1]
+        if owners is not None:
+            is_first[1:] |= owners[1:] != owners[:-1]
+        firsts = np.flatnonzero(is_first)
+        counts = np.diff(firsts, append=len(slots))
+        is_used = slots[firsts] >= 0
+        firsts, counts = firsts[is_used], counts[is_used]
+        num_tasks = -(-counts // TASK_ROWS)
+        # [tasks] the run of each task, and its first row in the run
+        runs = np.repeat(np.arange(len(firsts)), num_tasks)
+        skipped = TASK_ROWS * (np.arange(len(runs)) - np.repeat(np.cumsum(num_tasks) - num_tasks, num_tasks))
+        sizes = np.minimum(TASK_ROWS, counts[runs] - skipped)
+        return np.stack([slots[firsts][runs], firsts[runs] + skipped, sizes], axis=1).astype(np.int32)
 
     def __len__(self) -> int:
         """Number of tasks; on a device, of those that a launch covers."""
@@ -88,13 +105,7 @@ class AdapterRows:
         return int(self.tasks.ctypes.data)
 
 
-NO_ADAPTERS = AdapterRows()
-
-
-def rows_of(slots: Sequence[int]) -> AdapterRows:
-    """The tasks of rows that belong to `slots[row]` each."""
-    runs = [(slot, len(list(run))) for slot, run in groupby(slots)]
-    return AdapterRows([slot for slot, _ in runs], [count for _, count in runs])
+NO_ADAPTERS = AdapterRows(np.empty(0, np.int32))
 
 
 def most_tasks(num_rows: int, num_keys: int, task_rows: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from lorikeet.shard.batch.row_groups import rows_of
+from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.grouped import multiply_grouped
 from lorikeet.shard.model.kernels.packing import PackedMatrix, pack
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs, sort_pairs
@@ -78,9 +78,9 @@ class Experts(nn.Module):
             if targets.kernels is not None and tasks is not None:
                 targets.kernels.adapt_pairs(tasks, targets, x, y)
             else:
-                slots = pairs.slots.tolist()
+                slots = pairs.slots.to(torch.int32).numpy()
                 for expert, span in pairs.spans():
-                    adapt(rows_of(slots[span]), Product(targets.experts[expert], x[span], y[span]))
+                    adapt(AdapterRows(slots[span]), Product(targets.experts[expert], x[span], y[span]))
         return y
 
 
