@@ -128,20 +128,22 @@ class PooledModel(_message.Message):
     def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ..., is_whole: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms")
+    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms", "takes_columns")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ABORT_IDS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     abort_ids: _containers.RepeatedScalarFieldContainer[int]
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     prefetches: _containers.RepeatedCompositeFieldContainer[AdapterPin]
     unload_digests: _containers.RepeatedScalarFieldContainer[str]
     watch_ms: int
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., watch_ms: _Optional[int] = ...) -> None: ...
+    takes_columns: bool
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., watch_ms: _Optional[int] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
 
 class AdapterPin(_message.Message):
     __slots__ = ("source", "id", "revision", "digest")
@@ -306,11 +308,12 @@ class Speculation(_message.Message):
     def __init__(self, method: _Optional[str] = ..., num_tokens: _Optional[int] = ..., schedule: _Optional[str] = ..., verify: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "credit", "heartbeat", "adapters", "outputs", "load", "step_requests", "step_detail", "learning")
+    __slots__ = ("step", "credit", "heartbeat", "adapters", "columns", "outputs", "load", "step_requests", "step_detail", "learning")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -320,12 +323,13 @@ class StepOutput(_message.Message):
     credit: Credit
     heartbeat: Heartbeat
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterState]
+    columns: _containers.RepeatedCompositeFieldContainer[TokenColumns]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: Load
     step_requests: StepRequests
     step_detail: StepDetail
     learning: LearningTotals
-    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ..., step_detail: _Optional[_Union[StepDetail, _Mapping]] = ..., learning: _Optional[_Union[LearningTotals, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ..., columns: _Optional[_Iterable[_Union[TokenColumns, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_requests: _Optional[_Union[StepRequests, _Mapping]] = ..., step_detail: _Optional[_Union[StepDetail, _Mapping]] = ..., learning: _Optional[_Union[LearningTotals, _Mapping]] = ...) -> None: ...
 
 class LearningTotals(_message.Message):
     __slots__ = ("num_rows", "num_adopted", "num_rejected", "num_reverted", "num_failed", "ring_bytes", "train_seconds", "cpu_seconds")
@@ -488,6 +492,20 @@ class AdapterState(_message.Message):
     residency: AdapterState.Residency
     reason: str
     def __init__(self, digest: _Optional[str] = ..., residency: _Optional[_Union[AdapterState.Residency, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TokenColumns(_message.Message):
+    __slots__ = ("ids", "token_ids", "logprobs", "alternative_ids", "alternative_logprobs")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    alternative_ids: _containers.RepeatedScalarFieldContainer[int]
+    alternative_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable", "draft_seconds", "verify_seconds", "accept_seconds", "prefill_ranks", "in_step", "pooled")

@@ -77,7 +77,7 @@ class Segments(Sequence[Segment]):
     def then(self, later: "Segments") -> "Segments":
         """These, and `later` after them."""
         if not later or not self:
-            return later if not self else self
+            return self if self else later
         width = max(self.page_table.shape[1], later.page_table.shape[1])
         page_table = np.zeros((len(self) + len(later), width), np.int32)
         page_table[: len(self), : self.page_table.shape[1]] = self.page_table
@@ -104,8 +104,6 @@ class Segments(Sequence[Segment]):
     def __getitem__(self, index: int | slice) -> Segment | list[Segment]:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        start, count, slot, slot_start, second_text, per_token, num_uncertain, device_row = self._table[:, index].tolist()
+        start, count, slot, slot_start, second_text, per_token, *moved = self._table[:, index].tolist()
         page_ids = self.page_table[index].tolist()
-        return Segment(
-            start, count, page_ids, slot, slot_start, second_text, bool(per_token), num_uncertain, device_row
-        )
+        return Segment(start, count, page_ids, slot, slot_start, second_text, bool(per_token), *moved)

@@ -3,6 +3,7 @@ padded step are one copy.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,24 @@ def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch
     for tensor in like:
         size = tensor.numel() * tensor.element_size()
         yield packed[first : first + size].view(tensor.dtype).view(tensor.shape)
+        first += size + -size % ALIGNED
+
+
+_NUMPY = {
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.float32: np.dtype(np.float32),
+}
+
+
+def unpacked(packed: npt.NDArray[np.uint8], like: Sequence[torch.Tensor]) -> Iterator[npt.NDArray[Any]]:
+    """As `unpack`, of memory of the host."""
+    first = 0
+    for tensor in like:
+        size = tensor.numel() * tensor.element_size()
+        yield packed[first : first + size].view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
         first += size + -size % ALIGNED
 
 

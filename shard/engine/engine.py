@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
 import structlog
 import torch
 
@@ -14,20 +15,32 @@ from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.proto.params import NO_SPECULATION, Verification
 from lorikeet.shard.batch.inputs import Network, RankDesync
 from lorikeet.shard.engine.intake import Intake, StepWatch
-from lorikeet.shard.engine.step import HostResults, Layout, Part, Step, StepResults, error_output, fill_inputs, verify
+from lorikeet.shard.engine.step import (
+    HostResults,
+    Layout,
+    Part,
+    Step,
+    StepResults,
+    decoded_columns,
+    error_output,
+    fill_inputs,
+    verify,
+)
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status
+from lorikeet.shard.grpc.outbox import NO_SECONDS, AdapterEvents, Outbox, Output, Status, TokenColumns
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, PooledRows, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
-from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.decoding import DecodeStep
+from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan
 from lorikeet.shard.speculation.costs import StepCosts
 from lorikeet.shard.speculation.draft_network import DraftNetwork
+from lorikeet.shard.speculation.throughput import NO_LOAD
 from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 log = structlog.get_logger()
@@ -91,7 +104,7 @@ class Engine:
         self._pooling = pooling
         self._launched: deque[Step] = deque()
         self._rows: set[int] = set()  # rows that the sampler has
-        self._outputs: list[Output] = []
+        self._outputs: list[Output | TokenColumns] = []
         self._num_steps = 0
         self._last = (0, 0)  # milliseconds and tokens of the newest step
         self._step_costs = StepCosts()
@@ -121,10 +134,10 @@ class Engine:
     def step(self) -> None:
         """plan → inputs → forward → verify → commit, of which the last may be that of the step before."""
         self._receive()
-        scheduled = self._plan()
-        if scheduled:
-            self._launched.append(self._launch(scheduled))
-        may_lag = scheduled and not self._launched[-1].error and not self.scheduler.is_isolated
+        plan = self._plan()
+        if plan:
+            self._launched.append(self._launch(plan))
+        may_lag = plan and not self._launched[-1].error and not self.scheduler.is_isolated
         self._commit_all_but(self._config.commit_lag if may_lag else 0)
         self._process_adapter_events()  # for adapters that left their slots in this step: the next may be far off
         if self.learning is not None:
@@ -153,7 +166,7 @@ class Engine:
         while not self.scheduler.is_idle:
             self.step()
         if request.finish_reason is not FinishReason.LENGTH:
-            raise RuntimeError(next(output.error for output in self._outputs if output.error))
+            raise RuntimeError(next(each.error for each in self._outputs if isinstance(each, Output) and each.error))
         self.scheduler.check()
         self.has_served = False
 
@@ -161,65 +174,68 @@ class Engine:
         """Apply the routers' commands, and end the requests whose deadline has passed."""
         self.scheduler.adapters.now = time.monotonic()
         self.scheduler.adapters.poll_copies()
-        self._outputs = self._intake.apply()
+        self._outputs = [*self._intake.apply()]
         self._process_adapter_events()
         for request in self.scheduler.expire(time.monotonic()):
             self._outputs.append(Output(request.key, finish_reason=FinishReason.DEADLINE))
 
-    def _announce(self, scheduled: list[ScheduledRequest]) -> None:
+    def _announce(self, plan: StepPlan) -> None:
         """Announce the step's requests before launching it, so that the router can identify a request that crashes the
         shard; and its expected time where that differs from the last step's, because routers time what they send by it.
         """
-        keys = {item.request.key for item in scheduled}
         is_isolated, must_wait = self.scheduler.is_isolated, self.scheduler.is_isolated or self._was_isolated
+        keys = {item.request.key for item in plan.scheduled}
+        if plan.decode is not None:
+            keys |= plan.decode.members.keys
         if must_wait or not keys <= self._announced:
             self._announced, self._was_isolated = keys, is_isolated
             if is_isolated:  # no other step may run while an isolated request's does
                 self._commit_all_but(0)
             # Nor may the step after it be taken for its own: both start once the routers know of them.
             self._outbox.announce_step(keys, ACK_TIMEOUT_S if must_wait else 0.0)
-        load = load_of(scheduled)
+        load = plan.load
         expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
         if abs(expected - self._expected) > max(STEP_TIME_CHANGE_S, STEP_TIME_CHANGE * self._expected):
             self._expected = expected
             self._outbox.publish([], self._status(), self._intake.acknowledged)
             self._num_preempted_sent = self.scheduler.num_preempted
 
-    def _plan(self) -> list[ScheduledRequest]:
-        """Which tokens the step computes, announced to the routers. Empty if there is nothing to compute."""
+    def _plan(self) -> StepPlan | None:
+        """Which tokens the step computes, announced to the routers. None if there is nothing to compute."""
         if self.scheduler.awaits_commit:
             self._commit_all_but(0)
-        scheduled = self.scheduler.schedule()
-        if scheduled:
-            self._announce(scheduled)
-            if self._watch:
-                self._watch.describe(scheduled, self.scheduler.waiting)
-        return scheduled
+        plan = self.scheduler.plan()
+        if not plan.load.num_tokens:
+            return None
+        self._announce(plan)
+        if self._watch:
+            self._watch.describe(plan, self.scheduler.waiting)
+        return plan
 
-    def _launch(self, scheduled: list[ScheduledRequest]) -> Step:
+    def _launch(self, plan: StepPlan) -> Step:
         """inputs → forward → verify. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
-        has_drafts = any(item.draft_ids for item in scheduled)
+        has_drafts = any(item.draft_ids for item in plan.scheduled)
         timer = PhaseTimer(self._network.inputs.device if has_drafts else None)
-        step = Step(self._num_steps, scheduled, load_of(scheduled), time.monotonic(), timer)
+        step = Step(self._num_steps, plan, plan.load, time.monotonic(), timer)
         self.running_step = (step.number, step.started)
         self._is_clean = False
         try:
-            layout, draws = self._inputs(scheduled, timer)
-            logits, hidden = self._forward(scheduled, timer)
+            layout, draws = self._inputs(plan, timer)
+            logits, hidden = self._forward(plan.scheduled, timer)
             results = self._verify(layout, logits, draws, timer)
         except Exception as error:
             return self._failed(step, error)
         return replace(step, layout=layout, results=replace(results, hidden=hidden))
 
-    def _inputs(self, scheduled: list[ScheduledRequest], timer: PhaseTimer) -> tuple[Layout, DraftDraws | None]:
+    def _inputs(self, plan: StepPlan, timer: PhaseTimer) -> tuple[Layout, DraftDraws | None]:
         """Describe the step to the model. Drafts of a draft model are drawn first; returns how."""
         self._refresh_rows()
-        draws = None if self._drafter is None else self._drafter.draft(scheduled, timer, self._idle)
+        draws = None if self._drafter is None else self._drafter.draft(plan.scheduled, timer, self._idle)
         timer.mark(Phase.DRAFT)
-        truncate_drafts(scheduled)
-        self._masks.start(scheduled)
-        layout = Layout.of(scheduled)
+        truncate_drafts(plan.scheduled)
+        layout = Layout.of(plan)
+        self._masks.start(plan.scheduled, layout.num_decoding)
         fill_inputs(self._network.inputs, layout, self._sampler, self._masks.is_needed)
         return layout, draws
 
@@ -248,7 +264,7 @@ class Engine:
         if is_device_broken(error):
             raise error
         self._masks.wait()
-        num_tokens, num_requests = step.load.num_tokens, len(step.scheduled)
+        num_tokens, num_requests = step.load.num_tokens, step.plan.num_requests
         sizes = {"step": step.number, "num_tokens": num_tokens, "num_requests": num_requests}
         if is_out_of_memory(error) and self.scheduler.oom_backoff.on_oom(num_tokens, num_requests):
             log.warning("step_out_of_memory", **sizes)
@@ -266,15 +282,17 @@ class Engine:
     def _commit(self, step: Step) -> None:
         """Record the results of a step, and make outputs of them."""
         if step.error:
-            for item in step.scheduled:
+            for item in step.plan.items():
                 if step.is_retried:
                     self.scheduler.requeue(item)
                 else:
                     self._fail(item, step.error, retryable=True)
             return
         self.scheduler.oom_backoff.on_success()
-        results, seconds = step.to_host(), step.timer.seconds()
+        results, seconds, scheduled = step.to_host(), step.timer.seconds(), step.plan.scheduled
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
+        if step.plan.decode is not None:
+            self._commit_decoding(step.plan.decode, results)
         for part in step.layout.parts:
             self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
         if self.learning is not None:
@@ -283,12 +301,24 @@ class Engine:
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
-        num_prompt_tokens = sum(item.end - item.start for item in step.scheduled if item.end - item.start > 1)
+        num_prompt_tokens = sum(item.end - item.start for item in scheduled if item.end - item.start > 1)
         self.scheduler.prompt_chunks.observe(num_prompt_tokens, step.load.num_tokens, elapsed)
         draft_length = self.scheduler.proposer.draft_length
         if draft_length.is_used:
-            draft_length.observe(step.scheduled, elapsed, draft_seconds)
+            decoding = NO_LOAD if step.plan.decode is None else step.plan.decode.load
+            draft_length.observe(scheduled, elapsed, draft_seconds, decoding)
         self._committed_at = now
+
+    def _commit_decoding(self, decode: DecodeStep, results: HostResults) -> None:
+        """The tokens of requests that only decode: by columns for those that continue, one by one for the others."""
+        sampled, num_decoding = results.columns, len(decode.members)
+        assert sampled is not None
+        continues = self.scheduler.decoding.commit(decode, sampled.token_ids[:num_decoding], sampled.bad[:num_decoding])
+        do_all = bool(continues.all())
+        for group in decode.members.groups:
+            self._outputs.append(decoded_columns(group, sampled, None if do_all else continues))
+        for index in [] if do_all else np.flatnonzero(~continues).tolist():
+            self._commit_part(Part(decode.item(index), range(index, index + 1)), results, NO_SECONDS)
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
@@ -315,6 +345,7 @@ class Engine:
             if self.learning is not None:
                 self.learning.collect(item, part.sampled.start, token_ids[:num_taken])
             self.has_served = self.has_served or item.request.finish_reason is not FinishReason.NONE
+            self.scheduler.decode(item.request)
 
     def _commit_pooled(self, part: Part, results: HostResults) -> None:
         """To the scheduler, the vector or the scores of a request are its only token."""

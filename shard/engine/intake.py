@@ -1,7 +1,7 @@
 """Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained
@@ -10,8 +10,7 @@ from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAske
 from lorikeet.shard.grpc.outbox import MAX_DETAILS, Outbox, Output, StepDetail
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.scheduler.scheduler import Scheduler
+from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan
 
 NO_GRAMMARS = "this shard takes no grammars: its model has no fast tokenizer (tokenizer.json)"
 MOST_PARKED = 1024
@@ -40,7 +39,7 @@ class StepWatch:
         """The stream has ended."""
         self._until.pop(epoch, None)
 
-    def describe(self, scheduled: Sequence[ScheduledRequest], waiting: Iterable[Request]) -> None:
+    def describe(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
         """The step that is about to run, to each stream that watches."""
         now = time.monotonic()
         if now < self._next:
@@ -50,7 +49,7 @@ class StepWatch:
             if until < now:
                 del self._until[epoch]
                 continue
-            own = [item for item in scheduled if item.request.key[0] == epoch][:MAX_DETAILS]
+            own = [item for item in plan.items() if item.request.key[0] == epoch][:MAX_DETAILS]
             computed = [(item.request.key[1], item.end - item.start, len(item.draft_ids)) for item in own]
             # A request that waits and was admitted before has been preempted.
             preempted = [each.key[1] for each in waiting if each.key[0] == epoch and each.num_cached is not None]

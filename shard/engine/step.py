@@ -5,28 +5,32 @@ Between launch and commit the host reads nothing here, so a step may be launched
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.batch.device_tokens import DeviceTokens
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
-from lorikeet.shard.grpc.outbox import Details, Output
+from lorikeet.shard.grpc.outbox import STEP_END, Details, Output, TokenColumns
 from lorikeet.shard.requests.request import FinishReason, Request, Rows, Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, Sampler
+from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, SampledColumns, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
+from lorikeet.shard.scheduler.decoding import DecodeStep, OutputGroup
+from lorikeet.shard.scheduler.scheduler import StepPlan
 from lorikeet.shard.speculation.device.device_drafts import NO_TOKEN, StepDrafts
 from lorikeet.shard.speculation.throughput import Load
 from lorikeet.shard.system.timing import PhaseTimer
-
-STEP_END = b"\1"
 
 
 class Part(NamedTuple):
@@ -35,13 +39,13 @@ class Part(NamedTuple):
     item: ScheduledRequest
     sampled: range
     """Rows of the step's samples."""
-    scored: range
+    scored: range = range(0)
     """Rows of the step's scores."""
-    heads: range
+    heads: range = range(0)
     """Entries of the step's `head_ids`, `item.num_heads` for each sampled row."""
-    pooled: range
+    pooled: range = range(0)
     """Rows of the step's vectors or scores."""
-    on_device: int
+    on_device: int = -1
     """Index of the drafts that the device made, -1 without."""
 
     def accepted_ids(self, sampled: HostSampled) -> list[int]:
@@ -110,11 +114,15 @@ class Part(NamedTuple):
 
 @dataclass
 class Layout:
-    """The flat row of T tokens of a step, as host lists."""
+    """The flat row of T tokens of a step: the newest token of each request that only decodes, then host lists. All
+    indices into T and S count from the first of all.
+    """
 
+    decode: DecodeStep | None = None
+    """The first n tokens, after each of which one is sampled."""
     input_ids: list[int] = field(default_factory=list)
     device_indices: list[int] = field(default_factory=list)
-    """Indices into T whose token only the device knows."""
+    """Indices into T, of requests that do not only decode, whose token only the device knows."""
     device_rows: list[int] = field(default_factory=list)
     """Rows of device state that hold these tokens."""
     sample_indices: list[int] = field(default_factory=list)
@@ -134,28 +142,46 @@ class Layout:
     on_device: StepDrafts = field(default_factory=StepDrafts)
     """Requests whose drafts the device makes."""
     sampled_rows: list[int] = field(default_factory=list)
-    """Row of device state of each request for which the step samples."""
+    """Row of device state of each other request for which the step samples."""
+
+    @property
+    def all_sampled_rows(self) -> list[int]:
+        """Row of device state of each request for which the step samples."""
+        if self.decode is None:
+            return self.sampled_rows
+        row_list = self.decode.members.row_list
+        return row_list + self.sampled_rows if self.sampled_rows else row_list
 
     @classmethod
-    def of(cls, scheduled: Sequence[ScheduledRequest]) -> Self:
+    def of(cls, plan: StepPlan) -> Self:
         """The layout of a plan whose drafts are known, or at least their number."""
-        layout = cls()
-        for item in scheduled:
+        layout = cls(plan.decode)
+        for item in plan.scheduled:
             layout.add(item)
         return layout
 
+    @property
+    def num_decoding(self) -> int:
+        """n."""
+        return 0 if self.decode is None else len(self.decode.members)
+
+    @property
+    def num_sampled(self) -> int:
+        """S."""
+        return self.num_decoding + len(self.sample_indices)
+
     def add(self, item: ScheduledRequest) -> None:
         """Append a request's tokens."""
-        request = item.request
+        request, num_decoding = item.request, self.num_decoding
         self.input_ids += request.token_ids[item.start : item.end]
         if item.end > len(request.token_ids):
-            self.device_indices.append(len(self.input_ids))
+            self.device_indices.append(num_decoding + len(self.input_ids))
             self.device_rows.append(request.row)
             self.input_ids.append(0)
-        offset = len(self.input_ids) - item.end
+        offset = num_decoding + len(self.input_ids) - item.end
         if item.samples:
             self.input_ids += item.draft_ids
-        sampled = range(len(self.sample_indices), len(self.sample_indices) + item.num_sampled)
+        sampled = range(self.num_sampled, self.num_sampled + item.num_sampled)
         self.sample_indices += range(offset + item.end - 1, offset + item.end - 1 + item.num_sampled)
         heads = range(self.num_heads, self.num_heads + item.num_sampled * item.num_heads)
         if heads:
@@ -181,8 +207,8 @@ class Layout:
     def _add_on_device(self, item: ScheduledRequest, sampled: range, heads: range) -> None:
         step, row = self.on_device, item.request.row
         of_heads = heads.start, item.num_heads if heads else 0
-        step.add(len(self.sampled_rows), row, sampled, item.source, of_heads)
-        first = len(self.input_ids) - len(item.draft_ids)
+        step.add(self.num_decoding + len(self.sampled_rows), row, sampled, item.source, of_heads)
+        first = self.num_decoding + len(self.input_ids) - len(item.draft_ids)
         step.inputs += [(first + depth, step.sources[-1], row, depth) for depth in range(len(item.draft_ids))]
 
 
@@ -207,9 +233,10 @@ def pooled_rows(item: ScheduledRequest) -> range:
 
 @dataclass(frozen=True)
 class HostResults:
-    """What a step gave, as Python values."""
+    """What a step gave, on the host."""
 
-    sampled: HostSampled
+    columns: SampledColumns | None
+    """Of each sampled row; None for a step without one."""
     scores: HostPromptLogprobs
     head_ids: list[int]
     # [S, size] float32
@@ -218,6 +245,11 @@ class HostResults:
     hidden: torch.Tensor | None = None
     draft_ids: Sequence[Sequence[int]] = ()
     """Drafts of each request of `Layout.on_device`, made by the device."""
+
+    @cached_property
+    def sampled(self) -> HostSampled:
+        """The same as `columns`, as Python values."""
+        return HostSampled([], [], [], [], []) if self.columns is None else self.columns.to_lists()
 
 
 @dataclass(frozen=True)
@@ -240,7 +272,7 @@ class StepResults:
     def to_host(self) -> HostResults:
         """Waits for the step."""
         return HostResults(
-            self.sampled.to_host() if self.sampled else HostSampled([], [], [], [], []),
+            self.sampled.wait() if self.sampled else None,
             self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
             self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
@@ -254,7 +286,7 @@ class Step:
     """A plan that was launched: what it gives, or why it failed."""
 
     number: int
-    scheduled: list[ScheduledRequest]
+    plan: StepPlan
     load: Load
     started: float
     """time.monotonic() of the launch."""
@@ -276,19 +308,31 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler, is_masked:
     """Describe the step to the model: one flat row of tokens, those of the last step straight from the device.
     is_masked: whether a grammar masks some of its logits.
     """
+    decode, num_decoding = layout.decode, layout.num_decoding
     drafts, on_device = layout.on_device.inputs, None
-    if layout.device_indices or drafts:
-        indices = layout.device_indices + [index for index, *_ in drafts]
-        places = layout.device_rows + [sampler.device_drafts.place(*draft) for _, *draft in drafts]
-        on_device = DeviceTokens(indices, places, sampler.device_tokens)
-    host_rows = layout.sample_indices + layout.score_indices + layout.pooled_indices
-    input_ids, logits_rows = (torch.tensor(each, dtype=torch.long) for each in (layout.input_ids, host_rows))
-    segments = [_segment(part.item) for part in layout.parts]
-    sampled_rows = layout.sampled_rows
-    has_drafts = len(layout.sample_indices) > len(sampled_rows)
+    segments = Segments.of([_segment(part.item) for part in layout.parts], inputs.page_size)
+    host_rows = np.array(layout.sample_indices + layout.score_indices + layout.pooled_indices, np.int64)
+    input_ids = np.array(layout.input_ids, np.int64)
+    indices = np.array(layout.device_indices + [index for index, *_ in drafts], np.int64)
+    places = layout.device_rows + [sampler.device_drafts.place(*draft) for _, *draft in drafts]
+    device_places = np.array(places, np.int64)
+    if decode is not None:
+        members = decode.members
+        segments = Segments.decoding(decode.starts, members.slots, members.slot_starts, decode.page_table).then(
+            segments
+        )
+        first = np.arange(num_decoding)
+        host_rows, input_ids = np.concatenate([first, host_rows]), np.concatenate([decode.input_ids, input_ids])
+        if decode.is_ahead:
+            indices, device_places = np.concatenate([first, indices]), np.concatenate([members.rows, device_places])
+    if len(indices):
+        on_device = DeviceTokens(indices, device_places, sampler.device_tokens)
+    sampled_rows = layout.all_sampled_rows
+    has_drafts = len(layout.sample_indices) > len(layout.sampled_rows)
     if is_masked or has_drafts or not sampler.can_sample_in_graph(sampled_rows):
         sampled_rows = []
-    inputs.fill(segments, input_ids, logits_rows, host_rows, layout.heads, on_device, sampled_rows)
+    ids, logits_rows = torch.from_numpy(input_ids), torch.from_numpy(host_rows)
+    inputs.fill(segments, ids, logits_rows, host_rows, layout.heads, on_device, sampled_rows)
 
 
 def _until_end(draft_ids: list[int]) -> list[int]:
@@ -308,21 +352,22 @@ def verify(
     forward pass. logits: [S + M + E, V], of sampled tokens, scored prompt tokens and heads' drafts; draws: the draft
     model's drafts in this step.
     """
-    num_sampled, num_scored = len(layout.sample_indices), len(layout.score_indices)
+    num_sampled, num_scored = layout.num_sampled, len(layout.score_indices)
     scores, sampled = logits[num_sampled : num_sampled + num_scored], None
     if inputs.is_sampled and inputs.bounds is not None:
         sampled = sampler.take_from_graph(num_sampled, inputs.bounds.num_wanted)
-    elif layout.sampled_rows:
+    elif num_sampled:
         masks.apply(logits[:num_sampled])
-        items = [part.item for part in layout.parts if part.sampled]
+        items, rows = [part.item for part in layout.parts if part.sampled], layout.all_sampled_rows
         drafts, positions = [item.draft_ids for item in items], inputs.next_positions
         if any(drafts):
             firsts = [item.end for item in items]
-            sampled = sampler.verify(
-                logits[:num_sampled], layout.sampled_rows, firsts, drafts, draws, layout.on_device, positions
-            )
+            if layout.decode is not None:
+                firsts = [*(layout.decode.starts + 1).tolist(), *firsts]
+                drafts = [()] * layout.num_decoding + drafts
+            sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, layout.on_device, positions)
         else:
-            sampled = sampler.sample(logits[:num_sampled], layout.sampled_rows, positions)
+            sampled = sampler.sample(logits[:num_sampled], rows, positions)
     # [E]
     head_ids = arg_max(logits[num_sampled + num_scored :]) if layout.heads else None
     if layout.on_device.rows and sampled is not None:
@@ -363,6 +408,25 @@ def sources(item: ScheduledRequest, token_ids: Sequence[int]) -> bytes:
     if item.request.num_output == len(token_ids):  # not after a preemption, nor where an earlier run has emitted some
         found[0] = Source.PREFILL
     return bytes(found)
+
+
+def decoded_columns(
+    group: OutputGroup, sampled: SampledColumns, continues: npt.NDArray[np.bool_] | None
+) -> TokenColumns:
+    """The outputs of a group of requests that only decode. sampled: of the step; continues: [n] the requests that have
+    an output here, None for all.
+    """
+    indices, ids = group.indices, group.ids
+    if continues is not None:
+        kept = continues[indices]
+        indices, ids = indices[kept], ids[kept]
+    columns = TokenColumns(group.epoch, ids, sampled.token_ids[indices])
+    if group.has_logprobs:
+        columns.logprobs = sampled.logprobs[indices]
+    if k := group.num_alternatives:
+        columns.alternative_ids = sampled.alternative_ids[indices, :k]
+        columns.alternative_logprobs = sampled.alternative_logprobs[indices, :k]
+    return columns
 
 
 def error_output(request: Request, error: str, retryable: bool) -> Output:

@@ -44,11 +44,13 @@ class GrammarMasks:
         packed = torch.zeros(1, 1 + self._num_words, dtype=torch.int32, device=self._device)
         self._mask_rows(logits, packed)
 
-    def start(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Begin to fill the masks of a step whose drafts are known, next to the forward pass."""
+    def start(self, scheduled: Sequence[ScheduledRequest], num_before: int = 0) -> None:
+        """Begin to fill the masks of a step whose drafts are known, next to the forward pass. num_before: sampled rows
+        before those of `scheduled`.
+        """
         self._rows, self._filling = [], None
         jobs: list[tuple[GrammarMatcher, Sequence[int], frozenset[int]]] = []
-        first = 0
+        first = num_before
         for item in scheduled:
             constraint = item.request.constraint
             if item.samples and isinstance(constraint, GrammarMatcher):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
 from lorikeet.shard.grpc.inbox import Commands, Refusal
-from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate
+from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import PooledRows, Request, Rows
 
 MAX_MESSAGE_BYTES = 3 << 20
@@ -195,8 +195,10 @@ def is_digest(text: str) -> bool:
     return len(text) == 64 and set(text) <= HEX_DIGITS
 
 
-def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.StepOutput]:
-    """The messages of an update, each below 4 MiB and each complete in itself."""
+def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat, takes_columns: bool = False) -> Iterator[pb.StepOutput]:
+    """The messages of an update, each below 4 MiB and each complete in itself. takes_columns: whether the router reads
+    `TokenColumns`.
+    """
     status = update.status
     head = pb.StepOutput(
         step=status.step,
@@ -218,7 +220,15 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
     if update.step_detail is not None:
         message.step_detail.CopyFrom(_write_detail(update.step_detail))
     size = 0
-    for output in update.outputs:
+    for output in update.outputs if takes_columns else update.request_outputs():
+        if isinstance(output, TokenColumns):
+            added = BYTES_PER_ITEM * (3 + 2 * output.num_alternatives) * len(output.ids)
+            if message.outputs or (size and size + added > MAX_MESSAGE_BYTES):  # a message's columns come first
+                yield message
+                message, size = deepcopy(head), 0
+            write_columns(output, message.columns.add())
+            size += added
+            continue
         for part in split(output):
             is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
             if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
@@ -232,6 +242,17 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat) -> Iterator[pb.S
 def _write_detail(detail: StepDetail) -> pb.StepDetail:
     ids, num_tokens, num_drafts = zip(*detail.computed, strict=True) if detail.computed else ((), (), ())
     return pb.StepDetail(ids=ids, num_tokens=num_tokens, num_drafts=num_drafts, preempted_ids=detail.preempted_ids)
+
+
+def write_columns(columns: TokenColumns, message: pb.TokenColumns) -> None:
+    """Fill an empty message."""
+    message.ids.extend(columns.ids.tolist())
+    message.token_ids.extend(columns.token_ids.tolist())
+    if columns.logprobs is not None:
+        message.logprobs.extend(columns.logprobs.tolist())
+    if columns.alternative_ids is not None and columns.alternative_logprobs is not None:
+        message.alternative_ids.extend(columns.alternative_ids.ravel().tolist())
+        message.alternative_logprobs.extend(columns.alternative_logprobs.ravel().tolist())
 
 
 def write_output(output: Output) -> pb.RequestOutput:

@@ -5,17 +5,22 @@ A stream is identified by its epoch. Nothing here depends on gRPC or on the wire
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import add
 
+import numpy as np
+import numpy.typing as npt
+
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.requests.request import FinishReason
+from lorikeet.shard.requests.request import FinishReason, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
 
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""
 NO_SECONDS = (0.0, 0.0, 0.0)
+TARGET, STEP_END = bytes([Source.TARGET]), b"\1"
+"""`sources` and `step_ends` of a token that a step without drafts has sampled."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,10 @@ class Output:
     pooled: bytes = b""
     """A vector or scores: float32 values, little-endian."""
 
+    @property
+    def epoch(self) -> int:
+        return self.key[0]
+
     def merge(self, later: "Output") -> None:
         """Append the output of a later step."""
         self.token_ids += later.token_ids
@@ -100,6 +109,37 @@ class Output:
             self.seconds = draft, verify, accept
         self.finish_reason, self.error = later.finish_reason, later.error
         self.retryable, self.in_step = later.retryable, later.in_step
+
+
+@dataclass(slots=True)
+class TokenColumns:
+    """One token of each of n requests of a stream, sampled by one step without drafts."""
+
+    epoch: int
+    ids: npt.NDArray[np.uint64]
+    """[n] ids within the stream."""
+    token_ids: npt.NDArray[np.int64]
+    """[n]."""
+    logprobs: npt.NDArray[np.float32] | None = None
+    """[n], if all of the requests want them."""
+    alternative_ids: npt.NDArray[np.int64] | None = None
+    """[n, k]."""
+    alternative_logprobs: npt.NDArray[np.float32] | None = None
+
+    @property
+    def num_alternatives(self) -> int:
+        """k."""
+        return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
+
+    def outputs(self) -> Iterator[Output]:
+        """The same request by request."""
+        for at, (request_id, token_id) in enumerate(zip(self.ids.tolist(), self.token_ids.tolist(), strict=True)):
+            output = Output((self.epoch, request_id), [token_id], TARGET, STEP_END)
+            if self.logprobs is not None:
+                output.logprobs = [float(self.logprobs[at])]
+            if self.alternative_ids is not None and self.alternative_logprobs is not None:
+                output.details = Details(self.alternative_ids[at].tolist(), self.alternative_logprobs[at].tolist())
+            yield output
 
 
 @dataclass(frozen=True)
@@ -142,7 +182,8 @@ MAX_DETAILS = 256
 class StreamUpdate:
     """Everything that one stream sends next."""
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[Output | TokenColumns] = field(default_factory=list)
+    """In the order of steps."""
     status: Status = Status()
     num_preempted: int = 0
     """Since the stream's last update."""
@@ -153,6 +194,16 @@ class StreamUpdate:
 
     step_detail: StepDetail | None = None
     """Details of a step since the last update, where the router asks for them."""
+
+    def request_outputs(self) -> list[Output]:
+        """All outputs, one per request; those of columns too."""
+        by_id: dict[int, Output] = {}
+        for part in self.outputs:
+            for output in part.outputs() if isinstance(part, TokenColumns) else (part,):
+                earlier = by_id.setdefault(output.key[1], output)
+                if earlier is not output:
+                    earlier.merge(output)
+        return list(by_id.values())
 
     @property
     def routing_state(self) -> tuple[int, ...]:
@@ -168,7 +219,7 @@ class StreamBuffer:
         self.wake = wake
         self.update = StreamUpdate()
         self.outputs: dict[int, Output] = {}
-        """Outputs of `update` by request id."""
+        """Outputs of `update` after its last columns, by request id: further ones are merged into them."""
         self.is_announced = True
         """Whether the stream has sent the latest `step_requests`."""
         self.is_called = False
@@ -180,8 +231,12 @@ class StreamBuffer:
             self.is_called = True
             self.wake()
 
-    def add(self, output: Output) -> None:
-        """Merge an output into the one that the stream has not taken yet."""
+    def add(self, output: Output | TokenColumns) -> None:
+        """Append an output, or merge it into the one that the stream has not taken yet."""
+        if isinstance(output, TokenColumns):
+            self.update.outputs.append(output)
+            self.outputs = {}
+            return
         earlier = self.outputs.setdefault(output.key[1], output)
         if earlier is output:
             self.update.outputs.append(output)
@@ -235,7 +290,7 @@ class Outbox:
 
     def publish(
         self,
-        outputs: list[Output],
+        outputs: Iterable[Output | TokenColumns],
         status: Status,
         acknowledged: dict[int, int],
         adapters: AdapterEvents | None = None,
@@ -243,8 +298,8 @@ class Outbox:
         """Buffer the results of an iteration. Outputs of streams that have ended are dropped."""
         with self._lock:
             for output in outputs:
-                if output.key[0] in self._buffers:
-                    self._buffers[output.key[0]].add(output)
+                if output.epoch in self._buffers:
+                    self._buffers[output.epoch].add(output)
             for epoch, buffer in self._buffers.items():
                 update = buffer.update
                 update.status = status

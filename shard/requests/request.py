@@ -170,6 +170,8 @@ class Request:
     drafts_on_device: bool = False
     """Whether the device makes its drafts: the next step is then launched before the tokens of the last one are known.
     """
+    is_decoding: bool = False
+    """Whether its counts are those of `scheduler/decoding.py`: the ones here are then behind."""
     num_scored: int = 0
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None

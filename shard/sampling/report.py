@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
-from lorikeet.shard.batch.transfer import HostCopy, packed_size, unpack
+from lorikeet.shard.batch.transfer import HostCopy, packed_size, unpack, unpacked
 from lorikeet.shard.sampling.plan import Wanted
 
 log = structlog.get_logger()
@@ -34,6 +36,35 @@ class HostSampled:
     """Rows whose scores had a NaN or nothing finite; their token is undefined."""
     num_overflowed: int = 0
     """Rows that a device's kernels read again for every bit of a threshold: their filters keep too many tokens."""
+
+
+@dataclass(frozen=True)
+class SampledColumns:
+    """The tokens of one step on the host, one row per sampled token."""
+
+    # [S] int64
+    token_ids: npt.NDArray[np.int64]
+    # [S] bool
+    bad: npt.NDArray[np.bool_]
+    # [S] uint8
+    overflowed: npt.NDArray[np.uint8]
+    # [S] float32, NaN for rows that did not request them
+    logprobs: npt.NDArray[np.float32]
+    # [S, k_max]
+    alternative_ids: npt.NDArray[np.int64]
+    # [S, k_max] float32
+    alternative_logprobs: npt.NDArray[np.float32]
+    num_alternatives: list[int]
+    """[S] that each row requested."""
+
+    def to_lists(self) -> HostSampled:
+        """The same as Python values."""
+        ids, values = (
+            [row[:width] for row, width in zip(table.tolist(), self.num_alternatives, strict=True)]
+            for table in (self.alternative_ids, self.alternative_logprobs)
+        )
+        lists = self.token_ids.tolist(), self.logprobs.tolist(), ids, values, self.bad.tolist()
+        return HostSampled(*lists, int(self.overflowed.sum()))
 
 
 class SlowRows:
@@ -129,17 +160,18 @@ class Sampled:
         self._copy = HostCopy(self._memory)
         return self
 
-    def to_host(self) -> HostSampled:
-        """The same as Python values. Waits for this step's sampling and nothing later."""
+    def wait(self) -> SampledColumns:
+        """The same on the host. Waits for this step's sampling and nothing later."""
         num_rows = len(self._num_alternatives)
-        parts = (tensor[:num_rows].tolist() for tensor in unpack(self._copy.wait()[0], self._like))
-        token_ids, bad, overflowed, logprobs, ids, values = parts
-        ids, values = (
-            [row[:width] for row, width in zip(table, self._num_alternatives, strict=True)] for table in (ids, values)
-        )
+        memory = self._copy.wait()[0].numpy()
+        columns = [column[:num_rows] for column in unpacked(memory, self._like)]
         if self._slow_rows is not None:
-            self._slow_rows.add(sum(overflowed))
-        return HostSampled(token_ids, logprobs, ids, values, bad, sum(overflowed))
+            self._slow_rows.add(int(columns[2].sum()))
+        return SampledColumns(*columns, self._num_alternatives)
+
+    def to_host(self) -> HostSampled:
+        """The same as Python values. Waits as `wait`."""
+        return self.wait().to_lists()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How many prompt tokens a step computes, in all and per adapter. Imports no torch, reads no clock."""
 
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -79,19 +79,18 @@ class AdapterPrefillCaps:
         self._num_planned = 0
         self._seen: dict[str, int] = {}  # by adapter: the newest plan in which it had requests here
 
-    def of(self, requests: Iterable[Request]) -> dict[str, int]:
-        """By adapter, "" for the bare base: the most prompt tokens it may have in the next step, given all requests in
-        the shard. An adapter with recent requests counts as having one, since its next may come at any moment.
+    def of(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """By adapter, "" for the bare base: the most prompt tokens it may have in the next step. An adapter with recent
+        requests counts as having one, since its next may come at any moment. counts: requests here, by adapter.
         """
         least = self._limits.adapter_prefill_tokens
         if least is None or not self._limits.chunked_prefill:
             return {}
         self._num_planned += 1
-        counts = Counter(request.adapter_digest for request in requests)
         self._seen.update(dict.fromkeys(counts, self._num_planned))
         for digest in [digest for digest, seen in self._seen.items() if seen < self._num_planned - RECENT_STEPS]:
             del self._seen[digest]
-        fewest = min((counts[digest] or 1 for digest in self._seen), default=1)
+        fewest = min((counts.get(digest, 1) for digest in self._seen), default=1)
         return {digest: max(least, 3 * least // (count - fewest)) for digest, count in counts.items() if count > fewest}
 
 

@@ -13,6 +13,7 @@ from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
 from lorikeet.shard.speculation.length import DraftLengthController
+from lorikeet.shard.speculation.throughput import NO_LOAD, Load
 
 
 class Proposer:
@@ -31,8 +32,10 @@ class Proposer:
         is_idle = self.draft_length.is_idle
         return any(not is_idle(request, kind) for drafter in drafters for kind in drafter.kinds(request))
 
-    def propose(self, scheduled: Sequence[ScheduledRequest], num_running: int, budget: Budget) -> None:
-        """Add drafts to the requests of a step that can use them."""
+    def propose(
+        self, scheduled: Sequence[ScheduledRequest], num_running: int, budget: Budget, decoding: Load = NO_LOAD
+    ) -> None:
+        """Add drafts to the requests of a step that can use them. decoding: what the step computes besides."""
         self.drafters.begin()
         offers: list[tuple[ScheduledRequest, Offer]] = []
         for item in scheduled:
@@ -41,7 +44,7 @@ class Proposer:
                 offers.append((item, offer))
         if not offers:
             return
-        widths = self.draft_length.choose([offer for _, offer in offers], load_of(scheduled))
+        widths = self.draft_length.choose([offer for _, offer in offers], load_of(scheduled) + decoding)
         for (item, offer), width in zip(offers, widths, strict=True):
             self._add(item, offer, width)
 

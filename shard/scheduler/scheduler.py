@@ -6,17 +6,45 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
+from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.medusa import LearnedHeads, Pair, pair_of
+from lorikeet.shard.speculation.throughput import NO_LOAD, Load
+
+
+class StepPlan(NamedTuple):
+    """What the next step computes."""
+
+    decode: DecodeStep | None
+    """Newest tokens of requests about which nothing is decided."""
+    scheduled: list[ScheduledRequest]
+    """Everything else."""
+
+    @property
+    def load(self) -> Load:
+        """What the step computes, its drafts included."""
+        load = load_of(self.scheduled)
+        return load if self.decode is None else load + self.decode.load
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.scheduled) + (0 if self.decode is None else len(self.decode.members))
+
+    def items(self) -> list[ScheduledRequest]:
+        """All requests one by one."""
+        decode = self.decode
+        return self.scheduled if decode is None else [*map(decode.item, range(len(decode.members))), *self.scheduled]
 
 
 class Scheduler:
@@ -50,6 +78,11 @@ class Scheduler:
         self._isolated: Request | None = None
         """The only request of the newest step, because it may have crashed a shard."""
         self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
+        self.decoding = DecodingRequests(limits.max_running, cache)
+        self._suspects: list[Request] = []
+        """Requests that may have crashed a shard, in order of arrival."""
+        self._num_by_adapter: Counter[str] = Counter()
+        """Requests that have not ended, by the digest of their adapter."""
         self._adapter_prefill_caps = AdapterPrefillCaps(limits)
         self.prompt_chunks = PromptChunks(limits)
         self._next_deadline = inf
@@ -69,6 +102,9 @@ class Scheduler:
         self._num_arrived += 1
         request.order = self._num_arrived
         self.requests[request.key] = request
+        self._num_by_adapter[request.adapter_digest] += 1
+        if request.isolation_steps:
+            self._suspects.append(request)
         self._enqueue(request)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
@@ -83,8 +119,45 @@ class Scheduler:
         self._next_deadline = min((r.deadline for r in self.requests.values() if r.deadline is not None), default=inf)
         return late
 
-    def schedule(self) -> list[ScheduledRequest]:
-        """Plan the next step and count it as launched.
+    def plan(self) -> StepPlan:
+        """Plan the next step and count it as launched."""
+        decode = self._plan_decoding()
+        return StepPlan(decode, self.schedule(NO_LOAD if decode is None else decode.load))
+
+    def _plan_decoding(self) -> DecodeStep | None:
+        """The part of the next step that nothing has to be decided about. None if it has none, or if other requests
+        must run alone or may be preempted: then all are planned by `schedule`.
+        """
+        if not len(self.decoding):
+            return None
+        num_missing = self.decoding.num_missing_pages()
+        for request in self._others():
+            num_tokens = request.num_known + self._num_uncertain(request)
+            num_missing += max(0, self.cache.num_needed(num_tokens) - len(request.page_ids))
+        if num_missing > self.cache.num_available or self._suspected() or self._isolated is not None:
+            self.decoding.leave_all()
+            return None
+        return self.decoding.plan()
+
+    def decode(self, request: Request) -> None:
+        """After a commit: plan the request without further decisions from now on, if there is nothing to decide."""
+        is_short = self.cache.num_available < len(self.running)  # it would soon be planned like the others
+        if may_decode(request) and not is_short and not self.proposer.drafters.of(request):
+            self.decoding.join(request)
+
+    def _others(self) -> list[Request]:
+        """Running requests that are not in `decoding`."""
+        if len(self.decoding) == len(self.running):
+            return []
+        return [request for request in self.running if not request.is_decoding]
+
+    def _suspected(self) -> list[Request]:
+        if self._suspects:
+            self._suspects = [each for each in self._suspects if each.isolation_steps and not each.finish_reason]
+        return self._suspects
+
+    def schedule(self, decoding: Load = NO_LOAD) -> list[ScheduledRequest]:
+        """Plan the next step and count it as launched, without the part of it that only decodes, which is `decoding`.
 
         Prompts of an adapter with more requests than another one are capped and wait for every second step. Where the
         other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order. A request that may
@@ -92,18 +165,20 @@ class Scheduler:
         """
         last, self._isolated = self._isolated, None
         if last is None:
-            suspects = [request for request in self.requests.values() if request.isolation_steps]
-            for suspect in sorted(suspects, key=lambda request: request.order):
+            for suspect in self._suspected():
                 self._isolated = suspect
-                if scheduled := self._schedule():
+                if scheduled := self._schedule(decoding):
                     return scheduled
         self._isolated = None
-        scheduled = self._schedule()
+        scheduled = self._schedule(decoding)
         return self.schedule() if last is not None and not scheduled else scheduled
 
-    def _schedule(self) -> list[ScheduledRequest]:
+    def _schedule(self, decoding: Load) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        caps = self._adapter_prefill_caps.of(self.requests.values()) if self._isolated is None else {}
+        caps = self._adapter_prefill_caps.of(self._num_by_adapter) if self._isolated is None else {}
+        if len(self.decoding) == len(self.running) and not self.waiting:
+            self._capped_adapters_skipped = False
+            return scheduled
         step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens())
         if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
             caps = {}  # nothing would be left for the capped adapters
@@ -115,19 +190,19 @@ class Scheduler:
             budget.pass_for_capped = True
             self._plan(scheduled, budget)
         if not self.oom_backoff.is_active:
-            self.proposer.propose(scheduled, len(self.running), budget)
+            self.proposer.propose(scheduled, len(self.running), budget, decoding)
             drafted = (item for item in scheduled if item.is_on_device)
             self._drafted.update((item.request, item) for item in drafted)
         return scheduled
 
     def _choose_step_tokens(self) -> int:
-        behind = [request.num_known - request.num_computed for request in self.running]
+        behind = [request.num_known - request.num_computed for request in self._others()]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
-        return self.prompt_chunks.choose(num_waiting, behind.count(1))
+        return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding))
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:
         """Prompt tokens that could be computed now, without those of these adapters."""
-        able = [*self.running, *(request for request in self.waiting if not self._is_parked(request))]
+        able = [*self._others(), *(request for request in self.waiting if not self._is_parked(request))]
         behind = (r.num_known - r.num_computed for r in able if r.adapter_digest not in digests)
         return sum(num for num in behind if num > 1)
 
@@ -137,6 +212,9 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
+            if request.is_decoding:
+                index += 1
+                continue
             num_tokens = budget.grant(request) if self._may_compute(request) and not self._must_wait(request) else 0
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
@@ -155,8 +233,7 @@ class Scheduler:
         -1 if the request had ended before.
         """
         request, following = item.request, item.next
-        request.num_launched -= 1
-        self._forget_drafted(item)
+        self._begin_commit(item)
         if request.finish_reason:
             self._release_unless_launched(request)
             return -1
@@ -199,8 +276,7 @@ class Scheduler:
     def discard(self, item: ScheduledRequest) -> bool:
         """A launched step failed: end this request of it in error. False if it had ended before."""
         request = item.request
-        request.num_launched -= 1
-        self._forget_drafted(item)
+        self._begin_commit(item)
         if request.finish_reason:
             self._release_unless_launched(request)
             return False
@@ -210,8 +286,7 @@ class Scheduler:
     def requeue(self, item: ScheduledRequest) -> None:
         """A launched step failed: compute this request of it again. No later step of the request is launched."""
         request = item.request
-        request.num_launched -= 1
-        self._forget_drafted(item)
+        self._begin_commit(item)
         if request.finish_reason:
             self._release_unless_launched(request)
         elif request.row >= 0:
@@ -249,7 +324,12 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now; its pages and row are released as soon as no launched step writes them."""
+        if request.is_decoding:
+            self.decoding.leave(request)
         request.finish_reason = reason
+        self._num_by_adapter[request.adapter_digest] -= 1
+        if not self._num_by_adapter[request.adapter_digest]:
+            del self._num_by_adapter[request.adapter_digest]
         self.proposer.finished(request, has_failed=reason is FinishReason.ERROR)
         del self.requests[request.key]
         if request.row < 0:
@@ -287,7 +367,10 @@ class Scheduler:
         drafted = self._drafted.get(request)
         return 0 if drafted is None else len(drafted.draft_ids)
 
-    def _forget_drafted(self, item: ScheduledRequest) -> None:
+    def _begin_commit(self, item: ScheduledRequest) -> None:
+        if item.request.is_decoding:
+            self.decoding.leave(item.request)
+        item.request.num_launched -= 1
         if self._drafted.get(item.request) is item:
             del self._drafted[item.request]
 
@@ -296,7 +379,7 @@ class Scheduler:
         """Whether a running request cannot be in the next step before the launched ones are committed. If the next step
         left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
         """
-        return any(request.num_launched and self._must_wait(request) for request in self.running)
+        return any(request.num_launched and self._must_wait(request) for request in self._others())
 
     @property
     def _has_row(self) -> bool:
@@ -322,6 +405,8 @@ class Scheduler:
         """
         while not self.cache.grow(request, num_tokens):
             latest = self.running[-1]
+            if latest.is_decoding:
+                self.decoding.leave(latest)
             if latest.num_launched or any(other.is_draft for other in self.running):
                 return False
             self._preempt(latest)

@@ -28,7 +28,7 @@ from lorikeet.shard.speculation.acceptance import (
 )
 from lorikeet.shard.speculation.costs import DraftCosts, Speed, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, kind_of
-from lorikeet.shard.speculation.throughput import Candidates, Load
+from lorikeet.shard.speculation.throughput import NO_LOAD, Candidates, Load
 
 MAX_GROUPS = 4096
 """Bound of the memory for groups; the oldest are dropped."""
@@ -119,13 +119,19 @@ class DraftLengthController:
         if num_accepted and not state.is_expensive:
             state.idle_until = min(state.idle_until, self._step)  # after a rest: the next one may be right too
 
-    def observe(self, step: Sequence[ScheduledRequest], seconds: float, draft_seconds: tuple[float, float]) -> None:
+    def observe(
+        self,
+        step: Sequence[ScheduledRequest],
+        seconds: float,
+        draft_seconds: tuple[float, float],
+        decoding: Load = NO_LOAD,
+    ) -> None:
         """Record the time of a committed step: `seconds` in all, of them `draft_seconds` in the draft model's first
-        pass and in its others.
+        pass and in its others. decoding: what the step computed besides, of requests that only decode.
         """
         self._step += 1
-        self._load = len(step)
-        load = load_of(step)
+        self._load = len(step) + decoding.num_sampled
+        load = load_of(step) + decoding
         has_prompts = any(item.end - item.start > 1 or not item.samples for item in step)
         with_heads = any(item.num_heads for item in step)
         costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain

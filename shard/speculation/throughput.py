@@ -1,6 +1,6 @@
 """Which draft tokens of several offers give the most expected tokens per second. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 import numpy as np
@@ -25,6 +25,14 @@ class Load:
     @property
     def has_prompts(self) -> bool:
         return self.num_tokens > self.num_sampled
+
+    def __add__(self, other: "Load") -> "Load":
+        """Both in one step."""
+        names = [each.name for each in fields(Load)]
+        return Load(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+NO_LOAD = Load(0, 0)
 
 
 @dataclass(frozen=True)

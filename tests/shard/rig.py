@@ -99,7 +99,7 @@ class Rig:
             if self.watches_kv:
                 self.assert_kv_is_true()
         update = self.outbox.take(EPOCH)
-        for output in update.outputs:
+        for output in update.request_outputs():
             earlier = self.outputs.setdefault(output.key[1], output)
             if earlier is not output:
                 assert not earlier.finish_reason, "an output follows the end"
@@ -123,7 +123,8 @@ class Rig:
         """The slots of every running request hold the content of its text, for target and draft model."""
         for request in self.scheduler.running:
             states = states_of(request.token_ids)
-            parts = [(self.model, request.num_committed)]
+            num_committed = len(request.token_ids) - 1 if request.is_decoding else request.num_committed
+            parts = [(self.model, num_committed)]
             if self.draft is not None and not request.num_launched:
                 parts.append((self.draft, request.num_draft_computed))
             for model, num_tokens in parts:

@@ -205,7 +205,7 @@ def outputs_of(config: ShardConfig, requests: Sequence[Request]) -> list[Output]
         engine.step()
         if not engine.scheduler.running:
             inbox.wait(0.05)
-        for output in outbox.take(1).outputs:
+        for output in outbox.take(1).request_outputs():
             if output.error:
                 raise RuntimeError(output.error)
             if output.key[1] in outputs:

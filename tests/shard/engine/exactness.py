@@ -201,7 +201,7 @@ def through_engine(config: ShardConfig, prompts: list[list[int]], rounds: int = 
         ended = 0
         while ended < len(prompts):
             engine.step()
-            for output in outbox.take(1).outputs:
+            for output in outbox.take(1).request_outputs():
                 texts.setdefault(output.key[1], []).extend(output.token_ids)
                 num_cached += output.num_cached
                 ended += bool(output.finish_reason)

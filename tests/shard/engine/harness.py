@@ -108,7 +108,7 @@ class EngineHarness:
         self._engine.step()
         now = time.perf_counter()
         update = self._outbox.take(EPOCH)
-        for output in update.outputs:
+        for output in update.request_outputs():
             if self._note(self._open[output.key[1]], output, now, update.status.gap_us):
                 del self._open[output.key[1]]
         if self._open and not self._engine.scheduler.running:  # they wait for adapters

@@ -14,8 +14,8 @@ from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.engine.step import HostResults, Step
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling.drafting import DraftDraws
+from lorikeet.shard.scheduler.scheduler import StepPlan
 from tests.shard.fake_model import FakeModel
 from tests.shard.rig import Rig
 
@@ -52,9 +52,9 @@ def simulated(rig: Rig, host: float = HOST) -> Iterator[Clock]:
     clock, ends = Clock(), dict[int, float]()
     launch, to_host, drafts_to_host = Engine._launch, Step.to_host, DraftDraws.to_host
 
-    def launch_timed(engine: Engine, scheduled: list[ScheduledRequest]) -> Step:
+    def launch_timed(engine: Engine, plan: StepPlan) -> Step:
         clock.now += host
-        step = launch(engine, scheduled)
+        step = launch(engine, plan)
         ends[step.number] = clock.device
         return step
 

@@ -88,7 +88,7 @@ class Scene:
                 after_step(engine)
                 if not engine.scheduler.running:
                     inbox.wait(0.05)
-                for output in outbox.take(1).outputs:
+                for output in outbox.take(1).request_outputs():
                     assert not output.error, output.error
                     earlier = outputs.setdefault(output.key[1], output)
                     if earlier is not output:

@@ -61,6 +61,6 @@ def test_a_request_fails_alone_when_its_adapter_cannot_be_read(tmp_path: Path) -
         engine.step()
         if not engine.scheduler.running:
             inbox.wait(0.05)
-        errors |= {output.key[1]: output.error for output in outbox.take(1).outputs if output.finish_reason}
+        errors |= {output.key[1]: output.error for output in outbox.take(1).request_outputs() if output.finish_reason}
     assert errors[0] == "" and errors[1] == NOT_HERE and errors[2] == DAMAGED
     engine.scheduler.check()

@@ -61,7 +61,7 @@ def run(config: ShardConfig, width: int, rule: Verification = Verification.SHARE
     found: dict[int, Output] = {}
     while True:
         engine.step()
-        for output in outbox.take(1).outputs:
+        for output in outbox.take(1).request_outputs():
             assert not output.error
             found.setdefault(output.key[1], output)
             if found[output.key[1]] is not output:

@@ -13,7 +13,7 @@ from lorikeet.shard.engine.step import Step
 from lorikeet.shard.grpc.inbox import StreamEnded
 from lorikeet.shard.grpc.outbox import Details, Output, Status
 from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.scheduler import StepPlan
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of
 from tests.shard.rig import EPOCH, SAMPLED, SCORED, Rig, Setup, copy_of, make_request
 
@@ -232,13 +232,13 @@ def test_isolated_requests_are_computed_alone_and_announced(lag: int, monkeypatc
     newest = set[int]()
     launch = rig.engine._launch
 
-    def note(scheduled: list[ScheduledRequest]) -> Step:
+    def note(plan: StepPlan) -> Step:
         nonlocal newest
         computing = rig.outbox._buffers[EPOCH].update.step_requests
         newest = newest if computing is None else set(computing)
-        steps.append({item.request.key[1] for item in scheduled})
+        steps.append({item.request.key[1] for item in plan.items()})
         announced.append(newest)
-        return launch(scheduled)
+        return launch(plan)
 
     rig.engine._launch = note  # type: ignore[method-assign]
     requests = [make_request(i, list(range(i, i + 9)), 12) for i in range(5)]

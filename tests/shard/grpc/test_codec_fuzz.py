@@ -153,7 +153,7 @@ class WireMachine(RuleBasedStateMachine):
         update = self.rig.outbox.take(EPOCH)
         self.rig.outbox.sent(EPOCH, update)
         assert update.acknowledged <= sum(self.num_submits.values())
-        for output in update.outputs:
+        for output in update.request_outputs():
             request_id = output.key[1]
             assert len(output.token_ids) == len(output.sources) == len(output.step_ends)
             assert self.num_ends.get(request_id, 0) < self.num_submits[request_id], "an output follows the end"

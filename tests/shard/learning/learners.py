@@ -80,7 +80,7 @@ class Learner:
             self.engine.step()
             if self.engine.scheduler.is_idle or not self.engine.scheduler.running:
                 self.inbox.wait(0.01)
-            for output in self.outbox.take(1).outputs:
+            for output in self.outbox.take(1).request_outputs():
                 assert not output.error, output.error
                 earlier = self.outputs.setdefault(output.key[1], output)
                 if earlier is not output:

@@ -60,7 +60,7 @@ class PooledEngine:
         while not self.engine.scheduler.is_idle:
             time.sleep(0.0 if self.engine.scheduler.running else PARKED_S)  # while adapters are read
             self.engine.step()
-        for output in self.outbox.take(EPOCH).outputs:
+        for output in self.outbox.take(EPOCH).request_outputs():
             assert output.finish_reason is FinishReason.LENGTH, output
             found[output.key[1]] = output.pooled
         self.engine.scheduler.check()

@@ -43,7 +43,7 @@ def test_texts_are_the_plain_target_s(method: str, tmp_path: Path) -> None:
     num_accepted = 0
     while any(len(text) < NEW_TOKENS for text in texts.values()):
         engine.step()
-        for output in outbox.take(1).outputs:
+        for output in outbox.take(1).request_outputs():
             texts[output.key[1]].extend(output.token_ids)
             num_accepted += output.num_accepted
     assert [texts[i] for i in range(len(prompts))] == [text.token_ids for text in expected]

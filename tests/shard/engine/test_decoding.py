@@ -1,0 +1,125 @@
+"""Requests that only decode are planned and committed as arrays. Everything is as if each were planned like others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
+from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.speculation.drafter import DraftSettings
+from tests.shard.fake_model import VOCAB_SIZE, generate_alone
+from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
+
+LOGPROBS = LogprobParams(wanted=True, alternatives=3)
+KINDS = (
+    {},
+    {"sampling": SamplingParams(do_sample=True, temperature=1.1, seed=3), "logprobs": LogprobParams(wanted=True)},
+    {"sampling": SAMPLED, "logprobs": LOGPROBS},
+    {"logprobs": SCORED},
+    {"logprobs": LogprobParams(alternatives=21)},
+    {"speculation": Speculation(Method.LOOKUP, 3)},
+    {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))},
+    {"stop_ids": frozenset((1, 5)), "isolation_steps": 2},
+)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and the steps before it comes and, if it is aborted, until then."""
+
+    kind: int
+    num_prompt: int
+    num_new: int
+    delay: int
+    aborted_after: int | None
+
+    def make(self, number: int) -> Request:
+        prompt = [(3 + number * self.kind + at * at) % VOCAB_SIZE for at in range(self.num_prompt)]
+        return make_request(number, prompt, self.num_new, **KINDS[self.kind])
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival, st.integers(0, len(KINDS) - 1), st.integers(1, 14), st.integers(1, 24), st.integers(0, 4),
+        st.none() | st.integers(1, 20),
+    ),
+    min_size=1,
+    max_size=10,
+)  # fmt: skip
+SETUPS = st.builds(
+    lambda pages, running, lag, caching, on_device: Setup(
+        num_pages=pages, max_running=running, commit_lag=lag, prefix_caching=caching, step_tokens=16,
+        drafts=DraftSettings(max_batch_size=5), drafts_on_device=on_device and lag == 1,
+    ),
+    st.integers(10, 40), st.integers(1, 8), st.integers(0, 1), st.booleans(), st.booleans(),
+)  # fmt: skip
+
+
+def values(outputs: dict[int, Output]) -> dict[int, Output]:
+    """Outputs without times."""
+    return {number: replace(output, seconds=(0.0, 0.0, 0.0)) for number, output in outputs.items()}
+
+
+def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool) -> list[object]:
+    """What is seen of each step: outputs so far, preemptions, pages, and who runs."""
+    rig = Rig(setup)
+    rig.watches_kv = True
+    if one_by_one:
+        rig.scheduler.decode = lambda request: None  # type: ignore[method-assign]
+    due = sorted((sum(each.delay for each in arrivals[: at + 1]), at) for at in range(len(arrivals)))
+    seen: list[object] = []
+    for step in range(2000):
+        while due and due[0][0] <= step:
+            number = due.pop(0)[1]
+            rig.submit(arrivals[number].make(number))
+        for number, arrival in enumerate(arrivals):
+            if arrival.aborted_after is not None and step == arrival.delay * number + arrival.aborted_after:
+                rig.abort(number)
+        update = rig.step()
+        scheduler = rig.scheduler
+        running = [request.key for request in scheduler.running]
+        seen.append((update.status, update.acknowledged, running, values(rig.outputs)))
+        if not due and scheduler.is_idle:
+            break
+    rig.assert_clean()
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(SETUPS, ARRIVALS)
+def test_arrays_give_what_requests_one_by_one_give(setup: Setup, arrivals: list[Arrival]) -> None:
+    expected, found = run(setup, arrivals, one_by_one=True), run(setup, arrivals, one_by_one=False)
+    assert len(found) == len(expected)
+    for before, after in zip(expected, found, strict=True):
+        assert before == after
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_requests_that_only_decode_are_arrays(lag: int) -> None:
+    rig = Rig(Setup(commit_lag=lag))
+    requests = [make_request(number, [number, 2, 3], 20) for number in range(4)]
+    rig.submit(*requests)
+    rig.step(5)
+    assert all(request.is_decoding for request in requests)
+    assert len(rig.scheduler.decoding) == 4
+    assert not rig.scheduler.schedule()
+    outputs = rig.run()
+    for number, request in enumerate(requests):
+        assert outputs[number].token_ids == generate_alone([number, 2, 3], 20) == request.token_ids[3:]
+        assert outputs[number].finish_reason is FinishReason.LENGTH and not request.is_decoding
+
+
+def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.submit(*(make_request(number, [number, 2, 3], 20) for number in range(4)))
+    rig.step(3)
+    monkeypatch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
+    monkeypatch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
+    monkeypatch.setattr("lorikeet.shard.grpc.outbox.Output", None)
+    rig.engine.step()
+    [columns] = rig.outbox.take(1).outputs
+    assert columns.ids.tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
