@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import structlog
@@ -35,7 +35,7 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.generation import Generation, Timeline
+from lorikeet.router.requests.generation import Generation, ShardOutput, Timeline, column_tokens
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
@@ -607,7 +607,7 @@ class Delivery:
         num_tokens = 0
         charged: Counter[tuple[str, str]] = Counter()
         """By flow and caller."""
-        for part in output.outputs:
+        for part in self._parts(link, output):
             generation = link.running.get(part.id)
             if generation is None:
                 continue
@@ -622,20 +622,37 @@ class Delivery:
             self._metrics.caller_worked(caller, num_charged)
         return num_tokens
 
+    def _parts(self, link: ShardLink, output: pb.StepOutput) -> Iterator[ShardOutput]:
+        """The outputs of single requests, in the order of steps."""
+        for columns in output.columns:
+            try:
+                yield from column_tokens(columns)
+            except ValueError as error:
+                for generation in filter(None, map(link.running.get, columns.ids)):
+                    self._malformed(generation, error)
+                    link.abort(generation, time.monotonic())
+        yield from output.outputs
+
+    def _malformed(self, generation: Generation, error: Exception) -> None:
+        """One request fails alone. Neither the error's text nor its locals are logged: both may hold a prompt."""
+        kind, request_id = type(error).__name__, generation.request.request_id
+        log.error("output_malformed", kind=kind, request_id=request_id)
+        generation.fail(GenerationFailed("the router could not read the shard's output"))
+
     def wake_readers(self) -> None:
         updated, self.updated = self.updated, []
         for generation in updated:
             generation.wake()
 
     def _feed(
-        self, link: ShardLink, generation: Generation, output: pb.StepOutput, part: pb.RequestOutput, now: float
+        self, link: ShardLink, generation: Generation, output: pb.StepOutput, part: ShardOutput, now: float
     ) -> int:
         metrics, routing, previous = self._metrics, generation.routing, generation.last_token_at
         may_retry = part.retryable and part.finish_reason == pb.FINISH_ERROR and routing.num_retries < MAX_RETRIES
         error = part.error if may_retry else ""
         if part.retryable and part.in_step:
             metrics.steps.has_failed = True
-        if error:
+        if error and isinstance(part, pb.RequestOutput):
             part.finish_reason = pb.FINISH_NONE
         self.updated.append(generation)
         routing.has_output = True
@@ -644,10 +661,7 @@ class Delivery:
         try:
             num_tokens = generation.feed(part, now)
         except Exception as exception:
-            # One request fails alone. Neither the exception's text nor its locals: both may hold a prompt.
-            kind, request_id = type(exception).__name__, generation.request.request_id
-            log.error("output_malformed", kind=kind, request_id=request_id)
-            generation.fail(GenerationFailed("the router could not read the shard's output"))
+            self._malformed(generation, exception)
             num_tokens = 0
         if generation.finish_reason is not None:
             self._dispatcher.receipts.finished(generation)
@@ -667,7 +681,7 @@ class Delivery:
             self._dispatcher.recovery.on_error(generation, error, part.in_step)
         return num_tokens
 
-    def _end(self, link: ShardLink, generation: Generation, part: pb.RequestOutput, now: float) -> None:
+    def _end(self, link: ShardLink, generation: Generation, part: ShardOutput, now: float) -> None:
         if part.finish_reason:
             link.remove(part.id, now)
         elif link.abort(generation, now):  # complete at a stop string, which the shard does not know

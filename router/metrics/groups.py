@@ -10,10 +10,9 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
-from lorikeet.router.requests.generation import is_verified, num_emitted
+from lorikeet.router.requests.generation import ShardOutput, is_verified, num_emitted
 from lorikeet.router.requests.request import Adapter
 
 MAX_LABELS = 256
@@ -176,7 +175,7 @@ class SpeculationMetrics:
         self.accepted_at: dict[tuple[str, str, int], int] = {}
         """By method, adapter and position in the step, from 0: of Medusa heads, the index of the head."""
 
-    def observe(self, output: pb.RequestOutput, num_kept: int, adapter: str) -> None:
+    def observe(self, output: ShardOutput, num_kept: int, adapter: str) -> None:
         """An output with draft tokens, whose first `num_kept` tokens are in the text.
 
         Its steps and seconds belong to the one method that was used. If an output of several steps has several methods,
@@ -233,7 +232,7 @@ def accepted_positions(sources: Iterable[int], ends: bytes) -> Iterator[tuple[st
         position = 0 if is_last else position + 1
 
 
-def num_verified(output: pb.RequestOutput) -> int:
+def num_verified(output: ShardOutput) -> int:
     """How many of an output's steps verified draft tokens: those that end with one, or with the token after one.
 
     At least one for an output with draft tokens: a step may also end with the first output token.

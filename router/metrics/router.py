@@ -29,7 +29,7 @@ from lorikeet.router.metrics.groups import (
 )
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
-from lorikeet.router.requests.generation import Generation, num_emitted
+from lorikeet.router.requests.generation import Generation, ShardOutput, num_emitted
 from lorikeet.router.requests.request import Adapter
 
 _DECISIONS = ("adopted", "rejected", "reverted", "failed")
@@ -110,7 +110,7 @@ class StepMetrics:
         """
         before = self._last.get(index)
         self._last[index] = max(output.step, before or 0)
-        num_new = int(bool(output.outputs)) if before is None else output.step - before
+        num_new = int(bool(output.outputs or output.columns)) if before is None else output.step - before
         if num_new <= 0:
             return 0
         load = output.load
@@ -291,7 +291,7 @@ class Metrics:
 
     def record_output(self, output: pb.StepOutput, num_tokens: int, index: int = 0) -> None:
         """One message of shard `index`, with `num_tokens` tokens in it."""
-        if output.outputs or output.adapters:
+        if output.outputs or output.columns or output.adapters:
             self.shard_messages.add()
         self.generated_tokens.add(num_tokens)
         num_steps = self.steps.observe(output, num_tokens, index)
@@ -338,7 +338,7 @@ class Metrics:
         if self.vllm is not None:
             self.vllm.inter_token_latency.observe(seconds / num_tokens, num_tokens)
 
-    def speculation_stats(self, output: pb.RequestOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
+    def speculation_stats(self, output: ShardOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
         """An output with draft tokens; its first `num_kept` tokens are in the text."""
         self.drafted_tokens.add(sum(output.num_drafted))
         self.accepted_tokens.add(num_emitted(output, num_kept))

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
@@ -237,6 +237,56 @@ class Routing:
         self.num_retries += is_retry
 
 
+@dataclass(slots=True)
+class ColumnToken:
+    """One request's token of `TokenColumns`, with what is read of a `RequestOutput`."""
+
+    id: int
+    token_ids: tuple[int]
+    logprobs: Sequence[float]
+    """One, or none."""
+    alternative_ids: Sequence[int]
+    alternative_logprobs: Sequence[float]
+    sources: ClassVar[bytes] = bytes([pb.SOURCE_TARGET])
+    step_ends: ClassVar[bytes] = b"\1"
+    num_drafted: ClassVar[Sequence[int]] = ()
+    num_accepted: ClassVar[int] = 0
+    num_cached_tokens: ClassVar[int] = 0
+    draft_seconds: ClassVar[float] = 0.0
+    verify_seconds: ClassVar[float] = 0.0
+    accept_seconds: ClassVar[float] = 0.0
+    prefill_logprobs: ClassVar[Sequence[float]] = ()
+    prefill_ranks: ClassVar[Sequence[int]] = ()
+    prefill_alternative_ids: ClassVar[Sequence[int]] = ()
+    prefill_alternative_logprobs: ClassVar[Sequence[float]] = ()
+    pooled: ClassVar[bytes] = b""
+    finish_reason: ClassVar[pb.FinishReason] = pb.FINISH_NONE
+    error: ClassVar[str] = ""
+    retryable: ClassVar[bool] = False
+    in_step: ClassVar[bool] = False
+
+
+ShardOutput = pb.RequestOutput | ColumnToken
+
+
+def column_tokens(columns: pb.TokenColumns) -> Iterator[ColumnToken]:
+    """The tokens of columns, request by request. Raises ValueError if the columns differ in length."""
+    ids, token_ids, logprobs = list(columns.ids), list(columns.token_ids), list(columns.logprobs)
+    alternative_ids, alternative_logprobs = list(columns.alternative_ids), list(columns.alternative_logprobs)
+    k = len(alternative_ids) // max(len(ids), 1)
+    lengths = len(token_ids), len(logprobs) or len(ids), len(alternative_ids), len(alternative_logprobs)
+    if lengths != (len(ids), len(ids), k * len(ids), k * len(ids)):
+        raise ValueError("columns differ in length")
+    for at, request_id in enumerate(ids):
+        yield ColumnToken(
+            request_id,
+            (token_ids[at],),
+            logprobs[at : at + 1],
+            alternative_ids[k * at : k * at + k],
+            alternative_logprobs[k * at : k * at + k],
+        )
+
+
 def is_verified(source: int) -> bool:
     """Whether a token with this source is of a step that verified draft tokens."""
     return source in (pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS) or source in BY_VALUE
@@ -261,7 +311,7 @@ class SpeculationStats:
     accept_seconds: float = 0.0
     """Seconds of sampling with acceptance in these steps."""
 
-    def take(self, output: pb.RequestOutput, num_kept: int) -> None:
+    def take(self, output: ShardOutput, num_kept: int) -> None:
         """Add an output whose first `num_kept` tokens are in the text."""
         self.sources.update(output.sources[:num_kept])
         if not output.num_drafted:
@@ -274,7 +324,7 @@ class SpeculationStats:
         self.accept_seconds += output.accept_seconds
 
 
-def _accepted_by_step(output: pb.RequestOutput, num_kept: int) -> Iterator[int]:
+def _accepted_by_step(output: ShardOutput, num_kept: int) -> Iterator[int]:
     """Accepted draft tokens of each step that verified some: all of its tokens but the model's own at its end."""
     num_tokens = 0
     for index, source in enumerate(output.sources[:num_kept]):
@@ -285,7 +335,7 @@ def _accepted_by_step(output: pb.RequestOutput, num_kept: int) -> Iterator[int]:
             num_tokens = 0
 
 
-def num_emitted(output: pb.RequestOutput, num_kept: int) -> int:
+def num_emitted(output: ShardOutput, num_kept: int) -> int:
     """Accepted draft tokens among the first `num_kept` tokens of an output.
 
     Derived from the shard's count, because an accepted draft token that is the first output token has the source
@@ -354,7 +404,7 @@ class Timeline:
         if self.periods and self.periods[-1].ended_at is None:
             self.periods[-1].ended_at, self.periods[-1].outcome = time.monotonic(), outcome
 
-    def step(self, output: pb.StepOutput, part: pb.RequestOutput, num_tokens: int, now: float) -> None:
+    def step(self, output: pb.StepOutput, part: ShardOutput, num_tokens: int, now: float) -> None:
         """A message of the shard that the request is on, with `part` for the request."""
         period = self.periods[-1]
         if len(period.steps) >= MAX_STEPS:
@@ -527,7 +577,7 @@ class Generation:
 
     # Writing
 
-    def feed(self, output: pb.RequestOutput, now: float) -> int:
+    def feed(self, output: ShardOutput, now: float) -> int:
         """Take a shard's output; return the number of its tokens that count. `is_over` after the last.
 
         The reader is not woken: call `wake` once no more output is at hand. Raises for an output that is malformed.
@@ -600,7 +650,7 @@ class Generation:
     def num_known(self) -> int:
         return len(self.request.prompt_ids) + len(self.emitted_ids)
 
-    def _take(self, ids: list[int], output: pb.RequestOutput) -> int:
+    def _take(self, ids: list[int], output: ShardOutput) -> int:
         """Turn token ids into tokens with text; stop at the token that completes a stop string."""
         logprobs, sources, step_ends = output.logprobs, output.sources, output.step_ends
         num_alternatives = len(output.alternative_ids) // len(ids) if self.request.logprobs.alternatives else 0

@@ -261,6 +261,7 @@ class ShardClient:
         self._outbox.clear()
         self.connected, self.is_taken_out, self._num_missed = True, False, 0
         self._fault = asyncio.get_running_loop().create_future()
+        self._put(pb.Command(takes_columns=True), 0)
         listener.on_connect(info)
         reader = asyncio.create_task(self._read(call, listener))
         others = [asyncio.create_task(self._write(call)), asyncio.create_task(self._check_heartbeat())]

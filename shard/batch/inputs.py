@@ -95,22 +95,11 @@ class StepInputs:
     def __init__(self, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
-        self.segments = Segments.of((), page_size)
+        self._set_columns(Segments.of((), page_size))
         # [rows of device state] int64: drafts that the step before accepted; None where the host always knows them
         self.num_accepted: torch.Tensor | None = None
         self.adds_on_device = device.type != "cpu"
         """Whether the device adds them to positions. On CPU the host reads them without waiting."""
-        # Columns of the segments, for attention backends. [R] first position, number of tokens, first row in T
-        self.starts: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self.counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self.first_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        # [R] `num_uncertain` and `device_row` of each segment
-        self.num_uncertain: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self.device_rows: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        # [R, most pages of a segment] page ids; a segment with fewer has any page after its own
-        self.page_table: npt.NDArray[np.int32] = np.empty((0, 1), np.int32)
-        # [T] segment of each token
-        self._owners: Positions = np.empty(0, np.int64)
         # [T] token ids
         self.input_ids = torch.empty(0, dtype=torch.long, device=device)
         # [T] absolute position of each token in its request
@@ -198,7 +187,7 @@ class StepInputs:
             if self.bounds is not None:
                 spare = self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
                 segments = segments.then(Segments.of(spare, self.page_size))
-        self.segments = segments
+        self._set_columns(segments)
         self._sampled_rows = () if self.bounds is None or self.graph_sampling is None else sampled_rows
         self.upload.begin(None if self.bounds is None else self._arrays_of(self.bounds))
         positions, kv_slots = self._lay_out()
@@ -288,14 +277,22 @@ class StepInputs:
             self._arrays[bounds] = found
         return found
 
-    def _lay_out(self) -> tuple[Positions, Positions]:
-        """Set the host's arrays of the segments. Returns [T] each token's position, and [T] where its K and V go."""
-        segments = self.segments
+    def _set_columns(self, segments: Segments) -> None:
+        """Take the segments of a step, padding included."""
+        self.segments = segments
+        # For attention backends, [R] each: first position, number of tokens, first row in T
         self.starts, self.counts = segments.starts, segments.counts
-        self.num_uncertain, self.device_rows = segments.num_uncertain, segments.device_rows
-        self.page_table = segments.page_table
         self.first_rows = (np.cumsum(self.counts) - self.counts).astype(np.int32)
-        owners = self._owners = np.repeat(np.arange(len(segments)), self.counts)
+        # [R] `num_uncertain` and `device_row` of each segment
+        self.num_uncertain, self.device_rows = segments.num_uncertain, segments.device_rows
+        # [R, most pages of a segment] page ids; a segment with fewer has any page after its own
+        self.page_table = segments.page_table
+        # [T] segment of each token
+        self._owners: Positions = np.repeat(np.arange(len(segments)), self.counts)
+
+    def _lay_out(self) -> tuple[Positions, Positions]:
+        """Returns [T] each token's position, and [T] where its K and V go."""
+        owners = self._owners
         positions = np.arange(owners.size) + (self.starts - self.first_rows).astype(np.int64)[owners]
         return positions, self._slots(owners, positions)
 

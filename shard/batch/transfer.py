@@ -69,7 +69,7 @@ def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch
         first += size + -size % ALIGNED
 
 
-_NUMPY = {
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.int32: np.dtype(np.int32),
     torch.int64: np.dtype(np.int64),
     torch.bool: np.dtype(np.bool_),

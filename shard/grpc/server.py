@@ -77,11 +77,11 @@ class ShardService(shard_pb2_grpc.ShardServicer):
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)
         epoch = next(self._epochs)
-        loop, called = asyncio.get_running_loop(), asyncio.Event()
+        loop, called, columns = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._outbox.open(epoch, wake=lambda: loop.call_soon_threadsafe(called.set))
         self._inbox.put(StreamOpened(epoch))
         log.info("stream_opened", stream=epoch)
-        reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
+        reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called, columns))
         try:
             is_last = False
             while not (is_last or reader.done()):
@@ -89,7 +89,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                 await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
                 called.clear()
                 update = self._outbox.take(epoch)
-                for message in write_update(update, heartbeat(facts)):
+                for message in write_update(update, heartbeat(facts), columns.is_set()):
                     await context.write(message)
                 self._outbox.sent(epoch, update)
             if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
@@ -101,10 +101,18 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             log.info("stream_ended", stream=epoch)
 
     async def _read(
-        self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
+        self,
+        epoch: int,
+        commands: AsyncIterator[pb.Command],
+        bounds: Bounds,
+        ended: asyncio.Event,
+        columns: asyncio.Event,
     ) -> None:
+        """columns: set if the router reads TokenColumns."""
         try:
             async for command in commands:
+                if command.takes_columns:
+                    columns.set()
                 self._inbox.put(read_command(epoch, command, bounds))
         finally:
             ended.set()

@@ -42,6 +42,8 @@ class HostSampled:
 class SampledColumns:
     """The tokens of one step on the host, one row per sampled token."""
 
+    num_alternatives: list[int]
+    """[S] that each row requested."""
     # [S] int64
     token_ids: npt.NDArray[np.int64]
     # [S] bool
@@ -54,8 +56,6 @@ class SampledColumns:
     alternative_ids: npt.NDArray[np.int64]
     # [S, k_max] float32
     alternative_logprobs: npt.NDArray[np.float32]
-    num_alternatives: list[int]
-    """[S] that each row requested."""
 
     def to_lists(self) -> HostSampled:
         """The same as Python values."""
@@ -167,7 +167,7 @@ class Sampled:
         columns = [column[:num_rows] for column in unpacked(memory, self._like)]
         if self._slow_rows is not None:
             self._slow_rows.add(int(columns[2].sum()))
-        return SampledColumns(*columns, self._num_alternatives)
+        return SampledColumns(self._num_alternatives, *columns)
 
     def to_host(self) -> HostSampled:
         """The same as Python values. Waits as `wait`."""

@@ -55,6 +55,7 @@ class _Stream:
     running: dict[int, _Running] = field(default_factory=dict)
     arrived: list[pb.Submit] = field(default_factory=list)
     pending: pb.StepOutput | None = None
+    takes_columns: bool = False
     num_taken: int = 0
     watched_until: float = 0.0
     described_at: float = 0.0
@@ -146,6 +147,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
     async def _read(self, stream: _Stream, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
             self._model.on_command(command)
+            stream.takes_columns |= command.takes_columns
             stream.num_taken += len(command.submits)
             stream.arrived.extend(command.submits)
             for wire_id in command.abort_ids:
@@ -169,10 +171,17 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         """One token for each running request, merged with what the stream has not taken yet."""
         token_ids = self._model.token_ids
         size = len(token_ids)
-        parts = []
+        parts, columns = [], pb.TokenColumns()
+        may_use_columns = stream.takes_columns and not (stream.pending is not None and stream.pending.outputs)
         for wire_id, request in list(stream.running.items()):
             submit = request.submit
             token_id = token_ids[(submit.seed * 37 + request.num_emitted) % size]
+            is_last = request.num_emitted + 1 >= submit.max_new_tokens
+            if may_use_columns and not submit.logprobs.wanted and not is_last:
+                columns.ids.append(wire_id)
+                columns.token_ids.append(token_id)
+                request.num_emitted += 1
+                continue
             part = pb.RequestOutput(id=wire_id, token_ids=(token_id,), sources=b"\1", step_ends=b"\1")
             if submit.logprobs.wanted:
                 part.logprobs.append(-0.5)
@@ -181,9 +190,11 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 part.finish_reason = pb.FINISH_LENGTH
                 del stream.running[wire_id]
             parts.append(part)
-        self._report(stream, parts)
+        self._report(stream, parts, [columns] if columns.ids else [])
 
-    def _report(self, stream: _Stream, parts: list[pb.RequestOutput] | None = None) -> None:
+    def _report(
+        self, stream: _Stream, parts: list[pb.RequestOutput] | None = None, columns: Sequence[pb.TokenColumns] = ()
+    ) -> None:
         model = self._model
         earlier = stream.pending
         merged = merge_outputs(earlier, parts or []) if earlier and model.coalesce else parts
@@ -198,9 +209,10 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             load=pb.Load(
                 num_running=num_running,
                 step_ms=round(1000 * model.step_seconds),
-                step_tokens=len(parts or ()),
+                step_tokens=len(parts or ()) + sum(len(part.ids) for part in columns),
                 expected_ms=round(1000 * model.step_seconds),
             ),
+            columns=[*(earlier.columns if earlier and model.coalesce else ()), *columns],
             outputs=merged or (),
             step_requests=earlier.step_requests if earlier is not None and earlier.HasField("step_requests") else None,
             step_detail=self._detail(stream),

@@ -44,6 +44,7 @@ class Listener:
         until = time.process_time() + self._seconds
         while time.process_time() < until:
             pass
+        self.num_tokens += sum(len(columns.token_ids) for columns in output.columns)
         for part in output.outputs:
             self.num_tokens += len(part.token_ids)
             if part.finish_reason:

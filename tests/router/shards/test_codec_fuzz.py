@@ -142,6 +142,34 @@ class ShardMessagesMachine(RuleBasedStateMachine):
     @rule(
         index=st.integers(0, 1),
         head=heads,
+        choices=st.lists(st.integers(0, 8), max_size=6),
+        values=st.lists(st.integers(0, 60), max_size=6),
+        num_alternatives=st.integers(0, 3),
+        is_whole=st.booleans(),
+    )
+    def send_columns(
+        self, index: int, head: pb.StepOutput, choices: list[int], values: list[int], num_alternatives: int,
+        is_whole: bool,
+    ) -> None:  # fmt: skip
+        """Columns of equal lengths, or of others."""
+        link = self.dispatcher.links[index]
+        if not link.client.connected:
+            return
+        wire_ids = [*link.running, 10**6]
+        ids = [wire_ids[choice % len(wire_ids)] for choice in choices]
+        if is_whole:
+            values = [*values, *[1] * len(ids)][: len(ids)]
+        scores = [-0.5] * len(values)
+        head.columns.add(
+            ids=ids, token_ids=values, logprobs=scores, alternative_ids=values * num_alternatives,
+            alternative_logprobs=scores * num_alternatives,
+        )  # fmt: skip
+        self.fleet.do(self.dispatcher.on_output, link, head)
+        self.fleet.do(self.dispatcher.delivery.wake_readers)
+
+    @rule(
+        index=st.integers(0, 1),
+        head=heads,
         part=outputs,
         changes=st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 255)), min_size=1),
     )

@@ -1,13 +1,15 @@
 """Messages stay small: the parts of an update are equivalent to the whole."""
 
+from copy import deepcopy
 from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import write_update
-from lorikeet.shard.grpc.outbox import AdapterEvents, Details, Output, Status, StreamUpdate
+from lorikeet.shard.grpc.outbox import AdapterEvents, Details, Output, Status, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.adapter_slots import Residency
 
@@ -88,3 +90,45 @@ def test_step_requests_are_in_the_first_message_even_if_empty(ids: list[int]) ->
     first, *others = write_update(update, pb.Heartbeat())
     assert first.HasField("step_requests") and list(first.step_requests.ids) == ids
     assert others and not any(message.HasField("step_requests") for message in others)
+
+
+def columns(ids: list[int], num_alternatives: int = 0) -> TokenColumns:
+    made = TokenColumns(1, np.array(ids, np.uint64), np.arange(len(ids)))
+    if num_alternatives:
+        made.logprobs = -np.arange(len(ids), dtype=np.float32)
+        made.alternative_ids = np.arange(len(ids) * num_alternatives).reshape(-1, num_alternatives)
+        made.alternative_logprobs = -made.alternative_ids.astype(np.float32)
+    return made
+
+
+def test_columns_come_before_the_outputs_of_a_message_and_steps_stay_in_order() -> None:
+    """What a request gets is the same in columns and in outputs, for a router that reads only the latter."""
+    steps = [make_output(7, 1, 0, 0), columns([7, 8], 2), columns([7]), make_output(8, 2, 0, 0), columns([7, 9])]
+
+    def update() -> StreamUpdate:
+        return StreamUpdate(deepcopy(steps))
+
+    messages = list(write_update(update(), pb.Heartbeat(), takes_columns=True))
+    assert [
+        ([list(part.ids) for part in message.columns], [part.id for part in message.outputs]) for message in messages
+    ] == [
+        ([], [7]),
+        ([[7, 8], [7]], [8]),
+        ([[7, 9]], []),
+    ]
+    scored = messages[1].columns[0]
+    assert (list(scored.token_ids), list(scored.logprobs)) == ([0, 1], [0.0, -1.0])
+    assert list(scored.alternative_ids) == [0, 1, 2, 3] == [-value for value in scored.alternative_logprobs]
+    [message] = write_update(update(), pb.Heartbeat())
+    assert not message.columns
+    by_id = {part.id: part for part in message.outputs}
+    assert {key: list(part.token_ids) for key, part in by_id.items()} == {7: [0, 0, 0, 0], 8: [1, 0, 1], 9: [1]}
+    assert by_id[7].sources == b"\0\1\1\1" and by_id[7].step_ends == b"\1" * 4
+    assert list(by_id[8].alternative_ids) == [2, 3] and list(by_id[8].logprobs) == [-1.0, 0.0, -1.0]
+
+
+def test_many_columns_are_split() -> None:
+    update = StreamUpdate([columns(list(range(4096)), 20) for _ in range(5)])
+    messages = list(write_update(update, pb.Heartbeat(), takes_columns=True))
+    assert len(messages) > 1 and sum(len(message.columns) for message in messages) == 5
+    assert all(message.ByteSize() < 4 << 20 for message in messages)
