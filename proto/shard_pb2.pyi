@@ -128,22 +128,20 @@ class PooledModel(_message.Message):
     def __init__(self, task: _Optional[str] = ..., pooling: _Optional[str] = ..., size: _Optional[int] = ..., is_encoder: _Optional[bool] = ..., is_whole: _Optional[bool] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms", "takes_columns")
+    __slots__ = ("submits", "abort_ids", "pins", "prefetches", "unload_digests", "watch_ms")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ABORT_IDS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     UNLOAD_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WATCH_MS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     abort_ids: _containers.RepeatedScalarFieldContainer[int]
     pins: _containers.RepeatedCompositeFieldContainer[Pin]
     prefetches: _containers.RepeatedCompositeFieldContainer[AdapterPin]
     unload_digests: _containers.RepeatedScalarFieldContainer[str]
     watch_ms: int
-    takes_columns: bool
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., watch_ms: _Optional[int] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., abort_ids: _Optional[_Iterable[int]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., prefetches: _Optional[_Iterable[_Union[AdapterPin, _Mapping]]] = ..., unload_digests: _Optional[_Iterable[str]] = ..., watch_ms: _Optional[int] = ...) -> None: ...
 
 class AdapterPin(_message.Message):
     __slots__ = ("source", "id", "revision", "digest")

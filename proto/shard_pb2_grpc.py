@@ -75,7 +75,8 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """The life of every request of one router. When the stream ends, all its requests are aborted.
+        """The life of every request of one router. When the stream ends, all its requests are aborted. With the metadata
+        takes-columns: 1 the router says that it reads StepOutput.columns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+TAKES_COLUMNS = ("takes-columns", "1")
+"""Metadata of a stream whose router reads `StepOutput.columns`; routers of version 0.1 do not."""
 _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.router.config import RouterConfig
 
 log = structlog.get_logger()
@@ -257,11 +258,10 @@ class ShardClient:
     async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo, listener: ShardListener) -> str:
         """Run one stream from its first message to its end; return why it ended."""
         self._stub = stub
-        call = stub.Serve(metadata=self._metadata)
+        call = stub.Serve(metadata=(*self._metadata, TAKES_COLUMNS))
         self._outbox.clear()
         self.connected, self.is_taken_out, self._num_missed = True, False, 0
         self._fault = asyncio.get_running_loop().create_future()
-        self._put(pb.Command(takes_columns=True), 0)
         listener.on_connect(info)
         reader = asyncio.create_task(self._read(call, listener))
         others = [asyncio.create_task(self._write(call)), asyncio.create_task(self._check_heartbeat())]

@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
 from lorikeet.shard.grpc.inbox import Inbox, LearningAsked, StreamEnded, StreamOpened
@@ -77,11 +78,12 @@ class ShardService(shard_pb2_grpc.ShardServicer):
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)
         epoch = next(self._epochs)
-        loop, called, columns = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        loop, called = asyncio.get_running_loop(), asyncio.Event()
+        takes_columns = TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ())
         self._outbox.open(epoch, wake=lambda: loop.call_soon_threadsafe(called.set))
         self._inbox.put(StreamOpened(epoch))
         log.info("stream_opened", stream=epoch)
-        reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called, columns))
+        reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
         try:
             is_last = False
             while not (is_last or reader.done()):
@@ -89,7 +91,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                 await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
                 called.clear()
                 update = self._outbox.take(epoch)
-                for message in write_update(update, heartbeat(facts), columns.is_set()):
+                for message in write_update(update, heartbeat(facts), takes_columns):
                     await context.write(message)
                 self._outbox.sent(epoch, update)
             if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
@@ -101,18 +103,10 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             log.info("stream_ended", stream=epoch)
 
     async def _read(
-        self,
-        epoch: int,
-        commands: AsyncIterator[pb.Command],
-        bounds: Bounds,
-        ended: asyncio.Event,
-        columns: asyncio.Event,
+        self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
     ) -> None:
-        """columns: set if the router reads TokenColumns."""
         try:
             async for command in commands:
-                if command.takes_columns:
-                    columns.set()
                 self._inbox.put(read_command(epoch, command, bounds))
         finally:
             ended.set()

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
-from lorikeet.proto.version import version
+from lorikeet.proto.version import TAKES_COLUMNS, version
 
 HEARTBEAT_S = 0.25
 DETAIL_S, MAX_DETAILS = 0.1, 256
@@ -106,7 +106,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
     async def Serve(
         self, commands: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepOutput]:
-        stream = _Stream()
+        stream = _Stream(takes_columns=TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ()))
         self._streams.append(stream)
         self._report(stream)
         reader = asyncio.create_task(self._read(stream, commands))
@@ -147,7 +147,6 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
     async def _read(self, stream: _Stream, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
             self._model.on_command(command)
-            stream.takes_columns |= command.takes_columns
             stream.num_taken += len(command.submits)
             stream.arrived.extend(command.submits)
             for wire_id in command.abort_ids:
