@@ -16,7 +16,8 @@ from lorikeet.shard.attention.flash import choose_implementation, has_page_table
 from lorikeet.shard.attention.layerwise import PlacedKV
 from lorikeet.shard.attention.paged import store
 from lorikeet.shard.attention.varlen import CopiedKeysAttention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 
 OWNERS = {"varlen": "VarlenAttention", "triton": "PagedAttention"}
 """By `--attention`."""

@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.evidence import arguments
 from benchmarks.serving.machine import best_of
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
 

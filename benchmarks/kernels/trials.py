@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.lora import Case, Size
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
 from lorikeet.shard.model.medusa.heads import SlotHeads

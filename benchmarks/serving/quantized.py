@@ -19,7 +19,7 @@ from benchmarks.models.random_llama import llama_200m
 from benchmarks.serving.closed_loop import in_round, run
 from lorikeet.demo.data import corpus
 from lorikeet.demo.training.model import BASE_FOLDER
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 

@@ -16,7 +16,8 @@ from torch.nn.functional import linear
 
 from benchmarks.evidence.figure import Cases, Raw, in_rounds
 from benchmarks.load import peers
-from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.inputs import HeadsRow
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.model.kernels.packing import can_pack, pack

@@ -16,7 +16,7 @@ from benchmarks.load import peers
 from benchmarks.models.random_llama import random_llama
 from benchmarks.speculation.synthetic_draft import ForcedAcceptance, ForcedModel
 from lorikeet.proto.params import NO_SPECULATION, Method, SamplingParams, Schedule, Speculation
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from tests.oracles.replay import Text, share_repeated

@@ -13,8 +13,9 @@ import torch
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV
 from lorikeet.shard.attention.reference import ReferenceAttention
 from lorikeet.shard.attention.spans import SPAN
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.system import comparison
 
 logger = logging.getLogger(__name__)

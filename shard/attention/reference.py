@@ -7,7 +7,8 @@ on its token alone, so the stored values do not depend on the batch.
 import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.system import gpu
 
 FP8 = torch.float8_e4m3fn

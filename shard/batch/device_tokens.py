@@ -6,6 +6,8 @@ With commit lag 1 a step is launched before the host has them. They are in devic
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorikeet.shard.system import gpu
@@ -14,9 +16,9 @@ from lorikeet.shard.system import gpu
 class DeviceTokens(NamedTuple):
     """Tokens of a step that are in a tensor of the device."""
 
-    indices: Sequence[int]
+    indices: Sequence[int] | npt.NDArray[np.int64]
     """[n] indices into T."""
-    places: Sequence[int]
+    places: Sequence[int] | npt.NDArray[np.int64]
     """[n] indices into `tokens`."""
     # [N] int64 tokens; where there is no draft, a negative number stands for any token
     tokens: torch.Tensor

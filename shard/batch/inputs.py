@@ -124,7 +124,7 @@ class StepInputs:
         """S and E."""
         self.bounds: Bounds | None = None
         """What the step is padded to; None without padding."""
-        self._host_rows: Sequence[int] | None = None
+        self._host_rows: Sequence[int] | Indices | None = None
         self.head_groups: HeadGroups | None = None
         """The wanted draft tokens of heads on the device, where kernels read them there."""
         self.upload = Upload(device)
@@ -161,7 +161,7 @@ class StepInputs:
         segments: Sequence[Segment],
         input_ids: torch.Tensor,
         logits_rows: torch.Tensor,
-        host_rows: Sequence[int] | None = None,
+        host_rows: Sequence[int] | Indices | None = None,
         heads: Sequence[HeadsRow] = (),
         on_device: DeviceTokens | None = None,
         sampled_rows: Sequence[int] = (),
@@ -318,7 +318,7 @@ class StepInputs:
         return [Segment(0, count, (page_id,)) for count in counts]
 
     @property
-    def host_rows(self) -> Sequence[int]:
+    def host_rows(self) -> Sequence[int] | Indices:
         """[S] `logits_rows` on the host; waits for the device where they were not given."""
         return self.logits_rows.tolist() if self._host_rows is None else self._host_rows
 

@@ -16,8 +16,9 @@ import structlog
 import torch
 
 from lorikeet.shard.attention import AttentionBackend
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, Bounds, Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.system import comparison
 
 log = structlog.get_logger()

@@ -5,7 +5,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from lorikeet.proto.pooling import PooledModel
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.fusion.compiled import CompiledNetwork, compile_network

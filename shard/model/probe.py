@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from lorikeet.shard import attention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.inputs import HeadsRow
 from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.batch.segments import Segment
 
 
 class Begin(NamedTuple):

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from lorikeet.proto.params import Method, Speculation
-from lorikeet.shard.batch.inputs import Network, Segment
+from lorikeet.shard.batch.inputs import Network
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 
 CUDA_TOKENS = 2048

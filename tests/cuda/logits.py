@@ -13,7 +13,7 @@ from benchmarks.cuda.attention import OWNERS, owner_of
 from benchmarks.cuda.setup import Setup
 from benchmarks.evidence.figure import Case, Cases, Raw
 from lorikeet.shard.attention.flash import has_page_tables
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 
 LAYERS = 2

@@ -10,7 +10,8 @@ import torch
 from benchmarks.cuda.setup import LLAMA_8B
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.attention.layerwise import trial_steps
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.model import Model
 from lorikeet.shard.requests.request import Source

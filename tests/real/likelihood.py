@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from tests.real import models

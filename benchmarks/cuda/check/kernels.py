@@ -21,7 +21,8 @@ from lorikeet.shard.attention.kernel_limits import LEAST_QUERY, Limit, key_of, w
 from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, dequantize
 from lorikeet.shard.attention.varlen import OLDEST
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.grammar import masks
 from lorikeet.shard.grammar import triton as masks_triton
 from lorikeet.shard.model.kernels import triton as fused

@@ -10,7 +10,8 @@ import torch
 
 from lorikeet.proto.pooling import EMBED, TOKEN_CLASSIFY, PooledModel
 from lorikeet.shard import attention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.model import Model

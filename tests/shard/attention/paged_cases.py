@@ -20,8 +20,9 @@ from lorikeet.shard.attention.paged import PagedAttention
 from lorikeet.shard.attention.reference import FP8, ReferenceAttention, dequantize, quantize
 from lorikeet.shard.attention.spans import spans_at
 from lorikeet.shard.attention.varlen import MOST_COPIED, CopiedKeysAttention, VarlenAttention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.loader import read_config
 from lorikeet.shard.model.probe import probe

@@ -12,7 +12,8 @@ import torch
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec
 from lorikeet.shard.attention.cpu import CpuAttention
 from lorikeet.shard.attention.reference import ReferenceAttention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 
 LENGTH = 150
 PAGES = [5, 9, 2, 30, 31]

@@ -16,8 +16,8 @@ from lorikeet.shard.attention.flash import has_page_tables
 from lorikeet.shard.attention.layerwise import LayerwiseAttention, PlacedKV
 from lorikeet.shard.attention.reference import ReferenceAttention
 from lorikeet.shard.attention.varlen import CopiedKeysAttention, VarlenAttention, of_this_torch
-from lorikeet.shard.batch.inputs import Segment
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.system import gpu
 from tests.shard.attention.test_cpu import (
     LENGTH,

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.row_groups import TASK_ROWS, HeadGroups, RowGroups, as_array, group
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.batch.transfer import Upload
 from tests.shard.padded import Always
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from lorikeet.shard.batch.device_tokens import DeviceTokens
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.batch.transfer import ALIGNED, DeviceArrays, Upload
 from tests.shard.padded import Always
 

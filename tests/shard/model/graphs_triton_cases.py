@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
-from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.inputs import HeadsRow
 from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.tables import targets_of
 from lorikeet.shard.model.graphs import CudaRecorder, Launch

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lorikeet.proto.params import Method, SamplingParams, Speculation
 from lorikeet.shard.attention import AttentionSpec, LayerKV
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble

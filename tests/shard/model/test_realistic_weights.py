@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.model.fusion import parts

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lorikeet.proto.params import Grammar, LogprobParams, Method, SamplingParams, Speculation
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import MOST_WANTED
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.graphs import CannotCapture

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from triton.runtime.interpreter import GridExecutor
 
 from lorikeet.shard import attention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.model.attention_binding import NAME

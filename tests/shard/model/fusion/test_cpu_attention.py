@@ -15,7 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Config
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention, StableLmConfig
 
 from lorikeet.shard import attention
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.model.attention_binding import NAME, AttentionBinding

@@ -11,7 +11,7 @@ import torch
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from lorikeet.shard.batch.inputs import Segment
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.fusion.compiled import CompiledLayers

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
 from tests.shard.levels import LEVELS, compiled_for

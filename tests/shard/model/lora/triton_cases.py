@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.kernels import lora
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.adapters.upload import DeviceSlots

@@ -14,8 +14,9 @@ from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats import layout
 from lorikeet.adapters.formats.heads import HeadsFile, MedusaHeads, MedusaShape
 from lorikeet.shard.adapters.manager import ModelSlots
-from lorikeet.shard.batch.inputs import HeadsRow, Segment
+from lorikeet.shard.batch.inputs import HeadsRow
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination

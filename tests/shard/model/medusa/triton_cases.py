@@ -12,8 +12,9 @@ from torch import nn
 
 from lorikeet.adapters.formats.heads import MedusaHeads
 from lorikeet.adapters.formats.heads import MedusaShape as Shape
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt

@@ -14,8 +14,9 @@ import peft
 import pytest
 import torch
 
-from lorikeet.shard.batch.inputs import Segment, StepInputs
+from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Padding
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.model.adapters.discovery import mark_targets

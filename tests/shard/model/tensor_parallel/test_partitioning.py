@@ -13,7 +13,8 @@ from torch import nn
 from lorikeet.shard import attention
 from lorikeet.shard.adapters.manager import prepare
 from lorikeet.shard.adapters.ranks import CollectiveReader
-from lorikeet.shard.batch.inputs import HeadsRow, Segment, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.loader import load_network, read_config, reject_unservable
