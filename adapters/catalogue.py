@@ -28,6 +28,7 @@ from lorikeet.proto.params import NUMBERS
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 64 << 20
+MAX_DESCRIPTION = 500
 _LARGEST = 1e9
 SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
 _FIELDS = (
@@ -41,6 +42,7 @@ _FIELDS = (
     "chat_template",
     "keys",
     "learn_heads",
+    "description",
 )
 
 
@@ -74,6 +76,8 @@ class CatalogueEntry:
     """Names of the API keys that may use it; None means all callers."""
     learn_heads: bool | None = None
     """Whether Medusa heads are learned from its outputs; None is the server's default."""
+    description: str = ""
+    """What it is good at, in a sentence for people."""
 
     def choose(self, who: str) -> Version:
         """The version for `who`: the same one for equal texts, and distributed by the shares over many."""
@@ -182,6 +186,9 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
     learn_heads = fields.get("learn_heads")
     if not isinstance(learn_heads, bool | None):
         raise ValueError(f"`learn_heads` must be true or false, not {learn_heads!r}")
+    description = fields.get("description", "")
+    if not isinstance(description, str) or len(description) > MAX_DESCRIPTION:
+        raise ValueError(f"`description` must be a text of at most {MAX_DESCRIPTION} characters")
     return CatalogueEntry(
         alias=alias,
         versions=tuple(_versions(fields, _source(fields, default_source))),
@@ -191,6 +198,7 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
         chat_template=_template(fields.get("chat_template"), folder),
         keys=_keys(fields.get("keys")),
         learn_heads=learn_heads,
+        description=description,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from lorikeet.router.dispatch.dispatcher import Dispatcher
+from lorikeet.router.metrics.histogram import Histogram
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.link import ShardLink
@@ -106,6 +107,10 @@ class SnapshotMaker:
             "tiers": self._tiers(),
             "drafts": self._drafts(),
             "shards": [self._shard(link) for link in dispatcher.links],
+            "latency": {
+                "first_token": _bounds(metrics.time_to_first_token),
+                "between_tokens": _bounds(metrics.inter_token_latency),
+            },
             "failures": self._failures.shown(),
             "draining": dispatcher.draining,
         }
@@ -196,6 +201,11 @@ def name_of(generation: Generation) -> str | None:
     """What clients call the adapter of a request."""
     adapter = generation.request.adapter
     return None if adapter is None else (adapter.alias or adapter.name)[:MAX_NAME]
+
+
+def _bounds(histogram: Histogram) -> list[list[float]]:
+    """[bound in seconds, number at most so long] of each bucket but the last, which has no bound."""
+    return [[float(bound), count] for bound, count in histogram.buckets()[:-1]]
 
 
 def _bounded(adapters: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Pin, Ref, Source
 from lorikeet.adapters.sources.base import (
+    CONFIG,
     MAX_SMALL_BYTES,
     PEEK_BYTES,
     SMALL_NAMES,
@@ -114,6 +115,9 @@ class ListedSource(ABC):
 _HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_FILES = 10_000
+_MAX_NAMES = 2_000
+"""Folders of the roots that are listed."""
+_CARD, _CARD_CHARACTERS, _DESCRIPTION = "README.md", 16 << 10, 200
 _SAMPLE_BYTES = 64 << 10
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 
@@ -164,6 +168,20 @@ class LocalSource(ListedSource):
         if "\0" in id:
             return frozenset()
         return frozenset(os.path.realpath(root / id) for root in self._roots)
+
+    def names(self) -> dict[str, str]:
+        """The folders directly below the roots that hold an adapter, at most _MAX_NAMES: name and description."""
+        folders: dict[str, Path] = {}
+        for root in self._roots:
+            try:
+                for name in sorted(os.listdir(root)):
+                    if name.startswith(".") or name in folders or not (root / name / CONFIG).is_file():
+                        continue
+                    if len(folders) < _MAX_NAMES:
+                        folders[name] = self._folder(name)
+            except (OSError, AdapterNotFound):
+                continue
+        return {name: _description(folder / _CARD) for name, folder in folders.items()}
 
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
         return _no_folder(ref.id)
@@ -239,6 +257,19 @@ class LocalSource(ListedSource):
                 return FileHead(opened.read(num_bytes), file.size)
         except OSError as error:
             raise AdapterNotFound(f"{file.handle.name} of {id} cannot be read: {_reason(error)}") from None
+
+
+def _description(card: Path) -> str:
+    """The first paragraph of a model card, without its metadata; "" for none, and for PEFT's empty template."""
+    try:
+        with card.open(errors="replace") as file:
+            text = file.read(_CARD_CHARACTERS)
+    except OSError:
+        return ""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return next((part[:_DESCRIPTION] for part in paragraphs if part and part[0] not in "#-*|`![<"), "")
 
 
 def _is_blob(path: Path, folder: Path) -> bool:

@@ -45,15 +45,16 @@ class Sources:
     """The source for each name. The router and the loader's process have one instance each."""
 
     def __init__(self, settings: SourceSettings) -> None:
+        self.local = LocalSource(
+            settings.local_roots,
+            settings.max_adapter_bytes,
+            settings.hidden,
+            settings.local_folders,
+            settings.strict,
+        )
         self._sources: dict[Source, AdapterSource] = {
             Source.HUB: HubSource(settings.hub_cache, settings.max_adapter_bytes, settings.notes),
-            Source.LOCAL: LocalSource(
-                settings.local_roots,
-                settings.max_adapter_bytes,
-                settings.hidden,
-                settings.local_folders,
-                settings.strict,
-            ),
+            Source.LOCAL: self.local,
             Source.S3: S3Source(settings.max_adapter_bytes, os.environ),
         }
 

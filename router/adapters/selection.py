@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry
+from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry, Version
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Ref, Source
@@ -187,6 +187,23 @@ class Selection:
         for line in self.directory.listed():
             if self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
                 yield line
+
+    async def below_roots(self, caller: Caller) -> list[Listed]:
+        """The adapters below the local roots that have no alias, as far as the caller may use them."""
+        if self.rights is None:
+            return []
+        entries = list(self.directory.entries())
+        known = {entry.alias for entry in entries} | {
+            version.ref.id for entry in entries for version in entry.versions if version.ref.source is Source.LOCAL
+        }
+        names = await asyncio.to_thread(self.rights.sources.local.names)
+        lines = []
+        for name, description in names.items():
+            ref = Ref(Source.LOCAL, name)
+            if name not in known and await self.access.may_open(ref, caller.key):
+                entry = CatalogueEntry(name, (Version(ref, 1.0),), description=description)
+                lines.append(Listed(name, entry, "", 0))
+        return lines
 
     def source(self, source: str | None) -> Source:
         """The source of a request's adapter. Raises ValidationError, which names the field."""

@@ -15,6 +15,7 @@ from lorikeet.router.api import openapi
 from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
 from lorikeet.router.api.pooled_models import check_generates
+from lorikeet.router.api.routes.adapter_files import AdapterFileRoutes
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
 from lorikeet.router.api.routes.completions import CompletionsRoute
@@ -136,6 +137,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/admin/adapters/unpin": admin.unpin,
         "/admin/adapters/unload": admin.unload,
         "/admin/adapters/refresh": admin.refresh,
+        **AdapterFileRoutes(service, admin).routes(),
         "/admin/catalogue/reload": admin.reload,
         "/v1/load_lora_adapter": admin.load_lora_adapter,
         "/v1/unload_lora_adapter": admin.unload_lora_adapter,

@@ -31,8 +31,8 @@ def documentation_routes() -> list[BaseRoute]:
 PATH, FOLDER_PATH = "/ui", "/ui/assets/"
 _FOLDER = Path(__file__).parent.parent / "ui"
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "content-security-policy": _POLICY,

@@ -3,10 +3,12 @@
 export const ROOT = new URL("./", document.baseURI);
 const KEY = "lorikeet-key";
 
+// An answer with an error. `status` is 0 for an error within a stream; `retryAfter` is in seconds.
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, retryAfter = 0) {
     super(message);
     this.status = status;
+    this.retryAfter = retryAfter;
   }
 }
 
@@ -25,15 +27,16 @@ export function url(path) {
   return new URL(path, ROOT);
 }
 
-export async function send(path, { method = "GET", body, headers = {}, signal, keepalive } = {}) {
+// `body` is sent as JSON, `content` as it is.
+export async function send(path, { method = "GET", body, content, headers = {}, signal, keepalive } = {}) {
   const sent = { accept: "application/json, text/event-stream", ...headers };
   if (key.get()) sent.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) sent["content-type"] = "application/json";
   const response = await fetch(url(path), {
     method, signal, headers: sent, keepalive, cache: "no-store", credentials: "same-origin",
-    body: body === undefined ? undefined : JSON.stringify(body),
+    body: body === undefined ? content : JSON.stringify(body),
   });
-  if (!response.ok) throw new ApiError(response.status, await reason(response));
+  if (!response.ok) throw new ApiError(response.status, await reason(response), Number(response.headers.get("retry-after")) || 0);
   return response;
 }
 

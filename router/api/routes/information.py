@@ -90,6 +90,7 @@ class InformationRoutes(Routes):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._created = int(time.time())
+        self._started = time.monotonic()
 
     async def info(self, request: Request) -> Response:
         """LoRAX's keys in its order, then ours; paths and addresses for administrators only."""
@@ -197,11 +198,14 @@ class InformationRoutes(Routes):
         return everything if names == shown and not selection.keys else shown.__contains__
 
     async def models(self, request: Request) -> Response:
-        """The base model, then every adapter that the operator named and the caller may see."""
+        """The base model, then every adapter that the caller may see: those that the operator named, and those below
+        the local roots, which need `adapter_source` unless it is the default.
+        """
         caller = self._service.caller(request)
         admission = self._service.dispatcher.admission
         digests = {} if admission is None else admission.loading.digests_by_name()
         shown = [self._adapter(line, digests) for line in self._service.selection.listed(caller)]
+        shown += [self._adapter(line, digests) for line in await self._service.selection.below_roots(caller)]
         names = self._service.config.served_model_names or (self._service.config.model_id,)
         return json_response({"object": "list", "data": [*map(self._model, names), *shown]})
 
@@ -224,6 +228,7 @@ class InformationRoutes(Routes):
             "root": str(refs[0]) if refs else None,
             "parent": self._service.config.model_name,
             "adapter_source": refs[0].source.value if refs else None,
+            "description": (entry is not None and entry.description) or None,
             "problem": line.problem or None,
             "tier": self._tier(refs, digests),
         }
@@ -247,7 +252,7 @@ class InformationRoutes(Routes):
         service = self._service
         config, info, offer, caller = service.config, service.dispatcher.info, service.offer, service.caller(request)
         key, heads = caller.key, service.selection.directory.default_heads
-        keys = service.selection.keys
+        keys, dispatcher = service.selection.keys, service.dispatcher
         has_keys = bool(keys) or keys.has_admin
         content: dict[str, Any] = {
             "model": config.model_name,
@@ -274,6 +279,12 @@ class InformationRoutes(Routes):
             "key": None if key is None else key.name,
             "has_keys": has_keys,
             "may_watch": not has_keys or (key is not None and key.admin),
+            "has_admin_key": keys.has_admin,
+            "may_administer": key is not None and key.admin,
+            "may_upload": bool(config.sources.local_roots),
+            "ready": dispatcher.healthy and service.adapters_checked and not dispatcher.draining,
+            "draining": dispatcher.draining,
+            "uptime_s": round(time.monotonic() - self._started, 1),
         }
         return json_response(content)
 

@@ -138,7 +138,7 @@ async function follow(answer, changed, open, isKept = false) {
       if (answer.state === "running") throw new TypeError("the connection ended early");
     } catch (error) {
       if (error instanceof ApiError || answer.state !== "running" || failures >= RETRY_MS.length) throw error;
-      answer.note = "Connection lost, resuming…";
+      answer.note = `${answer.numEvents || isKept ? "The connection was lost: reading further" : "The server does not answer yet: trying again"}… (${failures + 1} of ${RETRY_MS.length})`;
       changed();
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[failures++]));
       next = () => readOn(answer, isKept ? 0 : answer.numEvents);
@@ -192,6 +192,10 @@ function fail(answer, error, changed) {
   if (answer.state !== "running") return;
   const kept = answer.tokens.length ? "The server does not keep the rest of this answer: this is its beginning." : "The server does not keep this answer.";
   answer.error = error instanceof Gone ? `${kept} With the same seed, Regenerate gives the same text.` : error.message;
+  const hasAnswer = error instanceof ApiError;
+  const status = hasAnswer ? error.status : error instanceof TypeError ? null : 0;
+  answer.problem = { status: error instanceof Gone ? 0 : status, message: answer.error, retryAfter: hasAnswer ? error.retryAfter : 0 };
+  answer.note = "";
   end(answer, "failed", changed);
 }
 

@@ -99,7 +99,7 @@ function describe(token, index) {
   if (token.others?.length) {
     const most = Math.max(...token.others.map(([, logprob]) => probability(logprob))) || 1;
     parts.push(el("ul", { class: "others", "aria-label": "Alternatives" }, token.others.map(([text, logprob]) => {
-      const bar = el("span", { class: "bar" });
+      const bar = el("span", { class: "bar-value" });
       bar.style.width = isExcluded(logprob) ? "0" : `${Math.max(2, (60 * probability(logprob)) / most)}px`;
       return el("li", {}, el("code", {}, visible(text)), bar, el("span", { class: "dim" }, isExcluded(logprob) ? "excluded" : percent(logprob)));
     })));
@@ -114,7 +114,7 @@ function visible(text) {
 export function legend(tokens) {
   const counts = countSources(tokens);
   return Object.entries(SOURCES).filter(([source]) => counts[source]).map(([source, [name, sentence]]) =>
-    el("span", { class: "legend-item", title: sentence }, el("span", { class: `swatch ${source}` }), ` ${name} ${counts[source]}`));
+    el("li", { title: sentence }, el("span", { class: `swatch ${source}` }), ` ${name} ${counts[source]}`));
 }
 
 // The index of the first token of `tokens` that is not in `others` at the same place; -1 for none so far.

@@ -1,33 +1,52 @@
 // What the server does now: one event stream of snapshots, drawn as numbers, lines and bars.
 
 import { ApiError, events, send } from "../api.js";
-import { Line, parts } from "./charts.js";
-import { el, number } from "../dom.js";
+import { LineChart, parts } from "./charts.js";
+import { button, duration, el, number } from "../dom.js";
 import { SOURCES } from "../sources.js";
 
 const RETRY_MS = 2000;
 const MAX_ROWS = 24;
 const WINDOW_S = 60;
 const RATE_S = 2; // rates are those of the last two seconds: steps come in bursts
+const LATENCY_S = 10;
 
 export class LiveView {
-  constructor(element, capabilities) {
+  // `menu` is the button of the sidebar.
+  constructor(element, capabilities, { menu = "", askKey = null } = {}) {
     this.root = element;
     this.isOpen = false;
-    this.recent = []; // snapshots
+    this.recent = []; // snapshots of the last LATENCY_S
     this.state = el("p", { class: "live-state dim", role: "status" });
     this.body = el("div", { class: "live-grid" });
-    element.append(el("div", { class: "live-head" }, el("h2", {}, "Live view"), this.state), this.body);
+    element.append(el("link", { rel: "stylesheet", href: new URL("./live.css", import.meta.url).href }),
+      el("header", { class: "bar" }, menu, el("h2", {}, "Live"), this.state), el("div", { class: "live-scroll" }, this.body));
     if (capabilities.may_watch) this.#build();
-    else this.state.textContent = "The live view shows requests of all callers, so it needs the admin key. Enter it above as API key.";
+    else {
+      const isWrong = capabilities.key;
+      this.state.textContent = "";
+      this.body.replaceWith(el("div", { class: "live-login" }, el("h2", {}, "The live view needs the admin key"),
+        el("p", { class: "dim" }, "It shows requests of all callers. ", isWrong ? `The key “${capabilities.key}” is not an admin key. ` : "", "Whoever runs the server has the admin key."),
+        button("Enter the key", { class: "primary", onclick: () => askKey() }, "key")));
+    }
     this.mayWatch = capabilities.may_watch;
   }
 
   #build() {
-    this.rate = new Line("Output tokens per second");
-    this.rateNow = el("strong", { class: "big" }, "–");
-    this.promptNow = el("strong", { class: "big" }, "–");
-    this.counts = Object.fromEntries(["running", "waiting", "preempted"].map((kind) => [kind, el("strong", { class: "big" }, "0")]));
+    const figure = (name) => {
+      const value = el("strong", { class: "big" }, "–");
+      return [value, el("div", { class: "tile panel" }, el("span", { class: "dim" }, name), value)];
+    };
+    const tiles = [["rate", "Output tokens/s"], ["prompts", "Prompt tokens/s"], ["first", "Time to first token"], ["between", "Between tokens"],
+      ["running", "Running"], ["waiting", "Waiting"]].map(([name, title]) => {
+      const [value, tile] = figure(title);
+      this.tiles_ = { ...this.tiles_, [name]: value };
+      return tile;
+    });
+    this.rate = new LineChart("Output tokens per second", [["one", "tokens/s"]], (value) => `${number(value, value < 10 && value % 1 ? 1 : 0)}/s`, 10);
+    const latencyLines = [["one", "median"], ["two", "95 % are faster"]];
+    this.first = new LineChart("Time to first token", latencyLines, duration, 10);
+    this.between = new LineChart("Time between tokens", latencyLines, duration, 1);
     this.steps = el("div", { class: "steps" });
     this.memory = el("div");
     this.tiers = el("dl", { class: "facts" });
@@ -37,16 +56,14 @@ export class LiveView {
     this.adapters = new Table(["Adapter", "Running", "Waiting", "Preempted"], "No request is in the server.");
     this.shards = new Table(["Replica", "State", "Running", "Waiting", "Step", "Tokens", "Adapters"], "There is no replica.");
     this.failures = new Table(["Kind", "Status", "Last minute", "Ten minutes", "Last at"], "None.");
-    const card = (title, ...children) => el("section", { class: "card panel", "aria-label": title }, el("h3", {}, title), children);
+    const card = (title, size, ...children) => el("section", { class: `card panel ${size}`, "aria-label": title }, el("h3", {}, title), children);
     const keys = [["prefill", "prompt tokens"], ["decode", "next token"], ["drafts", "draft tokens"]];
-    this.body.append(el("div", { class: "live-column" },
-      card("Output", el("p", { class: "figure" }, this.rateNow, " tokens/s"), this.rate.element),
-      card("Current step", el("p", { class: "legend" }, keys.map(([kind, name]) => el("span", { class: "legend-item" }, el("span", { class: `swatch ${kind}` }), ` ${name}`))), this.steps),
-      card("Adapters", this.adapters.element), card("Replicas", this.shards.element), card("Failures of the last ten minutes", this.failures.element)),
-    el("div", { class: "live-column" },
-      card("Requests", el("div", { class: "figures" }, Object.entries(this.counts).map(([kind, value]) => el("p", { class: "figure" }, value, ` ${kind}`))),
-        el("p", { class: "figure" }, this.promptNow, " prompt tokens/s")),
-      card("KV pages", this.memory), card("Where adapters are", this.tiers), card("Draft tokens accepted", this.draftsNote, this.drafts)));
+    this.body.append(el("div", { class: "tiles", role: "group", "aria-label": "Now" }, tiles),
+      card("Output", "", this.rate.element), card("Time to first token", "", this.first.element), card("Time between tokens", "", this.between.element),
+      card("Current step", "", el("p", { class: "legend" }, keys.map(([kind, name]) => el("span", { class: "legend-item" }, el("span", { class: `swatch ${kind}` }), ` ${name}`))), this.steps),
+      el("div", { class: "live-column" }, card("Adapters", "grows", this.adapters.element), card("Where adapters are", "", this.tiers)),
+      el("div", { class: "live-column" }, card("KV pages", "", this.memory), card("Draft tokens accepted", "grows", this.draftsNote, this.drafts)),
+      card("Replicas", "double", this.shards.element), card("Failures of the last ten minutes", "", this.failures.element));
   }
 
   start() {
@@ -72,7 +89,7 @@ export class LiveView {
       } catch (error) {
         if (!this.isOpen) return;
         this.recent = [];
-        this.state.textContent = error instanceof ApiError ? error.message : "Connection lost, connecting again…";
+        this.state.textContent = error instanceof ApiError ? error.message : "The server does not answer. This view connects again by itself.";
         if (error instanceof ApiError && error.status === 403) return;
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
@@ -81,14 +98,23 @@ export class LiveView {
 
   draw(now) {
     this.recent.push(now);
-    while (now.time - this.recent[0].time > RATE_S) this.recent.shift();
-    const [before] = this.recent;
+    while (now.time - this.recent[0].time > LATENCY_S) this.recent.shift();
+    const before = this.recent.find(({ time }) => now.time - time <= RATE_S);
     const seconds = Math.max(0.05, now.time - before.time);
     const rate = (name) => Math.max(0, now[name] - before[name]) / seconds;
-    this.rate.add(rate("generated_tokens"));
-    this.rateNow.textContent = number(rate("generated_tokens"));
-    this.promptNow.textContent = number(rate("prompt_tokens"));
-    for (const [kind, value] of Object.entries(this.counts)) value.textContent = number(now.requests[kind]);
+    const { tiles_: tiles } = this;
+    this.rate.add(now.time, rate("generated_tokens"));
+    tiles.rate.textContent = number(rate("generated_tokens"));
+    tiles.prompts.textContent = number(rate("prompt_tokens"));
+    const { running, waiting, preempted } = now.requests;
+    tiles.running.textContent = number(running);
+    tiles.waiting.textContent = preempted ? `${number(waiting)} + ${number(preempted)} preempted` : number(waiting);
+    for (const [kind, name] of [["first", "first_token"], ["between", "between_tokens"]]) {
+      const [half, most] = [0.5, 0.95].map((part) => quantile(now.latency?.[name], this.recent[0].latency?.[name], part));
+      this[kind].add(now.time, half, most);
+      tiles[kind].textContent = half === null ? "–" : duration(half);
+      tiles[kind].title = half === null ? "" : `Median of the last ${LATENCY_S} seconds. 95 % took at most ${duration(most)}`;
+    }
     this.state.textContent = now.draining ? "The server is shutting down: it finishes running requests." : "Updated twice a second.";
     this.#drawSteps(now.shards);
     this.#drawMemory(now.shards);
@@ -165,6 +191,21 @@ export class LiveView {
     const rows = failures.slice(0, 8).map((each) => [each.kind, each.status, each.last_minute, each.count, new Date(1000 * each.last_at).toLocaleTimeString()]);
     this.failures.update(rows);
   }
+}
+
+// The time in ms that `part` of the observations between two snapshots took at most, null without any. Both are
+// [bound in seconds, number at most so long] of each bucket; within a bucket, observations are taken as evenly spread.
+export function quantile(now, before, part) {
+  if (!now?.length || !before?.length) return null;
+  const counts = now.map(([bound, count], index) => [bound, count - before[index][1]]);
+  const total = counts.at(-1)[1];
+  if (total <= 0) return null;
+  let [low, below] = [0, 0];
+  for (const [bound, count] of counts) {
+    if (count >= part * total) return 1000 * (low + (bound - low) * ((part * total - below) / (count - below || 1)));
+    [low, below] = [bound, count];
+  }
+  return 1000 * low;
 }
 
 // A table that keeps its element, so that the focus and the place that it was scrolled to stay.

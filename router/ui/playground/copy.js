@@ -2,11 +2,11 @@
 
 import { ROOT, key } from "../api.js";
 import { chatBody, completionBody } from "../answers/answer.js";
-import { el } from "../dom.js";
+import { button, copyText, el, openDialog } from "../dom.js";
 
 function curl(path, body) {
   const authorization = key.get() ? ' \\\n  -H "authorization: Bearer $LORIKEET_API_KEY"' : "";
-  const quoted = JSON.stringify(body, null, 1).replaceAll("'", "'\\''");
+  const quoted = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
   return `curl -N ${new URL(path, ROOT)} -H 'content-type: application/json'${authorization} -d '${quoted}'`;
 }
 
@@ -26,8 +26,7 @@ function pythonChat(body) {
 
 client = OpenAI(base_url="${new URL("v1", ROOT)}", api_key=${secret})
 chunks = client.chat.completions.create(
-${lines}
-    extra_body=${python(extra)},
+${lines}${Object.keys(extra).length ? `\n    extra_body=${python(extra)},` : ""}
 )
 for chunk in chunks:
     for choice in chunk.choices:
@@ -66,31 +65,53 @@ function python(value) {
   return JSON.stringify(value);
 }
 
-// `navigator.clipboard` exists only in secure contexts, and may be denied: then the text is selected and copied as by its reader.
-async function copy(text, shown) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    getSelection().selectAllChildren(shown);
-    return document.execCommand("copy");
+const INIT = (body) => `{
+  method: "POST",
+  headers: { "content-type": "application/json"${key.get() ? ", authorization: `Bearer ${process.env.LORIKEET_API_KEY}`" : ""} },
+  body: JSON.stringify(${JSON.stringify(body, null, 2).replaceAll("\n", "\n  ")}),
+}`;
+
+// For Node.js and browsers, without a package.
+function javascript(path, body, text) {
+  return `const response = await fetch("${new URL(path, ROOT)}", ${INIT(body)});
+if (!response.ok) throw new Error(await response.text());
+let rest = "";
+for await (const part of response.body.pipeThrough(new TextDecoderStream())) {
+  const lines = (rest + part).split("\\n");
+  rest = lines.pop();
+  for (const line of lines) {
+    if (!line.startsWith("data: {")) continue;
+    const event = JSON.parse(line.slice(6));
+    if (event.error) throw new Error(event.error.message ?? event.error);
+    ${text}
   }
 }
+`;
+}
 
-export function showCode({ isChat, prompt, messages, settings, seed, model }) {
-  const body = isChat ? chatBody(messages, settings, seed, model) : completionBody(prompt, settings, seed);
-  const texts = isChat ? [["curl", curl("v1/chat/completions", body)], ["Python", pythonChat(body)]]
-    : [["curl", curl("generate_stream", body)], ["Python", pythonNative(body)]];
-  const dialog = el("dialog", { "aria-labelledby": "code-title", onclose: () => dialog.remove() },
-    el("h2", { id: "code-title" }, "The same request elsewhere"),
-    texts.map(([name, text]) => {
-      const shown = el("pre", { tabindex: "0" }, text);
-      const button = el("button", { type: "button", class: "small", onclick: async () => {
-        button.textContent = await copy(text, shown) ? "Copied" : "Selected: press Ctrl + C";
-      } }, `Copy ${name}`);
-      return el("section", { class: "code" }, el("div", { class: "code-head" }, el("h3", {}, name), button), shown);
-    }),
-    el("div", { class: "row" }, el("button", { type: "button", onclick: () => dialog.close() }, "Close")));
-  document.body.append(dialog);
-  dialog.showModal();
+const CHAT_TEXT = 'process.stdout.write(event.choices[0]?.delta.content ?? "");';
+const NATIVE_TEXT = 'if (!event.token.special) process.stdout.write(event.token.text);';
+
+// `draftTokens` are those of requests that do not say how many.
+export function showCode({ isChat, prompt, messages, settings, seed, model, draftTokens }) {
+  const body = shortened(isChat ? chatBody(messages, settings, seed, model) : completionBody(prompt, settings, seed), settings, draftTokens);
+  const texts = isChat
+    ? [["curl", curl("v1/chat/completions", body)], ["Python", pythonChat(body)], ["JavaScript", javascript("v1/chat/completions", body, CHAT_TEXT)]]
+    : [["curl", curl("generate_stream", body)], ["Python", pythonNative(body)], ["JavaScript", javascript("generate_stream", body, NATIVE_TEXT)]];
+  const panes = texts.map(([name, text]) => {
+    const shown = el("pre", { tabindex: "0", role: "group", "aria-label": name }, text);
+    const copier = button(`Copy ${name}`, { class: "small", onclick: async () => {
+      copier.textContent = await copyText(text, shown) ? "Copied" : "Selected: press Ctrl + C";
+    } }, "copy");
+    return el("section", { class: "code" }, el("div", { class: "code-bar" }, el("h3", {}, name), copier), shown);
+  });
+  openDialog("Copy as code", [el("p", { class: "dim" }, "The same request from a terminal or a program. Your API key is not part of it."), panes], { kind: "wide" });
+}
+
+// Without what the server does by itself.
+function shortened(body, { temperature }, draftTokens) {
+  const short = ({ speculative_method: method, speculative_tokens: tokens, seed, ...rest }) => JSON.parse(JSON.stringify({
+    ...rest, speculative_method: method === "auto" ? undefined : method, speculative_tokens: tokens === draftTokens ? undefined : tokens, seed: temperature > 0 ? seed : undefined,
+  }));
+  return body.parameters ? { ...body, parameters: short(body.parameters) } : short(body);
 }

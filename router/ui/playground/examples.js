@@ -23,16 +23,27 @@ export function examplesOf({ model }, mode) {
   return (model === DEMO ? WITH_DEMO : WITH_OTHERS)[mode];
 }
 
+// What Compare begins with: a text that the answer repeats, so that drafts are accepted, with drafts on side A only.
+const REPEATED = "The rainbow lorikeet lives along the coast. The rainbow lorikeet eats nectar, pollen and fruit. The rainbow lorikeet flies in noisy flocks.";
+
+export function comparison({ model }, mode) {
+  const drafts = [{ method: "lookup", draftTokens: 4, schedule: "constant" }, { method: "off" }];
+  const title = "With drafts and without";
+  if (model === DEMO) return { title, prompt: WITH_DEMO.completion[1].prompt, adapter: mode === "chat" ? undefined : "json", sides: drafts };
+  return { title, prompt: mode === "chat" ? `Repeat this text word for word:\n\n${REPEATED}` : `${REPEATED}\n\n${REPEATED.slice(0, 44)}`, sides: drafts };
+}
+
 export function introduction({ model }) {
-  return model === DEMO ? "This is the built-in demo: a very small model that was trained on Python code, and adapters that do one task each. " : "";
+  return model === DEMO ? "This is the built-in demo: a very small model that was trained on Python code, and adapters that do one task each." : "";
 }
 
 // Sets what an example needs, as far as the server lists its adapter among `models`.
 // `schedule` is constant where drafts shall be seen: adapting to load, a small model on CPU may be faster without any.
-export function apply({ adapter, hasTools, schedule }, settings, models) {
+export function apply({ adapter, hasTools, schedule, sides }, settings, models, side) {
   settings.tools = hasTools ? exampleTools() : "";
   if (schedule && settings.method !== "off") settings.schedule = schedule;
+  if (sides) Object.assign(settings, sides[side]);
   if (adapter === undefined) return;
-  const found = models.find((model) => model.parent && model.id === adapter && !model.problem);
-  Object.assign(settings, { adapter: found?.id || "", source: found?.adapter_source || "" });
+  const listed = models.find((model) => model.parent && model.id === adapter && !model.problem);
+  Object.assign(settings, { adapter: listed?.id || "", source: "" });
 }

@@ -1,20 +1,21 @@
 // Chooses an adapter among thousands: a search field, and a list that only builds the rows in view.
 
 import { json } from "../api.js";
-import { el, number } from "../dom.js";
+import { button, el, number } from "../dom.js";
 
-const ROW = 44;
-const TIERS = { device: "device", host: "host memory", disk: "disk" };
+const ROW = 56;
+const TIERS = { device: "on the device", host: "in host memory", disk: "on disk" };
 
 export class Picker {
-  constructor(base, onChoose) {
-    this.base = base;
+  constructor(capabilities, onChoose, askKey) {
+    this.capabilities = capabilities;
     this.onChoose = onChoose;
+    this.askKey = askKey;
     this.all = [];
-    this.found = [];
+    this.matching = [];
     this.active = 0;
     this.search = el("input", {
-      type: "search", placeholder: "Search adapters", autocomplete: "off", spellcheck: false, role: "combobox",
+      type: "search", placeholder: "Search by name or description", autocomplete: "off", spellcheck: false, role: "combobox",
       "aria-expanded": "true", "aria-controls": "picker-list", "aria-autocomplete": "list", "aria-label": "Search adapters",
       oninput: () => this.#filter(), onkeydown: (event) => this.#key(event),
     });
@@ -25,9 +26,16 @@ export class Picker {
     }, this.space);
     this.count = el("p", { class: "dim picker-count", role: "status" });
     this.dialog = el("dialog", { class: "picker", "aria-labelledby": "picker-title" },
-      el("h2", { id: "picker-title" }, "Adapter"), this.search, this.count, this.list,
-      el("div", { class: "row" }, el("button", { type: "button", onclick: () => this.dialog.close() }, "Cancel")));
+      el("h2", { id: "picker-title" }, "Choose an adapter"), this.search, this.count, this.list,
+      el("div", { class: "row" }, button("Load from files…", { class: "quiet", onclick: () => this.#upload() }, "upload"), el("span", { class: "grow" }),
+        button("Cancel", { onclick: () => this.dialog.close() })));
     document.body.append(this.dialog);
+  }
+
+  async #upload() {
+    this.dialog.close();
+    const { offerUpload } = await import("./upload.js");
+    offerUpload([], { capabilities: this.capabilities, askKey: this.askKey, onLoaded: (name) => this.onChoose(name, "") });
   }
 
   async open(current) {
@@ -49,18 +57,21 @@ export class Picker {
   #filter() {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const rank = { device: 0, host: 1, disk: 2 };
-    this.found = this.all.filter((model) => words.every((word) => model.id.toLowerCase().includes(word)))
+    const text = (model) => `${model.id} ${model.description || ""}`.toLowerCase();
+    this.matching = this.all.filter((model) => words.every((word) => text(model).includes(word)))
       .sort((a, b) => (rank[a.tier] ?? 3) - (rank[b.tier] ?? 3) || (a.id < b.id ? -1 : 1));
     const typed = this.search.value.trim();
-    const base = { id: "", name: `Base model (${this.base})` };
-    const isBaseFound = words.every((word) => base.name.toLowerCase().includes(word));
-    this.rows = isBaseFound ? [base, ...this.found] : this.found.slice();
+    const base = { id: "", name: "Base model", description: this.capabilities.model };
+    const hasBase = words.every((word) => `${base.name} ${base.description}`.toLowerCase().includes(word));
+    this.rows = hasBase ? [base, ...this.matching] : this.matching.slice();
     if (typed && !this.all.some((model) => model.id === typed)) {
-      this.rows.push({ id: typed, name: `Use “${typed}”, which the server has not listed` });
+      this.rows.push({ id: typed, name: `Ask for “${typed}”`, description: "It is not in the list. The server looks for this name where it finds adapters." });
     }
     this.active = Math.max(0, words.length ? 0 : this.rows.findIndex((row) => row.id === (this.current || "")));
-    this.count.textContent = `${number(this.found.length)} of ${number(this.all.length)} adapters`;
+    this.count.textContent = this.all.length ? `${number(this.matching.length)} of ${number(this.all.length)} adapters`
+      : "The server lists no adapters. Type a name that it can find, or load one from files.";
     this.space.style.height = `${this.rows.length * ROW}px`;
+    this.list.style.height = `${Math.max(4, this.all.length + 1) * ROW + 2}px`; // not that of the rows: it stays while one types
     this.#reveal();
   }
 
@@ -101,8 +112,9 @@ export class Picker {
     const row = el("div", {
       id: `picker-row-${index}`, role: "option", class: `picker-row${index === this.active ? " active" : ""}`,
       "aria-selected": String(index === this.active), "aria-setsize": this.rows.length, "aria-posinset": index + 1,
-      title: model.problem || model.root || "", onclick: () => this.#choose(model),
-    }, el("span", { class: "picker-name" }, model.name || model.id), tier);
+      title: model.problem || model.description || model.root || "", onclick: () => this.#choose(model),
+    }, el("span", { class: "picker-text" }, el("span", { class: "picker-name" }, model.name || model.id),
+      el("span", { class: "picker-note dim" }, model.problem || model.description || noteOf(model))), tier);
     row.style.top = `${index * ROW}px`;
     return row;
   }
@@ -110,6 +122,9 @@ export class Picker {
   #choose(model) {
     if (!model || model.problem) return;
     this.dialog.close();
-    this.onChoose(model.id, model.adapter_source || "");
+    this.onChoose(model.id, model.root === model.id ? model.adapter_source : ""); // an alias needs no source
   }
 }
+
+// What is known of an adapter without a description.
+const noteOf = ({ id, root, adapter_source: source }) => (root && root !== id ? `${{ hub: "Hugging Face Hub", local: "folder", s3: "S3" }[source] || source}: ${root}` : "");

@@ -4,6 +4,9 @@ import { takesHistory } from "../answers/answer.js";
 import { el, field } from "../dom.js";
 import { METHODS } from "../sources.js";
 import { exampleTools, toolNames, toolsFault } from "../answers/tools.js";
+import { Presets } from "./presets.js";
+
+const SECTIONS = "lorikeet-sections";
 
 const FORMATS = [["", "Free text"], ["json", "JSON schema"], ["regex", "Regular expression"], ["choice", "One of these lines"], ["grammar", "Grammar"]];
 const EXAMPLES = {
@@ -21,38 +24,49 @@ export function defaults(capabilities) {
 }
 
 export class SettingsPanel {
-  constructor(capabilities, onPick, onChange) {
+  constructor(capabilities, onChange) {
     this.capabilities = capabilities;
     this.defaults = defaults(capabilities);
     this.onChange = onChange;
     this.controls = {};
-    this.adapter = el("button", { type: "button", class: "adapter-button", onclick: () => onPick() });
     this.grammarField = field("Grammar", this.#text("grammar", { rows: 5, class: "mono", spellcheck: false }));
-    this.systemField = field("System prompt", this.#text("system", { rows: 2 }));
-    this.toolFields = el("div", { class: "field-rows" }, this.#toolFields());
-    this.samplingFields = el("div", { class: "field-rows" }, this.#samplingFields());
-    this.element = el("div", { class: "settings" },
-      el("div", { class: "field" }, el("span", { class: "label", id: "adapter-label" }, "Adapter"), this.adapter),
-      this.systemField, this.toolFields, el("h3", {}, "Speculative decoding"), this.#speculationFields(), el("h3", {}, "Output"),
-      this.#outputFields(), this.grammarField, el("h3", {}, "Sampling"), this.#slider("temperature", "Temperature", 0, 2, 0.05), this.samplingFields,
-      el("h3", {}, "Penalties"), el("div", { class: "field-rows" }, this.#slider("repetition", "Repetition", 1, 2, 0.05),
-        this.#slider("frequency", "Frequency", -2, 2, 0.1), this.#slider("presence", "Presence", -2, 2, 0.1)));
-    this.adapter.hidden = !capabilities.adapters;
+    this.systemField = field("System prompt", this.#text("system", { rows: 3, placeholder: "How the model should answer" }));
+    this.presets = new Presets(() => this.settings, (settings) => {
+      Object.assign(this.settings, this.defaults, settings, { seed: this.settings.seed });
+      this.show(this.settings, { isChat: this.isChat });
+      this.onChange();
+    });
+    this.tools = this.#section("Tools", this.#toolFields());
+    this.element = el("div", { class: "settings" }, this.presets.element, this.systemField, this.#slider("temperature", "Temperature", 0, 2, 0.05),
+      field("Longest answer", this.#number("maxTokens", 1, capabilities.max_total_tokens - 1, 1), "In tokens"),
+      this.#section("Sampling", this.#samplingFields()), this.#section("Speculative decoding", this.#speculationFields()),
+      this.#section("Output", [...this.#outputFields(), this.grammarField]), this.tools);
+  }
+
+  // A part that is opened when it is needed; the browser remembers which ones are.
+  #section(name, content) {
+    const open = new Set(JSON.parse(localStorage.getItem(SECTIONS) || "[]"));
+    const made = el("details", { class: "section", open: open.has(name), ontoggle: () => {
+      const kept = new Set(JSON.parse(localStorage.getItem(SECTIONS) || "[]"));
+      if (made.open) kept.add(name);
+      else kept.delete(name);
+      localStorage.setItem(SECTIONS, JSON.stringify([...kept]));
+    } }, el("summary", {}, name), el("div", { class: "field-rows" }, content));
+    return made;
   }
 
   show(settings, { isChat }) {
+    if (settings !== this.settings) this.presets.clear();
     this.settings = settings;
-    const name = settings.adapter || "Base model";
+    this.isChat = isChat;
     this.#offerHeads(settings);
-    this.adapter.replaceChildren(el("span", { class: "picker-name" }, name), el("span", { class: "dim", "aria-hidden": "true" }, "▾"));
-    this.adapter.setAttribute("aria-label", `Adapter: ${name}. Choose another`);
-    for (const [name_, control] of Object.entries(this.controls)) {
-      const value = settings[name_] ??= this.defaults[name_]; // conversations of earlier versions of the page lack some
-      control.value = name_ === "stop" ? value.join("\n") : value;
+    for (const [name, control] of Object.entries(this.controls)) {
+      const value = settings[name] ??= this.defaults[name]; // conversations of earlier versions of the page lack some
+      control.value = name === "stop" ? value.join("\n") : value;
       this.#output(control);
     }
     this.systemField.hidden = !isChat;
-    this.toolFields.hidden = !isChat;
+    this.tools.hidden = !isChat;
     this.#relate();
   }
 
@@ -65,25 +79,36 @@ export class SettingsPanel {
     if (option.disabled && settings.method === "medusa") settings.method = "auto";
   }
 
-  // Whether all fields have values that the server takes; shows the first that has not.
+  #wrong() {
+    return Object.values(this.controls).find((control) => !control.closest("[hidden]") && !control.checkValidity());
+  }
+
+  // Whether all fields have values that the server takes.
+  isRight() {
+    return !this.#wrong();
+  }
+
+  // Shows the first field that has a wrong value.
   check() {
-    const wrong = Object.values(this.controls).find((control) => !control.closest("[hidden]") && !control.reportValidity());
-    return !wrong;
+    const wrong = this.#wrong();
+    const section = wrong?.closest("details");
+    if (section) section.open = true;
+    wrong?.reportValidity();
   }
 
   #speculationFields() {
     const { max_tokens: most, draft_model: hasDraft, history, heads, default_history: isHistoryDefault } = this.capabilities.speculation;
-    if (!most) return el("p", { class: "dim" }, "This server does not speculate.");
+    if (!most) return [el("p", { class: "dim" }, "This server does not speculate.")];
     const usable = METHODS.filter(([method]) => (method !== "draft" || hasDraft) && (method !== "medusa" || heads || this.capabilities.adapters));
     const historyField = () => field("Earlier outputs as drafts", this.#select("history", [["", `Server’s choice: ${isHistoryDefault ? "on" : "off"}`], ["on", "On"], ["off", "Off"]]));
-    return el("div", { class: "field-rows" }, field("Method", this.#select("method", usable)),
+    return [field("Method", this.#select("method", usable)),
       this.#slider("draftTokens", "Draft tokens per step", 0, most, 1),
       field("Draft length", this.#select("schedule", [["", "Server’s choice"], ["constant", "Constant"], ["auto", "Adapts to load"], ["heuristic", "Adapts to hits"]])),
-      history ? historyField() : null);
+      history ? historyField() : null];
   }
 
   #toolFields() {
-    const text = this.#text("tools", { rows: 4, class: "mono code-text", wrap: "off", spellcheck: false, placeholder: '[{"name": …, "parameters": …}]' });
+    const text = this.#text("tools", { rows: 5, class: "mono code-text", wrap: "off", spellcheck: false, placeholder: '[{"name": …, "parameters": …}]' });
     const shown = field("Tools", text, " ");
     this.toolNames = shown.querySelector("small");
     const example = el("button", { type: "button", class: "small quiet", onclick: () => {
@@ -91,23 +116,24 @@ export class SettingsPanel {
       text.dispatchEvent(new Event("input"));
     } }, "Example");
     shown.querySelector("label").after(el("span", { class: "field-action" }, example));
-    this.choiceField = field("Calls", this.#select("toolChoice", [["auto", "The model decides"], ["required", "At least one"], ["none", "None"]]));
+    this.choiceField = field("Tool choice", this.#select("toolChoice", [["auto", "The model decides"], ["required", "At least one call"], ["none", "No calls"]]));
     return [shown, this.choiceField];
   }
 
   #outputFields() {
-    const { max_total_tokens: most, max_stop_sequences: stops, max_alternatives: choices, grammars } = this.capabilities;
+    const { max_stop_sequences: stops, max_alternatives: choices, grammars } = this.capabilities;
     const formats = grammars ? FORMATS : FORMATS.slice(0, 1);
-    return el("div", { class: "field-rows" }, field("Most tokens", this.#number("maxTokens", 1, most - 1, 1)),
-      field("Alternatives per token", this.#number("alternatives", 0, Math.min(10, choices), 1)),
-      field("Format", this.#select("format", formats)),
-      field("Stop strings", this.#text("stop", { rows: 1 }), `One per line, at most ${stops}`));
+    return [field("Format", this.#select("format", formats)),
+      field("Stop strings", this.#text("stop", { rows: 1 }), `One per line, at most ${stops}`),
+      field("Alternatives per token", this.#number("alternatives", 0, Math.min(10, choices), 1))];
   }
 
   #samplingFields() {
     return [
       this.#slider("topP", "Top p", 0.05, 1, 0.05), field("Top k", this.#number("topK", 0, 1000, 1), "0 is off"),
       this.#slider("minP", "Min p", 0, 1, 0.05), this.#slider("typicalP", "Typical p", 0.05, 1, 0.05),
+      this.#slider("repetition", "Repetition penalty", 1, 2, 0.05), this.#slider("frequency", "Frequency penalty", -2, 2, 0.1),
+      this.#slider("presence", "Presence penalty", -2, 2, 0.1),
       field("Seed", this.#number("seed", 0, Number.MAX_SAFE_INTEGER, 1), "Empty: a new one for every answer"),
     ];
   }
@@ -138,6 +164,7 @@ export class SettingsPanel {
       else if (name === "format" && value && Object.values(EXAMPLES).includes(this.settings.grammar)) this.#fill(EXAMPLES[value]);
       this.#output(control);
       this.#relate();
+      this.presets.clear();
       this.onChange(name);
     });
     return control;

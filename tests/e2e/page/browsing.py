@@ -1,5 +1,6 @@
 """A server for the page's tests, and a visit of the page: Debian's chromium without a window, driven by playwright."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -8,6 +9,11 @@ from typing import Any, Self
 from tests.router.threaded_serving import ThreadedServing
 
 CHROMIUM = shutil.which("chromium") or ""
+SECTIONS = json.dumps(["Sampling", "Speculative decoding", "Output", "Tools"])
+REMEMBERED = json.dumps(
+    [("lorikeet-tokens", "true"), ("lorikeet-settings-open", "true"), ("lorikeet-sections", SECTIONS)]
+)
+"""What this browser remembers: answers are shown as tokens, and all settings are open."""
 TEXT = "The quick brown fox jumps over the lazy dog. " * 3
 
 
@@ -27,6 +33,7 @@ class Visit:
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        self.context.add_init_script(f"for (const [name, value] of {REMEMBERED}) localStorage[name] ??= value")
         self.page = self.context.new_page()
         self.url = url
         self.problems: list[str] = []

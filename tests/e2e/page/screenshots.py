@@ -90,7 +90,7 @@ class Camera:
     def compare(self) -> None:
         """One prompt with and without speculative decoding."""
         self.page.get_by_label("Draft length").select_option("constant")
-        self.visit.press("Compare two")
+        self.visit.press("Compare")
         self.visit.complete(RECORD)
         self.visit.finished(2)
 
@@ -119,7 +119,7 @@ class Camera:
         self.visit.press("Copy as code")
         self.take("code")
         self.page.keyboard.press("Escape")
-        self.visit.press("Compare two")
+        self.visit.press("Compare")
         self.visit.press("New conversation") if not is_narrow else self.new_in_drawer()
         self.page.get_by_role("button", name="Chat", exact=True).click()
         self.page.get_by_role("button", name="Call a function").click()

@@ -26,6 +26,7 @@ def test_it_works_over_plain_http_from_another_host(browser: Any, server: Server
         visit.complete()
         assert visit.finished() == TEXT
         visit.press("Copy as code")
+        page.wait_for_selector("dialog[open] pre")
         code = page.locator("dialog[open] pre").first.text_content()
         visit.press("Copy curl")
         assert page.get_by_role("button", name="Copied", exact=True).is_visible()
@@ -84,10 +85,10 @@ def test_the_picker_shows_where_adapters_are(browser: Any, adapting: Server) -> 
         for name, residency in (("second", pb.AdapterState.HOST_MEMORY), ("third", pb.AdapterState.RESIDENT)):
             state = pb.AdapterState(digest=digests[name], residency=residency)
             adapting.call(lambda state=state: link.residency.update(state))
-        assert rows() == [["third", "device"], ["second", "host memory"], ["first", "not loaded"]]
+        assert rows() == [["third", "on the device"], ["second", "in host memory"], ["first", "not loaded"]]
         absent = pb.AdapterState(digest=digests["third"], residency=pb.AdapterState.ABSENT)
         adapting.call(lambda: link.residency.update(absent))
-        assert ["third", "disk"] in rows()
+        assert ["third", "on disk"] in rows()
 
 
 def test_a_key_stays_in_the_tab(browser: Any, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_key_stays_in_the_tab(browser: Any, tmp_path: Path) -> None:
         page = visit.page
         page.goto(server.url)
         page.fill("dialog input[type=password]", "secret one")
-        page.get_by_role("button", name="Use it").click()
+        page.get_by_role("button", name="Use this key").click()
         page.wait_for_selector("[data-ready]")
         visit.complete()
         assert visit.finished() == TEXT
@@ -107,7 +108,8 @@ def test_a_key_stays_in_the_tab(browser: Any, tmp_path: Path) -> None:
         assert "secret" not in json.dumps(page.evaluate("[location.href, {...localStorage}]"))
         page.keyboard.press("Escape")
         page.click("#tab-live")
-        assert "needs the admin key" in page.inner_text(".live-state")
+        page.wait_for_selector(".live-login")
+        assert "needs the admin key" in page.inner_text(".live-login")
         visit.context.close()
 
 

@@ -15,14 +15,42 @@ pytestmark = pytest.mark.long
 SOURCES = ("target", "history", "medusa", "draft", "grammar", "lookup")
 
 
+HOSTILE = (
+    "**bold** <img src=x onerror=alert(1)> <script>alert(2)</script> [a](javascript:alert(3)) ![b](http://other.test/b.png)"
+    "\n\n<b>block</b>\n\n```html\n<script>alert(4)</script>\n```\n"
+)
+
+
 def test_a_script_in_an_answer_is_text(visit: Visit, server: Server) -> None:
-    server.serving.says("**bold** <img src=x onerror=alert(1)> <script>alert(2)</script> [a](javascript:alert(3))")
+    server.serving.says(HOSTILE, ends=True)
     page = visit.open()
-    visit.complete()
+    visit.complete(mode="Chat")
     visit.finished()
-    page.get_by_role("button", name="Markdown").click()
+    page.get_by_label("Tokens and figures").click()
+    page.wait_for_selector(".prose .hljs-name")
     assert page.inner_html(".prose strong") == "bold"
-    assert page.locator(".prose img, .prose script, .prose [href^=javascript]").count() == 0
+    assert page.locator(".prose img, .prose script, .prose b, .prose [href^=javascript]").count() == 0
+    text = page.inner_text(".prose")
+    written = ("<img src=x onerror=alert(1)>", "<script>alert(2)</script>", "<b>block</b>", "<script>alert(4)</script>")
+    assert not [part for part in written if part not in text]
+    assert page.get_attribute(".prose a", "href") == "http://other.test/b.png", "an image is a link: nothing is loaded"
+
+
+def test_markdown_is_rendered_and_its_code_is_copied(visit: Visit, server: Server) -> None:
+    table, code = "| a | b |\n|---|--:|\n| 1 | 2 |", "```python\ndef f(): pass\n```"
+    server.serving.says(f"# Title\n\n- one\n- two\n\n{table}\n\n{code}\n\nEnd", ends=True)
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = visit.open()
+    visit.complete(mode="Chat")
+    visit.finished()
+    page.get_by_label("Tokens and figures").click()
+    page.wait_for_selector(".prose .hljs-keyword")
+    assert page.inner_text(".prose h3") == "Title"
+    assert page.locator(".prose li").all_inner_texts() == ["one", "two"]
+    assert page.locator(".prose td").all_inner_texts() == ["1", "2"]
+    page.get_by_label("Copy code").click()
+    page.wait_for_selector("[aria-label=Copied]")
+    assert page.evaluate("navigator.clipboard.readText()") == "def f(): pass"
 
 
 def test_every_source_has_a_colour_and_a_number(visit: Visit, server: Server) -> None:
@@ -91,7 +119,7 @@ def test_the_details_of_a_token(visit: Visit, server: Server) -> None:
     assert f"token 1, id {first}" in detail and "log probability -0.500 (60.7 %)" in detail
     assert "Model: computed by the model itself" in detail
     assert [other.split() for other in others] == [["a", "60.7", "%"], ["b", "36.8", "%"], ["c", "5.0", "%"]]
-    widths = page.evaluate("[...document.querySelectorAll('.bar')].map((bar) => bar.offsetWidth)")
+    widths = page.evaluate("[...document.querySelectorAll('.bar-value')].map((bar) => bar.offsetWidth)")
     assert widths[0] > widths[1] > widths[2] > 0
     detail, others = hovered(2)
     assert "log probability 0.000 (100.0 %)" in detail or "log probability -0.000 (100.0 %)" in detail
@@ -102,8 +130,8 @@ def test_the_details_of_a_token(visit: Visit, server: Server) -> None:
 
 
 def choose(page: Any, name: str) -> None:
-    """Choose an adapter for the side whose settings are shown."""
-    page.click(".adapter-button")
+    """Choose an adapter for the last side."""
+    page.locator(".adapter-button").last.click()
     page.wait_for_selector(".picker-row")
     page.fill("dialog[open] input", name)
     page.keyboard.press("Enter")
@@ -116,12 +144,12 @@ def test_the_first_difference_of_two_adapters_is_marked(browser: Any, adapting: 
     with Visit(browser, adapting.url) as visit:
         page = visit.open()
         choose(page, "first")
-        visit.press("Compare two")
+        visit.press("Compare")
         choose(page, "second")
         visit.complete()
         visit.finished(2)
         assert visit.texts() == list(texts.values())
-        assert page.locator(".answer h2").all_inner_texts()[0] == "first"
+        assert page.locator(".answer h2").all_inner_texts()[0] == "first · with drafts"
         assert page.locator(".answer h2").all_inner_texts()[1].startswith("second")
         assert page.locator(".token.differs").all_inner_texts() == ["6", "x"]
         assert all("First difference: token 6." in note for note in page.locator(".answer-note").all_inner_texts())

@@ -48,7 +48,8 @@ def test_running_requests_are_shown(browser: Any, adapting: Server, axe: str, th
     ]
     labels = page.evaluate("[...document.querySelectorAll('.step-row .parts')].map((each) => each.ariaLabel)")
     assert labels[0].endswith("prompt 40, drafts 0") and labels[1].endswith("drafts 3")
-    assert "3 running" in " ".join(card(page, "Requests").split())
+    now = page.inner_text(".tiles").split("\n")
+    assert now[now.index("Running") + 1] == "3" and now[now.index("Waiting") + 1] == "0"
     adapters = page.locator("section[aria-label=Adapters] tbody tr").all_inner_texts()
     assert [row.split("\t") for row in adapters] == [["first", "2", "0", "0"], ["base model", "1", "0", "0"]]
     assert "100 used, 50 cached, 3,946 free of 4,096" in card(page, "KV pages")

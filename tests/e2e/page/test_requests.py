@@ -41,7 +41,7 @@ def test_settings_reach_the_request_and_the_shard(visit: Visit, server: Server, 
     page.get_by_label("Draft tokens per step").fill("2")
     page.get_by_label("Draft length").select_option("constant")
     page.get_by_label("Earlier outputs as drafts").select_option("on")
-    page.get_by_label("Most tokens").fill("77")
+    page.get_by_label("Longest answer").fill("77")
     page.get_by_label("Stop strings").fill("END\nSTOP")
     page.get_by_label("Alternatives per token").fill("2")
     for name, value in (
@@ -51,9 +51,9 @@ def test_settings_reach_the_request_and_the_shard(visit: Visit, server: Server, 
         ("Min p", "0.1"),
         ("Typical p", "0.8"),
         ("Seed", "7"),
-        ("Repetition", "1.2"),
-        ("Frequency", "0.3"),
-        ("Presence", "-0.4"),
+        ("Repetition penalty", "1.2"),
+        ("Frequency penalty", "0.3"),
+        ("Presence penalty", "-0.4"),
     ):
         page.get_by_label(name, exact=True).fill(value)
     body = sent(visit, mode)
@@ -197,8 +197,9 @@ def output_of(*command: str) -> tuple[int, str, str]:
 
 
 def codes(visit: Visit) -> list[str]:
-    """The curl and the Python code of the first answer."""
+    """The curl, the Python and the JavaScript code of the first answer."""
     visit.press("Copy as code")
+    visit.page.wait_for_selector("dialog[open] pre")
     texts: list[str] = visit.page.locator("dialog[open] pre").all_text_contents()
     visit.page.keyboard.press("Escape")
     return texts
@@ -208,11 +209,11 @@ def codes(visit: Visit) -> list[str]:
 def test_copied_code_gives_the_same_text(visit: Visit, server: Server, mode: str) -> None:
     visit.open()
     visit.page.get_by_label("Temperature").fill("0.5")
-    visit.page.get_by_label("Frequency").fill("0.5")
+    visit.page.get_by_label("Frequency penalty").fill("0.5")
     visit.page.get_by_label("Min p").fill("0.1")
     visit.complete(PROMPT, mode)
     assert visit.finished() == TEXT
-    curl, python = codes(visit)
+    curl, python, javascript = codes(visit)
     asked = server.serving.shard.submits[-1]
 
     status, stream, _ = output_of("bash", "-c", curl)
@@ -224,20 +225,22 @@ def test_copied_code_gives_the_same_text(visit: Visit, server: Server, mode: str
         text = "".join(each["choices"][0]["delta"].get("content") or "" for each in tokens if each["choices"])
     assert (status, text) == (0, TEXT)
     assert output_of(sys.executable, "-c", python) == (0, TEXT, "")
-    for submit in server.serving.shard.submits[-2:]:
+    assert output_of("node", "--input-type=module", "-e", javascript) == (0, TEXT, "")
+    for submit in server.serving.shard.submits[-3:]:
         assert (submit.prompt_ids, submit.sampling, submit.seed) == (asked.prompt_ids, asked.sampling, asked.seed)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_copied_python_reports_errors(visit: Visit, server: Server, mode: str) -> None:
     page = visit.open()
+    page.get_by_label("Method").select_option("lookup")
     visit.complete("Hello", mode)
     visit.finished()
-    _, python = codes(visit)
+    _, python, _ = codes(visit)
     server.serving.shard.answer = lambda submit: Script(server.serving.ids("abc"), error="the step failed")
     status, _, fault = output_of(sys.executable, "-c", python)
     assert status == 1 and "KeyError" not in fault and "step failed" in fault, fault
-    status, _, fault = output_of(sys.executable, "-c", python.replace('"auto"', '"none"'))
+    status, _, fault = output_of(sys.executable, "-c", python.replace('"lookup"', '"none"'))
     assert status == 1 and "speculative_method" in fault, "errors before the stream are seen too"
     visit.press("Regenerate")
     until(page, "document.querySelector('.answer-note.bad')")

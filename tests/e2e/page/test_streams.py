@@ -146,7 +146,7 @@ def test_five_hundred_tokens_per_second_are_drawn_as_they_come(visit: Visit, ser
     text = "abcdefgh " * 150
     server.serving.shard.answer = lambda submit: Script(server.serving.ids(text), step_seconds=0.002)
     page = visit.open()
-    page.get_by_label("Most tokens").fill("1500")
+    page.get_by_label("Longest answer").fill("1500")
     page.evaluate(FRAMES)
     arrived: list[float] = []
 
@@ -180,7 +180,7 @@ def test_a_stream_survives_its_shard_and_a_reload(browser: Any) -> None:
         expected = httpx.post(f"{launched.url}/generate", json=body, timeout=120).json()["generated_text"]
         visit = Visit(browser, launched.url)
         page = visit.open()
-        page.get_by_label("Most tokens").fill("300")
+        page.get_by_label("Longest answer").fill("300")
         page.get_by_label("Temperature").fill("1")
         page.get_by_label("Seed").fill("7")
         visit.complete(prompt)

@@ -57,7 +57,7 @@ def test_a_function_is_called_and_gets_its_result(
 def test_tools_that_are_not_valid_are_not_sent(browser: Any, calling: Server) -> None:
     visit = Visit(browser, calling.url)
     page = visit.open()
-    tools = page.get_by_label("Tools")
+    tools = page.get_by_label("Tools", exact=True)
     for text, fault in (("[{", "This is not valid JSON"), ('[{"name": "a b"}]', "Function 1 needs a name")):
         tools.fill(text)
         page.fill("#prompt", "Hello")

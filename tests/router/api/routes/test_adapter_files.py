@@ -1,6 +1,6 @@
-"""Files of adapters that are gone, damaged or removed while requests use them: they are loaded again."""
+"""Adapters of the local roots: those that `/v1/models` lists, and those that an administrator sends."""
 
-import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -8,116 +8,126 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.keys import sha256
-from lorikeet.proto import shard_pb2 as pb
-from tests.router.api.routes.test_catalogue import bearer
-from tests.router.scripted_loader import digest_of
-from tests.router.scripted_shard import Script
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
 
-LOST = pb.RequestOutput(finish_reason=pb.FINISH_ERROR, error="its file is gone", retryable=True)
+KEY = {"authorization": "Bearer admin"}
+PATH = "/admin/adapters/files"
+TEMPLATE = (
+    "---\nlibrary_name: peft\n---\n# Model Card for Model ID\n\n<!-- Provide a quick summary. -->\n\n\n## Details\n"
+)
+CARD = (
+    "---\nbase_model: x\ntags: [y]\n---\n\n# Pirate\n\n[![badge](b.svg)](x)\n\n"
+    "Answers as a pirate,\nin short sentences.\n\nMore."
+)
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Serving]:
+async def server(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Serving]:
     async with serving(tmp_path, adapters=True, admin_key_sha256=sha256("admin")) as started:
-        started.adapter("one")
         yield started
 
 
-def loses(server: Serving, times: int, text: str = "abc") -> None:
-    """The shard cannot read the adapter of the first requests."""
-    answer = Script(server.ids(text))
-
-    def reply(submit: pb.Submit) -> Script:
-        if len(server.shard.submits) > times:
-            return answer
-        server.shard.tell(
-            pb.AdapterState(digest=submit.adapter.digest, residency=pb.AdapterState.FAILED, reason="its file is gone")
-        )
-        return Script([], outputs=[LOST])
-
-    server.shard.answer = reply
+async def listed(server: Serving, **headers: str) -> list[tuple[str, str, str | None]]:
+    """(name, source, description) of every adapter."""
+    data = (await server.client.get("/v1/models", headers=headers)).json()["data"]
+    return [(line["id"], line["adapter_source"], line["description"]) for line in data if "parent" in line]
 
 
-def ask(server: Serving, **parameters: Any) -> "asyncio.Task[Any]":
-    body = {"inputs": "Hi", "parameters": {"adapter_id": "one", "max_new_tokens": 3, **parameters}}
-    return asyncio.create_task(server.client.post("/generate", json=body))
+async def test_adapters_below_the_roots_are_listed_with_their_descriptions(server: Serving) -> None:
+    assert await listed(server) == []
+    server.adapter("pirate", **{"README.md": CARD})
+    server.adapter("plain", **{"README.md": TEMPLATE})
+    (server.roots / "no adapter").mkdir()
+    assert await listed(server) == [
+        ("pirate", "local", "Answers as a pirate, in short sentences."),
+        ("plain", "local", None),
+    ]
+    (server.roots / "elsewhere").symlink_to(server.roots.parent)
+    assert len(await listed(server)) == 2
 
 
-async def test_an_adapter_that_a_shard_cannot_read_is_loaded_again(server: Serving) -> None:
-    loses(server, 2)
-    answer = await ask(server)
-    assert (answer.status_code, answer.json()) == (200, {"generated_text": "abc"})
-    assert len(server.loader.asked) == 3 and len(server.shard.submits) == 3
-    assert [call for call in server.loader.calls if "verify" in call], "what is damaged is removed"
-    assert (await ask(server)).status_code == 200 and len(server.loader.asked) == 3
+async def test_an_alias_hides_its_folder(tmp_path: Path, anyio_backend: str) -> None:
+    catalogue = tmp_path / "catalogue.yaml"
+    catalogue.write_text("sea: {source: local, id: pirate, description: Talks of the sea}\n")
+    async with serving(tmp_path, adapters=True, catalogue_path=str(catalogue)) as server:
+        server.adapter("pirate", **{"README.md": CARD})
+        assert await listed(server) == [("sea", "local", "Talks of the sea")]
 
 
-async def test_an_adapter_that_stays_unreadable_is_unavailable(server: Serving) -> None:
-    loses(server, 100)
-    answer = await ask(server)
-    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
-    assert "loaded 3 times" in answer.json()["error"] and "its file is gone" in answer.json()["error"]
-    assert len(server.loader.asked) == 4
-    await server.idle()
-
-
-async def test_a_stream_continues_after_its_adapter_was_loaded_again(server: Serving) -> None:
-    ids, digests = server.ids("abcdef"), list[str]()
-
-    def reply(submit: pb.Submit) -> Script:
-        digests.append(submit.adapter.digest)
-        if len(digests) == 1:
-            part = pb.RequestOutput(token_ids=ids[:2], step_ends=b"\1\1", sources=bytes(2))
-            state = pb.AdapterState(digest=digests[0], residency=pb.AdapterState.FAILED)
-            server.shard.tell(state)
-            return Script([], outputs=[part, LOST])
-        return Script(ids[2:])
-
-    server.shard.answer = reply
-    answer = await ask(server, max_new_tokens=6)
-    assert answer.json() == {"generated_text": "abcdef"} and digests[0] == digests[1]
-
-
-async def unload(server: Serving) -> Any:
-    body = {"adapter_id": "one", "disk": True}
-    return await server.client.post("/admin/adapters/unload", json=body, headers=bearer("admin"))
-
-
-async def test_a_file_goes_when_its_last_reader_has_gone(server: Serving) -> None:
-    server.says("abc", hangs=True)
-    first = ask(server)
-    await server.shard.until(lambda: len(server.shard.submits) == 1)
-    digest = digest_of(server.loader.asked[0])
-    removal = asyncio.create_task(unload(server))
-    await server.shard.until(lambda: not server.service.admission.loading.num_known)
-    server.says("def")
-    second = ask(server)
-    await server.shard.until(lambda: len(server.loader.asked) == 2)
-    await asyncio.sleep(0.1)
-    assert not server.loader.forgotten and len(server.shard.submits) == 1, "the first one still reads it"
-    server.shard.finished_ids.append(server.shard.submits[0].id)
-    first.cancel()
-    await server.shard.until(lambda: any(digest in command.unload_digests for command in server.shard.commands))
-    assert not server.loader.forgotten
-    server.shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.ABSENT))
-    assert (await removal).json()["unloaded"] == [digest]
-    assert server.loader.forgotten == [digest]
-    assert (await second).json() == {"generated_text": "def"}
-    order = [name for call in server.loader.calls for name in ("fetch", "forget") if name in call]
-    assert order == ["fetch", "fetch", "forget", "fetch"], "whoever came meanwhile had it loaded again"
-
-
-async def test_an_unload_ends_although_requests_keep_coming(server: Serving) -> None:
-    server.says("abc")
-    assert (await ask(server)).status_code == 200
-    digest = digest_of(server.loader.asked[0])
-    removal = asyncio.create_task(
-        server.client.post("/admin/adapters/unload", json={"adapter_id": "one"}, headers=bearer("admin"))
+async def test_a_key_sees_what_it_may_use(tmp_path: Path, anyio_backend: str) -> None:
+    keys, catalogue = tmp_path / "keys.yaml", tmp_path / "catalogue.yaml"
+    keys.write_text(
+        f"- {{name: some, sha256: {sha256('some')}, adapters: [pirate]}}\n"
+        f"- {{name: all, sha256: {sha256('all')}}}\n- {{name: root, sha256: {sha256('root')}, admin: true}}\n"
     )
-    await server.shard.until(lambda: any(digest in command.unload_digests for command in server.shard.commands))
-    states = (pb.AdapterState.ABSENT, pb.AdapterState.LOADING)
-    server.shard.tell(*(pb.AdapterState(digest=digest, residency=state) for state in states))
-    assert (await removal).status_code == 200
+    catalogue.write_text("sea: {source: local, id: secret, keys: [all]}\n")
+    async with serving(tmp_path, adapters=True, keys_path=str(keys), catalogue_path=str(catalogue)) as server:
+        for name in ("pirate", "plain", "secret"):
+            server.adapter(name)
+
+        async def names(key: str) -> list[str]:
+            return [name for name, *_ in await listed(server, authorization=f"Bearer {key}")]
+
+        assert await names("some") == ["pirate"]
+        assert await names("all") == ["sea", "pirate", "plain"]
+        assert await names("root") == ["sea", "pirate", "plain"]
+
+
+async def send(server: Serving, path: str, content: bytes | str = b"") -> tuple[int, Any]:
+    answer = await server.client.post(f"{PATH}/{path}", content=content, headers=KEY)
+    return answer.status_code, answer.json() if answer.headers.get("content-type") == "application/json" else None
+
+
+async def test_files_become_an_adapter_all_at_once(server: Serving) -> None:
+    assert await send(server, "mine/adapter_config.json", "{}") == (204, None)
+    assert await send(server, "mine/adapter_model.safetensors", b"early") == (204, None)
+    assert await send(server, "mine/adapter_model.safetensors", b"weights") == (204, None)
+    assert await listed(server) == [], "it is not complete"
+    status, answer = await send(server, "mine")
+    assert (status, Path(answer["path"])) == (200, server.roots / "mine")
+    assert (server.roots / "mine" / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert await listed(server) == [("mine", "local", None)]
+    body = {"lora_name": "mine", "lora_path": answer["path"]}
+    loaded = await server.client.post("/v1/load_lora_adapter", json=body, headers=KEY)
+    assert loaded.status_code == 200, loaded.text
+    server.says("x")
+    parameters = {"adapter_id": "mine", "max_new_tokens": 1}
+    generated = await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
+    assert generated.status_code == 200 and server.shard.submits[-1].adapter.digest
+
+
+async def test_a_folder_is_never_replaced(server: Serving) -> None:
+    server.adapter("mine", **{"adapter_model.safetensors": "old"})
+    await send(server, "mine/adapter_model.safetensors", b"new")
+    status, answer = await send(server, "mine")
+    assert status == 409 and "choose another name" in json.dumps(answer)
+    assert (server.roots / "mine" / "adapter_model.safetensors").read_text() == "old"
+    assert [path.name for path in server.roots.iterdir()] == ["mine"], "nothing is left of what was sent"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["mine/evil.py", "mine/..", ".hidden/adapter_config.json", "a b/adapter_config.json", "..%2Fx/README.md", "none"],
+)
+async def test_other_names_are_rejected(server: Serving, path: str) -> None:
+    status, _ = await send(server, path, "{}")
+    assert status in (404, 405, 422)
+    assert list(server.roots.iterdir()) == []
+
+
+async def test_too_large_a_file_leaves_nothing(tmp_path: Path, anyio_backend: str) -> None:
+    async with serving(tmp_path, adapters=True, admin_key_sha256=sha256("admin")) as server:
+        settings = server.service.config.sources
+        object.__setattr__(settings, "max_adapter_bytes", 10)
+        status, _ = await send(server, "mine/adapter_model.safetensors", b"x" * 11)
+        assert status == 413
+        assert not list((server.roots / ".arriving-mine").iterdir())
+
+
+async def test_only_administrators_send_files(server: Serving) -> None:
+    for headers in ({}, {"authorization": "Bearer other"}):
+        for path in ("mine", "mine/adapter_config.json"):
+            assert (await server.client.post(f"{PATH}/{path}", content=b"{}", headers=headers)).status_code == 403
+    assert list(server.roots.iterdir()) == []

@@ -140,7 +140,10 @@ async def test_files_outside_the_folder_are_not_served(server: Serving) -> None:
 def test_vendored_files_are_those_that_are_recorded() -> None:
     text = (FOLDER / "README.md").read_text()
     recorded = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", text, re.MULTILINE))
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (FOLDER / "vendor").iterdir()}
+    found = {
+        str(path.relative_to(FOLDER / "vendor")): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (FOLDER / "vendor").rglob("*.*")
+    }
     assert found == recorded
 
 

@@ -1,0 +1,104 @@
+"""Routes that take the files of an adapter from an administrator, one after the other, into a local root.
+
+They arrive in a hidden folder, and appear under the adapter's name all at once.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.adapters.sources.base import HEADS, SMALL_NAMES, WEIGHTS
+from lorikeet.router.api.answer_parts import json_response
+from lorikeet.router.api.routes.admin import AdminRoutes
+from lorikeet.router.api.service import Routes, Service
+from lorikeet.router.errors import BodyTooLarge, NotServed, ReloadRefused, ValidationError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_PART = re.compile(r"(adapter_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|README\.md")
+_ARRIVING = ".arriving-{}"
+
+
+class AdapterFileRoutes(Routes):
+    """The handlers; each is for administrators."""
+
+    def __init__(self, service: Service, admin: AdminRoutes) -> None:
+        super().__init__(service)
+        self._admin = admin
+
+    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Handlers of POST by path."""
+        path = "/admin/adapters/files/{name}"
+        return {path: self.complete, f"{path}/{{file}}": self.file}
+
+    async def file(self, request: Request) -> Response:
+        """One file, which is the whole body. One that arrived earlier is replaced."""
+        self._admin.check(request)
+        name, file = self._name(request), request.path_params["file"]
+        if file not in {*SMALL_NAMES, *WEIGHTS, *HEADS} and not _PART.fullmatch(file):
+            raise ValidationError(f"{file[:80]!r} is no file of an adapter", "file")
+        folder = self._root() / _ARRIVING.format(name)
+        with _writing():
+            folder.mkdir(exist_ok=True)
+            await self._receive(request, folder / file)
+        return Response(status_code=204)
+
+    async def complete(self, request: Request) -> Response:
+        """All files have arrived: the folder gets the adapter's name. 409 where there is one of that name."""
+        self._admin.check(request)
+        name, root = self._name(request), self._root()
+        arrived, folder = root / _ARRIVING.format(name), root / name
+        with _writing():
+            await asyncio.to_thread(_appear, arrived, folder)
+        return json_response({"path": str(folder)})
+
+    async def _receive(self, request: Request, path: Path) -> None:
+        """Write the body; nothing is left of one that is too large or breaks off. Raises OSError or BodyTooLarge."""
+        limit, size = self._service.config.sources.max_adapter_bytes, 0
+        try:
+            with path.open("wb") as opened:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise BodyTooLarge()
+                    await asyncio.to_thread(opened.write, part)
+        except BaseException:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            raise
+
+    def _name(self, request: Request) -> str:
+        name: str = request.path_params["name"]
+        if not _NAME.fullmatch(name):
+            raise ValidationError("the name must have letters, digits, `.`, `_` or `-`, at most 96", "name")
+        return name
+
+    def _root(self) -> Path:
+        roots = self._service.config.sources.local_roots
+        if not roots:
+            raise NotServed("/admin/adapters/files", "start the server with --local-adapter-root FOLDER")
+        return Path(os.path.realpath(roots[0]))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Raises ReloadRefused where the root cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ReloadRefused(f"the folder of adapters cannot be written: {error.strerror}") from None
+
+
+def _appear(arrived: Path, folder: Path) -> None:
+    """Rename the folder of files that have arrived. Raises ValidationError, ReloadRefused or OSError."""
+    if not arrived.is_dir():
+        raise ValidationError(f"no file of {folder.name!r} has arrived", "name")
+    if folder.exists():
+        shutil.rmtree(arrived)
+        raise ReloadRefused(f"there is a folder {folder.name!r} already: choose another name")
+    arrived.rename(folder)
