@@ -35,6 +35,7 @@ from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 
 _Route = Callable[[Request], Coroutine[Any, Any, Response]]
+_RESPONSE = "/v1/responses/{response_id}"
 _STREAM = "/v1/streams/{stream_id}"
 
 
@@ -126,8 +127,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/api-doc/openapi.json": _show_document,
         "/v1/models": information.models,
         "/v1/models/{model_id:any}": information.model,
-        "/v1/responses/{response_id}": responses.missing,
-        "/v1/responses/{response_id}/input_items": responses.missing,
+        **dict.fromkeys((_RESPONSE, f"{_RESPONSE}/input_items"), responses.missing),
         "/admin/adapters": admin.listing,
         "/admin/learning": admin.learning,
     }
@@ -147,7 +147,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/chat_tokenize": tokens.chat_tokenize,
         "/detokenize": tokens.detokenize,
         "/v1/responses/input_tokens": responses.count,
-        "/v1/responses/{response_id}/cancel": responses.missing,
+        f"{_RESPONSE}/cancel": responses.missing,
         "/v1/messages/count_tokens": messages.count,
     }
     read |= {
@@ -159,7 +159,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     delete = {
         "/admin/learning": admin.purge_learning,
         "/v1/models/{model_id:any}": admin.delete_model,
-        "/v1/responses/{response_id}": responses.missing,
+        _RESPONSE: responses.missing,
         "/adapters/{adapter_name:any}": admin.unload_sagemaker_adapter,
         _STREAM: information.cancel_stream,
     }

@@ -21,7 +21,7 @@ def test_the_first_view_is_small_and_from_this_server(browser: Any, server: Serv
     page = context.new_page()
     sizes: dict[str, int] = {}
     responses: list[Any] = []
-    page.on("response", responses.append)
+    page.on("response", lambda response: responses.append(response))  # noqa: PLW0108 - playwright marks functions
     page.goto(server.url)
     page.wait_for_selector("[data-ready]")
     page.wait_for_load_state("networkidle")

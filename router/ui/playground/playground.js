@@ -12,7 +12,6 @@ import { Autosave } from "./autosave.js";
 import { messagesOf, sidesWithCalls, upgrade } from "./conversation.js";
 import { apply, comparison, examplesOf, introduction } from "./examples.js";
 import { HistoryPanel } from "./history.js";
-import { Picker } from "./picker.js";
 import { SettingsPanel, defaults } from "./settings.js";
 
 const CURRENT = "lorikeet-conversation";
@@ -31,7 +30,6 @@ export class Playground {
     this.followed = new WeakSet(); // answers whose streams this page reads
     this.autosave = new Autosave();
     this.side = 0;
-    this.picker = new Picker(capabilities, (id, source) => this.#pick(id, source), askKey);
     this.settings = new SettingsPanel(capabilities, () => this.#save());
     this.history = new HistoryPanel({ open: (id) => this.#load(id), begin: () => this.#begin(), removed: (id) => this.#removed(id), renamed: (id, title) => this.#renamed(id, title) });
     conversations.append(this.history.element);
@@ -210,9 +208,10 @@ export class Playground {
     this.#save();
   }
 
-  #choose(side) {
+  async #choose(side) {
     this.side = side;
-    this.picker.open(this.#current().adapter);
+    this.loadingPicker ||= import("./picker.js").then(({ Picker }) => new Picker(this.capabilities, (id, source) => this.#pick(id, source), this.askKey));
+    (await this.loadingPicker).open(this.#current().adapter);
   }
 
   #pick(id, source) {
