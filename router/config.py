@@ -94,6 +94,8 @@ class RouterConfig(ConfigFile):
     loader_address: str | None = None
     """Unix socket of the adapter loader; None serves the base model only."""
     sources: SourceSettings = field(default_factory=SourceSettings)
+    allow_base_model_name: bool = False
+    """Whether administrators may give an adapter a name of the base model, which then names the adapter."""
     s3_prefixes: tuple[str, ...] | None = None
     """Buckets and folders of the source `s3` that callers may name; None is any. Aliases may be anywhere."""
     adapter_id: str | None = None

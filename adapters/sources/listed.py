@@ -186,6 +186,13 @@ class LocalSource(ListedSource):
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
         return _no_folder(ref.id)
 
+    def has(self, name: str) -> bool:
+        """Whether a folder of that name lies directly below a root. Blocks."""
+        try:
+            return "/" not in name and bool(self._folder(name))
+        except (AdapterNotFound, OSError, ValueError):
+            return False
+
     def _listed(self, id: str) -> dict[str, ListedFile]:
         """The plain files of the folder that `id` names, by name, with their real paths."""
         files = {}

@@ -263,6 +263,11 @@ _ADAPTERS: dict[str, tuple[Flag, ...]] = {
             " local adapters by all bytes of their files", SWITCH, False, ROUTER, new=True,
         ),
         Flag(
+            "allow-base-model-name",
+            "administrators may give an adapter a name of the base model, which requests get in its place", SWITCH,
+            False, ROUTER, new=True,
+        ),
+        Flag(
             "no-adapter-downloads",
             "requests may name adapters of local folders only, besides those that a flag or the file names", SWITCH,
             False, ROUTER, new=True,

@@ -6,7 +6,7 @@ Holds aliases and their problems. A reload takes the whole new file or changes n
 import difflib
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lorikeet.adapters import refs
@@ -89,15 +89,16 @@ class Directory:
         wrong = self._wrong.get(alias)
         return wrong[1] if wrong is not None and wrong[0] == entry else ""
 
-    def nearest(self, name: str, may_see: Callable[[CatalogueEntry], bool]) -> list[str]:
-        """Aliases that are served and spelled like `name`, the nearest first."""
+    def nearest(self, name: str, may_see: Callable[[CatalogueEntry], bool], others: Iterable[str] = ()) -> list[str]:
+        """Aliases that are served, and names of `others`, that are spelled like `name`, the nearest first."""
         first = name[:1].casefold()
         alike = (
             alias
             for alias, entry in self._entries.items()
             if (alias[:1].casefold() == first or name in alias) and may_see(entry) and not self.problem(alias)
         )
-        likely = sorted(alike, key=lambda alias: abs(len(alias) - len(name)))[:_MAX_COMPARED]
+        known = {*alike, *(other for other in others if other[:1].casefold() == first or name in other)}
+        likely = sorted(known, key=lambda alias: abs(len(alias) - len(name)))[:_MAX_COMPARED]
         return difflib.get_close_matches(name[:_MAX_COMPARED_CHARS], likely, n=3, cutoff=0.5)
 
     def entries(self) -> Iterator[CatalogueEntry]:

@@ -6,6 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry, Version
@@ -14,7 +15,7 @@ from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Ref, Source
 from lorikeet.adapters.sources.base import Resolved
 from lorikeet.adapters.sources.listed import is_below
-from lorikeet.adapters.sources.registry import Rights, Sources
+from lorikeet.adapters.sources.registry import LOOKUP_S, Rights, Sources
 from lorikeet.router.adapters.directory import Directory, Listed
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ModelNotFound, UnsupportedField, ValidationError, adapter_problem
@@ -114,10 +115,13 @@ class Selection:
         self.rights = rights
         self.directory = directory
         self.keys = keys
+        self._local_names: dict[str, str] = {}
+        self._local_at = -math.inf
         self.access = AdapterAccess(directory, None if rights is None else rights.sources, config.auth_cache_ttl_s)
 
     async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
         """None for the base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
+        fields = replace(fields, name=self.without_base(fields.name))
         if fields.merge is None and self.is_base(fields.name):
             return None
         if self.rights is None:
@@ -151,7 +155,16 @@ class Selection:
         """Whether the name stands for the base model."""
         if not name:
             return self.directory.default is None or self.directory.default_heads is not None
-        return name in self._config.model_names or name in BASE_NAMES
+        if name in self._config.model_names:
+            return self.directory.find(name) is None
+        return name in BASE_NAMES
+
+    def without_base(self, name: str | None) -> str | None:
+        """SGLang's `base:adapter` without the base; any other name as it is."""
+        if name is None or ":" not in name or self.directory.find(name) is not None:
+            return name
+        names = (name.removeprefix(f"{base}:") for base in self._config.model_names if name.startswith(f"{base}:"))
+        return next(filter(None, names), name)
 
     def entry(self, name: str | None, source: str | None = None) -> CatalogueEntry | None:
         """The operator's entry of that name, if any. A source that is given must be the entry's own."""
@@ -196,11 +209,13 @@ class Selection:
         known = {entry.alias for entry in entries} | {
             version.ref.id for entry in entries for version in entry.versions if version.ref.source is Source.LOCAL
         }
-        names = await asyncio.to_thread(self.rights.sources.local.names)
+        if time.monotonic() - self._local_at >= LOOKUP_S:
+            self._local_at = time.monotonic()
+            self._local_names = await asyncio.to_thread(self.rights.sources.local.names)
         lines = []
-        for name, description in names.items():
+        for name, description in self._local_names.items():
             ref = Ref(Source.LOCAL, name)
-            if name not in known and await self.access.may_open(ref, caller.key):
+            if name not in known and not self.is_base(name) and await self.access.may_open(ref, caller.key):
                 entry = CatalogueEntry(name, (Version(ref, 1.0),), description=description)
                 lines.append(Listed(name, entry, "", 0))
         return lines
@@ -220,7 +235,7 @@ class Selection:
         name = fields.name or self.directory.default or ""
         if fields.source is None and (line := self._unread(name, caller)) is not None:
             raise NotServed(f"{name} is not served: {line.problem}")
-        ref = self._parsed(name, fields.source, caller, fields.is_model, fields.field)
+        ref = await self._parsed(name, fields.source, caller, fields.is_model, fields.field)
         token = self._token(fields, caller)
         resolved = await self._resolved(ref, token, caller)
         return Adapter(str(ref), (resolved.pin,), token=_needed(token, resolved), caller=caller.identity)
@@ -266,17 +281,23 @@ class Selection:
         if entry is not None:
             adapter = await self.named(entry, fields.user or caller.request_id)
             return Resolved(adapter.pins[0], is_public=adapter.token is None), adapter.token
-        resolved = await self._resolved(self._parsed(name, fields.source, caller, is_model=False), token, caller)
+        ref = await self._parsed(name, fields.source, caller, is_model=False)
+        resolved = await self._resolved(ref, token, caller)
         return resolved, _needed(token, resolved)
 
-    def _parsed(
+    async def _parsed(
         self, name: str, source_name: str | None, caller: Caller, is_model: bool, field: str = "adapter_id"
     ) -> Ref:
-        """`source_name`: the request's source, if any. Raises AdapterNotFound for a name that can only be an alias."""
+        """`source_name`: the request's source, if any. Without one, a folder directly below a local root precedes the
+        hub. Raises AdapterNotFound for a name that can only be an alias.
+        """
         is_hubs = name.startswith(refs.HUB_PREFIX) and source_name in (None, Source.HUB)
         source = Source.HUB if is_hubs else self.source(source_name)
+        if source_name is None and source is Source.HUB and not is_hubs and await self._is_local(name, caller):
+            source = Source.LOCAL
         if source is Source.HUB and not is_hubs and refs.is_plain(name):
-            nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key))
+            others = [line.alias for line in await self.below_roots(caller)]
+            nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key), others)
             hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
             shown = name[:256]
             raise AdapterNotFound(f"there is no adapter {shown!r}{hint}. The hub's own is {refs.HUB_PREFIX}{shown}")
@@ -286,6 +307,12 @@ class Selection:
             if is_model:
                 raise ModelNotFound(name[:256], str(error)) from None
             raise ValidationError(str(error), field) from None
+
+    async def _is_local(self, name: str, caller: Caller) -> bool:
+        """Whether a folder of that name lies directly below a local root, as far as the caller may know."""
+        assert self.rights is not None
+        is_there = await asyncio.to_thread(self.rights.sources.local.has, name)
+        return is_there and await self.access.may_open(Ref(Source.LOCAL, name), caller.key)
 
     async def _resolved(self, ref: Ref, token: str | None, caller: Caller) -> Resolved:
         """What a name that is not the operator's is for the caller. Raises AdapterError."""

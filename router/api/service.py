@@ -119,7 +119,9 @@ class Service:
 
     def _defaults(self, caller: Caller, name: Any, fields: dict[str, Any]) -> dict[str, Any]:
         source = fields.get("adapter_source")
-        if not isinstance(name, str | None) or not isinstance(source, str | None) or self.selection.is_base(name):
+        if not isinstance(name, str | None) or not isinstance(source, str | None):
+            return {}
+        if self.selection.is_base(name := self.selection.without_base(name)):
             return {}
         entry = self.selection.usable(name, source, caller)
         defaults = {} if entry is None else dict(entry.parameters)

@@ -1,5 +1,6 @@
 """Adapter fields of a request: name, source, token, and merged adapters."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ _UNEQUAL = "number of adapter IDs must match number of adapter weights"
 
 BASE_NAMES = ("__base_model__",)
 """Adapter names that stand for the base model, in addition to its id."""
+OTHER_SERVERS = Rejected("is not supported by this server: use `adapter_id`", ("", [], {}, False))
 MAX_TOKEN = 4096
 """Characters of a source's token; those of the Hugging Face hub have 37."""
 
@@ -97,6 +99,13 @@ class MergedAdapters(Body):
         return MergeFields(tuple(self.ids), merging)
 
 
+class LoraScale(Body):
+    """One adapter of llama.cpp's `lora`."""
+
+    id: Annotated[str, Field(min_length=1)] = Field(description="The adapter's name; llama.cpp's numbers are not known")
+    scale: F32 = Field(1.0, description="Its weight")
+
+
 class AdapterGroup(Body):
     """The fields that name an adapter."""
 
@@ -108,25 +117,40 @@ class AdapterGroup(Body):
         None, repr=False, description="The source's token; default: that of the Authorization header"
     )
     merged_adapters: MergedAdapters | None = None
+    lora: Annotated[list[LoraScale], fail_fast, Field(max_length=MAX_MERGED)] | None = Field(
+        None, description="llama.cpp's: the sum of these adapters, `merged_adapters` with the strategy `cat`"
+    )
 
-    def merge(self) -> MergeFields | None:
-        """The merged adapters, if any. Raises ValidationError."""
-        return None if self.merged_adapters is None else self.merged_adapters.merge(self.adapter_id)
+    def unsupported(self) -> Iterator[tuple[str, Rejected]]:
+        """Other servers' fields for adapters too: ignored, the base model would answer."""
+        yield from super().unsupported()
+        for name, value in (self.model_extra or {}).items():
+            if name.lower().startswith("lora") and name not in self.rejected and OTHER_SERVERS.asks(value):
+                yield name, OTHER_SERVERS
+
+    def merge(self, name: str | None) -> MergeFields | None:
+        """The merged adapters, if any; `name` is that of one adapter. Raises ValidationError."""
+        if not (scaled := [adapter for adapter in self.lora or () if adapter.scale]):
+            return None if self.merged_adapters is None else self.merged_adapters.merge(name)
+        if name is not None or self.merged_adapters is not None:
+            raise ValidationError("at most one of `adapter_id`, `merged_adapters` or `lora` may be provided", "lora")
+        weights = tuple(adapter.scale for adapter in scaled)
+        return MergeFields(tuple(adapter.id for adapter in scaled), Merging(weights, "cat", None, "total"))
 
     def adapter(self) -> AdapterFields:
         """The adapter by LoRAX's fields. Raises ValidationError."""
-        return AdapterFields(self.adapter_id, self.adapter_source, self.api_token, self.merge())
+        return AdapterFields(self.adapter_id, self.adapter_source, self.api_token, self.merge(self.adapter_id))
 
     def adapter_or(self, model: str, base_names: tuple[str, ...], user: str | None) -> AdapterFields:
         """The adapter by LoRAX's fields if they are set, else by OpenAI's `model`. Raises ValidationError where two
         different ones are named; `base_names` are those of the base model.
         """
         name = self.adapter_id or None
-        merge = None if self.merged_adapters is None else self.merged_adapters.merge(name)
+        merge = self.merge(name)
         if not name and merge is None:
             return AdapterFields(model, self.adapter_source, self.api_token, is_model=True, user=user)
         if model not in ("", name, *base_names, *BASE_NAMES):
-            field_name = "merged_adapters" if merge is not None else "adapter_id"
+            field_name = "adapter_id" if merge is None else "merged_adapters" if self.merged_adapters else "lora"
             raise ValidationError(f"`model` must be the base model, since `{field_name}` names the adapter", "model")
         return AdapterFields(name, self.adapter_source, self.api_token, merge, user=user)
 
@@ -135,9 +159,7 @@ class GeneratingAdapterGroup(AdapterGroup):
     """The fields that name the adapters of an output."""
 
     heads_id: str | None = Field(None, description="An adapter whose Medusa heads are used; named like `adapter_id`")
-    adapter_name = adapter_parameters = lora_path = Rejected(
-        "is not supported by this server: use `adapter_id`", ("", [], {}, False)
-    )
+    adapter_name = adapter_parameters = lora_path = OTHER_SERVERS
 
     def heads(self) -> AdapterFields:
         """The adapter of `heads_id`; source and token are the adapter's."""

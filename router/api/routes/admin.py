@@ -128,8 +128,11 @@ class AdminRoutes(Routes):
         name, path = body.lora_name, body.lora_path
         if not name or not path:
             raise ValidationError("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
-        if name in (*self._service.config.model_names, *BASE_NAMES):
-            raise ValidationError(f"`lora_name` must not be a name of the base model. Given: {name[:256]}", "lora_name")
+        if name in BASE_NAMES or (
+            name in self._service.config.model_names and not self._service.config.allow_base_model_name
+        ):
+            problem = f"`lora_name` must not be a name of the base model without --allow-base-model-name: {name[:256]}"
+            raise ValidationError(problem, "lora_name")
         try:
             refs.check_alias(name)
         except ValueError as error:
@@ -157,7 +160,7 @@ class AdminRoutes(Routes):
         """OpenAI's route: the same for the name in the path."""
         self.check(request)
         name = request.path_params["model_id"]
-        if name in (*self._service.config.model_names, *BASE_NAMES):
+        if self._service.selection.is_base(name):
             raise ValidationError("the base model cannot be deleted", "model")
         await self._remove(name, ModelNotFound(name[:256]))
         return json_response({"id": name, "object": "model", "deleted": True})

@@ -32,6 +32,7 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, OutOfRange, Trimmed
 from lorikeet.router.metrics.groups import MayName, everything
+from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.usage_log import shown_url
 
@@ -204,8 +205,7 @@ class InformationRoutes(Routes):
         caller = self._service.caller(request)
         admission = self._service.dispatcher.admission
         digests = {} if admission is None else admission.loading.digests_by_name()
-        shown = [self._adapter(line, digests) for line in self._service.selection.listed(caller)]
-        shown += [self._adapter(line, digests) for line in await self._service.selection.below_roots(caller)]
+        shown = [self._adapter(line, digests) for line in await self._listed(caller)]
         names = self._service.config.served_model_names or (self._service.config.model_id,)
         return json_response({"object": "list", "data": [*map(self._model, names), *shown]})
 
@@ -214,10 +214,15 @@ class InformationRoutes(Routes):
         if model_id in self._service.config.model_names:
             return json_response(self._model(model_id))
         caller = self._service.caller(request)
-        for line in self._service.selection.listed(caller):
+        for line in await self._listed(caller):
             if line.alias == model_id:
                 return json_response(self._adapter(line, self._service.admission.loading.digests_by_name()))
         raise ModelNotFound(model_id[:256])
+
+    async def _listed(self, caller: Caller) -> list[Listed]:
+        """The operator's entries, then adapters below the local roots."""
+        selection = self._service.selection
+        return [*selection.listed(caller), *await selection.below_roots(caller)]
 
     def _adapter(self, line: Listed, digests: Mapping[str, set[str]]) -> dict[str, Any]:
         """In vLLM's format, with the reason why it is not served, if any; `digests` are those of known contents."""

@@ -1,0 +1,112 @@
+"""Names of adapters: folders of the local roots, other servers' forms, and the base model's own name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.adapters.keys import sha256
+from tests.router.api.routes.test_adapters import body
+from tests.router.api.routes.test_catalogue import KEYS, bearer, made, open_keys, write
+from tests.router.serving import MODEL_ID, serving
+
+pytestmark = pytest.mark.anyio
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+async def ids(server: Any, headers: dict[str, str] | None = None) -> list[str]:
+    listed = (await server.client.get("/v1/models", headers=headers)).json()["data"]
+    return [model["id"] for model in listed]
+
+
+async def test_a_folder_of_a_local_root_is_found_by_its_name(tmp_path: Path) -> None:
+    made(tmp_path, "support", "triage")
+    (tmp_path / "roots" / "notes").mkdir()
+    async with serving(tmp_path, adapters=True, adapter_source="hub") as server:
+        for route in ROUTES:
+            response = await server.client.post(route, json=body(route, "support"))
+            assert response.status_code == 200, response.text
+            assert response.headers["x-adapter-source"] == "local" and response.headers["x-adapter-id"] == "support"
+        assert await ids(server) == [MODEL_ID, "support", "triage"]
+        one = (await server.client.get("/v1/models/triage")).json()
+        assert (one["root"], one["adapter_source"], one["problem"]) == ("triage", "local", None)
+        response = await server.client.post("/generate", json=body("/generate", "suport"))
+        assert response.status_code == 404 and "the nearest names are support." in response.text
+        response = await server.client.post("/generate", json=body("/generate", "support", adapter_source="hub"))
+        assert response.status_code != 200
+
+
+async def test_a_closed_folder_has_no_name_for_others(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    made(tmp_path, "secret", "open")
+    path = write(tmp_path, "sales: {source: local, id: secret, keys: [team-a]}\n")
+    fields = {**open_keys(tmp_path), "catalogue_path": path}
+    async with serving(tmp_path, adapters=True, adapter_source="hub", **fields) as server:
+        assert await ids(server) == [MODEL_ID, "open"]
+        assert await ids(server, bearer("secret a")) == [MODEL_ID, "sales", "open"]
+        closed = await server.client.post("/generate", json=body("/generate", "secret"))
+        absent = await server.client.post("/generate", json=body("/generate", "sacred"))
+        assert closed.status_code == absent.status_code == 404
+        assert closed.text.replace("secret", "sacred") == absent.text
+        own = await server.client.post("/generate", json=body("/generate", "secret"), headers=bearer("secret a"))
+        assert own.status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES[1:])
+async def test_sglangs_form_of_a_name_is_understood(route: str, tmp_path: Path) -> None:
+    made(tmp_path, "support")
+    path = write(tmp_path, "help: {source: local, id: support, parameters: {max_new_tokens: 3}}")
+    async with serving(tmp_path, adapters=True, adapter_source="hub", catalogue_path=path) as server:
+        for name in ("support", "help"):
+            request = {**body(route, f"{MODEL_ID}:{name}")}
+            response = await server.client.post(route, json=request)
+            assert response.status_code == 200 and response.headers["x-adapter-id"] == name, response.text
+        response = await server.client.post(route, json=body(route, f"{MODEL_ID}:absent"))
+        assert response.status_code == 404
+
+
+@pytest.mark.parametrize("field", ["lora_request", "lora_adapter", "lora_name", "LoRA"])
+@pytest.mark.parametrize("route", ROUTES[1:])
+async def test_other_fields_for_adapters_are_rejected_with_their_name(route: str, field: str, tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True) as server:
+        response = await server.client.post(route, json={**body(route, MODEL_ID), field: "support"})
+        assert response.status_code in (400, 422) and field in response.text and "adapter_id" in response.text
+        response = await server.client.post(route, json={**body(route, MODEL_ID), field: None})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES[1:])
+async def test_llama_cpps_scales_are_a_sum_of_adapters(route: str, tmp_path: Path) -> None:
+    made(tmp_path, "one", "two")
+    async with serving(tmp_path, adapters=True) as server:
+        scaled = [{"id": "one", "scale": 0.5}, {"id": "two", "scale": 2}, {"id": "off", "scale": 0}]
+        response = await server.client.post(route, json={**body(route, MODEL_ID), "lora": scaled})
+        assert response.status_code == 200, response.text
+        merge = server.loader.asked[-1]["merge"]
+        assert [pin["id"] for pin in merge["pins"]] == ["one", "two"]
+        assert (merge["weights"], merge["strategy"]) == ([0.5, 2.0], "cat")
+        response = await server.client.post(route, json={**body(route, MODEL_ID), "lora": []})
+        assert response.status_code == 200 and "x-adapter-id" not in response.headers
+        both = {**body(route, MODEL_ID), "lora": scaled, "adapter_id": "one"}
+        response = await server.client.post(route, json=both)
+        assert response.status_code in (400, 422) and "`lora`" in response.text
+        response = await server.client.post(route, json={**body(route, MODEL_ID), "lora": [{"id": 0}]})
+        assert response.status_code in (400, 422) and "lora" in response.text
+
+
+async def test_the_base_models_name_may_be_an_adapters_if_the_operator_allows_it(tmp_path: Path) -> None:
+    made(tmp_path, "trained")
+    load = {"lora_name": MODEL_ID, "lora_path": "trained"}
+    admin = {"admin_key_sha256": sha256("admin")}
+    async with serving(tmp_path, adapters=True, **admin) as server:
+        response = await server.client.post("/v1/load_lora_adapter", json=load, headers=bearer("admin"))
+        assert response.status_code in (400, 422) and "--allow-base-model-name" in response.text
+    async with serving(tmp_path, adapters=True, allow_base_model_name=True, **admin) as server:
+        route = "/v1/completions"
+        assert "x-adapter-id" not in (await server.client.post(route, json=body(route, MODEL_ID))).headers
+        response = await server.client.post("/v1/load_lora_adapter", json=load, headers=bearer("admin"))
+        assert response.status_code == 200, response.text
+        assert (await server.client.post(route, json=body(route, MODEL_ID))).headers["x-adapter-id"] == MODEL_ID
+        assert "x-adapter-id" not in (await server.client.post(route, json=body(route, "__base_model__"))).headers
+        server.service.selection.directory.remove(MODEL_ID)
+        assert "x-adapter-id" not in (await server.client.post(route, json=body(route, MODEL_ID))).headers
