@@ -20,6 +20,7 @@ from lorikeet.launcher.processes import download as models
 from lorikeet.launcher.processes import serving
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto import logs
+from lorikeet.proto.preload import Preload
 from lorikeet.proto.process import raise_file_limit
 from lorikeet.proto.version import version
 
@@ -64,9 +65,13 @@ def _run(read: Settings) -> int:
     for event, sentence in warnings:
         log.warning("%s: %s", event, sentence)
     raise_file_limit()
-    pid_file = None if read["print-config"] or read["download-only"] else read["pid-file"]
-    with Signals().caught() as signals, _pid_file(pid_file), _private_folder(read) as folder:
-        plan = _plan(read, (device, num_ranks), folder, signals)
+    serves = not (read["print-config"] or read["download-only"])
+    pid_file = read["pid-file"] if serves else None
+    with Signals().caught() as signals, _pid_file(pid_file), _private_folder(read) as folder, ExitStack() as stack:
+        preload = serving.preload(read, folder) if serves else None
+        if preload is not None:
+            stack.callback(preload.end)
+        plan = _plan(read, (device, num_ranks), folder, signals, preload)
         if plan is None:
             log.info("launcher_ended: ended before the model was fetched")
             return Exit.OK
@@ -94,11 +99,13 @@ def _device(read: Settings) -> tuple[str, int]:
     return device, num_ranks
 
 
-def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals) -> serving.ServerPlan | None:
+def _plan(
+    read: Settings, where: tuple[str, int], folder: Path, signals: Signals, preload: Preload | None
+) -> serving.ServerPlan | None:
     """Everything that must be known before a process starts; None if a signal arrived first."""
     destinations = rules.usage_destinations(read, os.environ)
     use = model.Use.of(read, where[1])
-    folders = models.collect(read, folder, signals, use)
+    folders = models.collect(read, folder, signals, use, preload)
     if folders is None:
         return None
     base = folders.base
@@ -119,7 +126,7 @@ def _plan(read: Settings, where: tuple[str, int], folder: Path, signals: Signals
     device, num_ranks = where
     task = "" if pooled is None else pooled.task
     common = (complete, base, device, folder, version(), sources)
-    return serving.ServerPlan(*common, folders.draft, destinations, num_ranks, task)
+    return serving.ServerPlan(*common, folders.draft, destinations, num_ranks, task, preload)
 
 
 @contextmanager

@@ -47,5 +47,7 @@ class LoaderConfig(ConfigFile):
     log_level: str = "info"
     failure_file: str | None = None
     """File for the reason of a failure; without one it is logged."""
+    preload: str | None = None
+    """Socket of the process that has imported what workers need; None starts one alone."""
     parent_pid: int | None = None
     """The loader ends when this process is gone."""

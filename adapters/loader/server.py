@@ -36,11 +36,59 @@ class Cancelled(LoaderFailed):
     status = 499
 
 
+class Loading:
+    """The jobs and their store, from the first call on: what reads adapters takes seconds and memory to start."""
+
+    def __init__(self, config: LoaderConfig, config_path: Path) -> None:
+        self._config = config
+        self._fork_server = WorkerForkServer(config_path, config.preload)
+        self._sources = Sources(config.sources)
+        self._opening: asyncio.Task[tuple[Jobs, Store]] | None = None
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """How the process that reads adapters has ended."""
+        self._watch: asyncio.Task[None] | None = None
+
+    async def open(self) -> tuple[Jobs, Store]:
+        """Start what reads adapters, unless it runs. Raises LoaderFailed for a base that cannot be read."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._opened())
+        try:
+            return await asyncio.shield(self._opening)
+        except (ValueError, OSError) as error:
+            self._opening = None  # the next caller tries again
+            raise LoaderFailed(f"no adapter can be read: {error}", status=503, retry_after=5.0) from None
+
+    async def _opened(self) -> tuple[Jobs, Store]:
+        config = self._config
+        store = Store(config.adapter_store, config.store_bytes, await self._fork_server.base_key())
+        await asyncio.to_thread(store.sweep)
+        max_conversions = config.max_conversions or min(MAX_CONVERSIONS, usable_cores())
+        jobs = Jobs(store, self._fork_server, self._sources, config.max_fetches, max_conversions)
+        self._watch = asyncio.create_task(self._wait_for_end())
+        log.info("loader_started", store=config.adapter_store)
+        return jobs, store
+
+    async def _wait_for_end(self) -> None:
+        self.ended.set_result(await self._fork_server.ended())
+
+    async def close(self) -> None:
+        """Stop all jobs."""
+        if self._opening is not None and not self._opening.cancel() and not self._opening.exception():
+            await self._opening.result()[0].end()
+        await self._sources.close()
+
+    def kill(self) -> None:
+        """End what reads adapters."""
+        self._fork_server.close()
+
+
 class Connection:
     """One caller."""
 
-    def __init__(self, jobs: Jobs, store: Store, writer: asyncio.StreamWriter) -> None:
-        self._jobs, self._store, self._writer = jobs, store, writer
+    def __init__(self, loading: Loading, writer: asyncio.StreamWriter) -> None:
+        self._loading, self._writer = loading, writer
+        self._jobs: Jobs | None = None
+        """None until they were opened."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, LoaderJob] = {}
         self._urgent: set[int] = set()
@@ -74,7 +122,7 @@ class Connection:
             await self._send({"call": number})
         elif "share" in body:
             job = self._running.get(body["share"]) if type(body["share"]) is int else None
-            if job is not None:
+            if job is not None and self._jobs is not None:
                 self._jobs.share(job, str(body.get("caller", "")))
             await self._send({"call": number})
         elif "cancel" in body:
@@ -107,38 +155,40 @@ class Connection:
 
     async def _answer(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
         token, caller = body.get("token"), str(body.get("caller", ""))
+        jobs, store = await self._loading.open()
+        self._jobs = jobs
 
         def on_job(job: LoaderJob) -> None:
             self._running[number] = job
             if number in self._urgent:
-                self._jobs.prioritize(job)
+                jobs.prioritize(job)
 
         if "fetch" in body:
-            return await self._jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job, caller)
+            return await jobs.fetch(Pin.from_dict(body["fetch"]), token, on_job, caller)
         if "merge" in body:
             merge, tokens = Merge.from_dict(body["merge"]), body.get("tokens")
             if tokens is not None and (not isinstance(tokens, list) or len(tokens) != len(merge.pins)):
                 raise ValueError("`tokens` must be a list, one per adapter")
-            return await self._jobs.merge(merge, token, on_job, caller, tokens)
+            return await jobs.merge(merge, token, on_job, caller, tokens)
         if "check" in body:
-            return await self._jobs.check(Pin.from_dict(body["check"]), token)
+            return await jobs.check(Pin.from_dict(body["check"]), token)
         if "forget" in body:
-            return {"forgotten": await asyncio.to_thread(self._store.remove, str(body["forget"]))}
+            return {"forgotten": await asyncio.to_thread(store.remove, str(body["forget"]))}
         if "verify" in body:
-            return {"intact": await self._jobs.verify(str(body["verify"]), again=True)}
+            return {"intact": await jobs.verify(str(body["verify"]), again=True)}
         if "hold" in body:
-            return {"held": self._store.hold(str(body["hold"]))}
+            return {"held": store.hold(str(body["hold"]))}
         if "release" in body:
-            self._store.release(str(body["release"]))
+            store.release(str(body["release"]))
             return {}
         if "stats" in body:
-            return {"stats": self._jobs.stats()}
+            return {"stats": jobs.stats()}
         raise ValueError(f"it has no known operation, only {', '.join(sorted(body))[:80]}")
 
     def _prioritize(self, number: Any) -> None:
         if number in self._calls:
             self._urgent.add(number)
-        if number in self._running:
+        if number in self._running and self._jobs is not None:
             self._jobs.prioritize(self._running[number])
 
     async def _fail(self, number: int | None, message: str, status: int) -> None:
@@ -172,32 +222,23 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     # an interrupt at the terminal reaches all processes, but the parent decides when they end
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
-    fork_server = WorkerForkServer(config_path)
+    loading = Loading(config, config_path)
     try:
-        store = Store(config.adapter_store, config.store_bytes, await fork_server.base_key())
-        await asyncio.to_thread(store.sweep)
-        sources = Sources(config.sources)
-        max_conversions = config.max_conversions or min(MAX_CONVERSIONS, usable_cores())
-        jobs = Jobs(store, fork_server, sources, config.max_fetches, max_conversions)
-        server = await _listen(config, jobs, store)
-        log.info("loader_started", store=config.adapter_store)
-        watch = asyncio.create_task(fork_server.ended())
-        stop = asyncio.create_task(ended.wait())
-        await asyncio.wait({watch, stop}, return_when=asyncio.FIRST_COMPLETED)
+        server = await _listen(config, loading)
+        stop: asyncio.Future[Any] = asyncio.create_task(ended.wait())
+        await asyncio.wait({loading.ended, stop}, return_when=asyncio.FIRST_COMPLETED)
         server.close()
-        await jobs.end()
-        await sources.close()
+        await loading.close()
         if not ended.is_set():
-            raise ValueError(f"the process that reads adapters ended with {watch.result()}")
-        watch.cancel()
+            raise ValueError(f"the process that reads adapters ended with {loading.ended.result()}")
     finally:
-        fork_server.close()
+        loading.kill()
 
 
-async def _listen(config: LoaderConfig, jobs: Jobs, store: Store) -> asyncio.Server:
+async def _listen(config: LoaderConfig, loading: Loading) -> asyncio.Server:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # the loader ends
-            await Connection(jobs, store, writer).serve(reader)
+            await Connection(loading, writer).serve(reader)
 
     umask = os.umask(0o177)
     try:

@@ -19,7 +19,8 @@ from typing import Any
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, LoaderFailed, from_dict
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs, process
-from lorikeet.proto.process import Forked, ProcessEnded, answer, end_with_parent, lower_priority, serve_forks
+from lorikeet.proto.children import Forked, ForkServer, ProcessEnded, answer, serve_forks
+from lorikeet.proto.process import end_with_parent, lower_priority
 
 MAX_LINE_BYTES = 4 << 20
 NICENESS = 9
@@ -97,12 +98,13 @@ class Worker(Forked):
             await self.status()
 
 
-class WorkerForkServer(process.ForkServer):
+class WorkerForkServer(ForkServer):
     """The process that forks workers."""
 
-    def __init__(self, config_path: Path) -> None:
+    def __init__(self, config_path: Path, preload: str | None = None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        super().__init__("lorikeet.adapters.loader.workers", str(config_path), start_s=_STARTING_S, env=environment)
+        module = "lorikeet.adapters.loader.workers"
+        super().__init__(module, str(config_path), start_s=_STARTING_S, preload=preload, env=environment)
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end the workers of cancelled callers."""
 

@@ -11,7 +11,8 @@ from lorikeet.launcher.cli.client import Client
 from lorikeet.launcher.config.flag import FlagKind
 from lorikeet.launcher.config.flags import FLAGS, FORMER_NAMES
 from lorikeet.launcher.processes.supervisor import Address
-from lorikeet.proto.process import Child, environment_of_children, free_port
+from lorikeet.proto.children import Child
+from lorikeet.proto.process import environment_of_children, free_port
 
 _POLL_S = 0.05
 _GRACE_S = 20.0

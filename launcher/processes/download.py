@@ -21,8 +21,10 @@ from lorikeet.launcher.models import adapters, demo, model
 from lorikeet.launcher.models.model import TOKEN_VARIABLES, DemoModel, GgufModel, ModelFolder, Use
 from lorikeet.launcher.processes.supervisor import Signals
 from lorikeet.proto import logs
+from lorikeet.proto.children import Child
 from lorikeet.proto.config_file import ConfigFile
-from lorikeet.proto.process import Child, environment_of_children
+from lorikeet.proto.preload import Preload
+from lorikeet.proto.process import environment_of_children
 from lorikeet.proto.quantization import reason_against
 
 
@@ -38,14 +40,16 @@ class _Interrupted(Exception):
     """A signal arrived before everything was fetched."""
 
 
-def collect(settings: Settings, folder: Path, signals: Signals, use: Use) -> Models | None:
+def collect(
+    settings: Settings, folder: Path, signals: Signals, use: Use, preload: Preload | None = None
+) -> Models | None:
     """The models of the settings, downloaded if necessary; None if a signal arrived first.
 
     `folder` is this run's private one; `use` is that of the base model. Raises LauncherError, also if the draft model
     has another vocabulary.
     """
     weights = not settings["print-config"]
-    downloads = _Downloads(settings, folder, signals)
+    downloads = _Downloads(settings, folder, signals, preload)
     try:
         base = downloads.get("base", model.named(settings), weights and settings["weights-cache-override"] is None, use)
         if settings["draft-model-id"] is None:
@@ -75,6 +79,8 @@ class _Downloads:
     settings: Settings
     folder: Path
     signals: Signals
+    preload: Preload | None = None
+    """Forks what reads a .gguf file."""
 
     def get(self, role: str, named: Ref | ModelFolder | GgufModel | DemoModel, weights: bool, use: Use) -> ModelFolder:
         """The folder of `named`. Raises LauncherError or _Interrupted."""
@@ -160,7 +166,7 @@ class _Downloads:
         }
         path = self.folder / f"gguf-{role}.json"
         path.write_text(json.dumps(request))
-        ending = self._run("reading the .gguf file", "lorikeet.shard.model.gguf.folder", path)
+        ending = self._run("reading the .gguf file", "lorikeet.shard.model.gguf.folder", path, self.preload)
         if not answer.is_file():
             raise LauncherError(Exit.DOWNLOAD_ERROR, ending)
         result = json.loads(answer.read_text())
@@ -168,9 +174,9 @@ class _Downloads:
             refuse(result["error"])
         return ModelFolder(result["id"], Path(result["path"]), is_local=True)
 
-    def _run(self, name: str, module: str, request: Path) -> str:
+    def _run(self, name: str, module: str, request: Path, preload: Preload | None = None) -> str:
         """Run a module with a request until it ends. Returns how it ended. Raises _Interrupted."""
-        child = Child(name, module, request, environment_of_children(os.environ))
+        child = Child(name, module, request, environment_of_children(os.environ), preload=preload)
         try:
             while child.exit_code is None:
                 if self.signals.wait(0.05) is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.launcher.processes import serving
-from lorikeet.proto.process import Child, environment_of_children, free_port
+from lorikeet.proto.children import Child
+from lorikeet.proto.process import environment_of_children, free_port
 
 END_S = 8.0
 """Less than the launcher waits for the Ray engine."""

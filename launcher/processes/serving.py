@@ -27,8 +27,10 @@ from lorikeet.launcher.models import adapters, model
 from lorikeet.launcher.models.adapters import AdapterPlan
 from lorikeet.launcher.models.model import MAX_DEFAULT_LEN, ModelFolder
 from lorikeet.launcher.processes.supervisor import Address, Processes, ShardFiles, ShardStart, Signals, Supervisor
+from lorikeet.proto.children import Child
 from lorikeet.proto.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
-from lorikeet.proto.process import Child, environment_of_children, usable_cores
+from lorikeet.proto.preload import Preload, is_possible
+from lorikeet.proto.process import environment_of_children, usable_cores
 from lorikeet.proto.quantization import of_weights
 
 ROWS_PER_REQUEST, MAX_ROWS = 4, 512
@@ -53,6 +55,8 @@ class ServerPlan:
     """Tensor-parallel ranks of each shard."""
     task: str = ""
     """What a model without text does, as in lorikeet/proto/pooling.py; "" for one that generates."""
+    preload: Preload | None = None
+    """The process that forks shards and what reads adapters; None where each starts alone."""
 
     @property
     def loader_address(self) -> str:
@@ -228,6 +232,7 @@ def loader_fields(plan: ServerPlan) -> dict[str, Any]:
         "adapter_store": str(plan.adapters.store),
         "sources": plan.sources,
         "device": plan.device,
+        "preload": None if plan.preload is None else plan.preload.address,
         "failure_file": str(plan.failure_file("loader")),
         "parent_pid": os.getpid(),
     }
@@ -289,6 +294,20 @@ def write_text(path: Path, text: str) -> Path:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     return path
+
+
+PRELOADED = ("lorikeet.shard.startup.serve", "lorikeet.adapters.loader.worker")
+"""What the processes that a server forks need."""
+
+
+def preload(settings: Settings, folder: Path) -> Preload | None:
+    """The process that forks others, which begins to import at once if there will be shards."""
+    if not is_possible() or settings["engine"] == "ray":
+        return None
+    made = Preload(folder, PRELOADED, os.environ)
+    if not settings["shard-address"]:
+        made.start()
+    return made
 
 
 _STORES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -359,7 +378,7 @@ def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Sign
     is_ready = address.is_ready if plan.has_router else plan.shard_files().ready.exists
     if address.scheme == "https":  # the launcher may have no certificate that the router accepts
         is_ready = plan.router_ready_file.exists
-    supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log)
+    supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log, plan.preload)
     signals.reloads = not plan.settings.origins.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
     return supervisor.run(signals, when_ready)
 
@@ -379,7 +398,9 @@ def _shard_starts(plan: ServerPlan) -> list[ShardStart]:
     for index in range(plan.num_replicas):
         path = write(plan.folder / f"shard-{index}.json", shard_fields(plan, index))
         failure = plan.failure_file(f"shard-{index}")
-        start = functools.partial(Child, f"shard {index}", "lorikeet.shard", path, environment, failure_file=failure)
+        start = functools.partial(
+            Child, f"shard {index}", "lorikeet.shard", path, environment, failure_file=failure, preload=plan.preload
+        )
         starts.append(ShardStart(start, plan.shard_files(index)))
     return starts
 

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Self
 
 from lorikeet.launcher.exits import Exit, LauncherError
-from lorikeet.proto.process import Child
+from lorikeet.proto.children import Child
+from lorikeet.proto.preload import Preload, reap_adopted
 
 MAX_EXITS = 5
 DELAYS = (0.0, 0.5, 1.0, 2.0)
@@ -274,12 +275,19 @@ class Supervisor:
     """Shards, a loader and a router as one server."""
 
     def __init__(
-        self, processes: Processes, is_ready: Callable[[], bool], drain_timeout_s: float, log: logging.Logger
+        self,
+        processes: Processes,
+        is_ready: Callable[[], bool],
+        drain_timeout_s: float,
+        log: logging.Logger,
+        preload: Preload | None = None,
     ) -> None:
+        """`preload`: the process that forks some of them."""
         self._processes = processes
         self._is_ready = is_ready
         self._drain_timeout_s = drain_timeout_s
         self._log = log
+        self._preload = preload
         self._shards: list[SupervisedShard] = []
         self._router: SupervisedHelper | None = None
         self._loader: SupervisedHelper | None = None
@@ -417,12 +425,22 @@ class Supervisor:
 
     def _handle_signal(self, signals: Signals) -> None:
         """Wait for a moment. Raises Stop for a signal that ends the server."""
+        if self._preload is not None:
+            self._check_preload(self._preload)
         name = signals.wait(_POLL_S)
         if name is not None:
             raise Stop(name)
         if signals.take(signal.SIGHUP) and self._router is not None:
             self._log.info("files_reloading: SIGHUP: the router reloads its files")
             self._router.child.reload()
+
+    def _check_preload(self, preload: Preload) -> None:
+        """Start it again if it has ended. Raises LauncherError."""
+        reap_adopted([child.pid for child in self._children()])
+        try:
+            preload.check()
+        except RuntimeError as error:
+            raise LauncherError(Exit.SHARD_CANNOT_START, str(error)) from None
 
     def _drain(self, signals: Signals) -> Exit:
         """End the router first: it finishes running requests, which needs the shards."""

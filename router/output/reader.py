@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import orjson
 import structlog
 
-from lorikeet.proto.process import LineProcess, ProcessEnded, limited_environment, python
+from lorikeet.proto.children import LineProcess, ProcessEnded
+from lorikeet.proto.process import limited_environment, python
 from lorikeet.router.output.events import ContentDelta, Event, Finish, FinishKind, ReasoningDelta, whole_call
 from lorikeet.router.requests.request import FinishReason
 from lorikeet.router.text.stop import AnswerFinder, OutputPart, ReasoningSyntax

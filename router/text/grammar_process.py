@@ -21,9 +21,10 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
+from lorikeet.proto.children import answer as send
+from lorikeet.proto.children import serve_forks
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
-from lorikeet.proto.process import answer as send
-from lorikeet.proto.process import end_with_parent, serve_forks
+from lorikeet.proto.process import end_with_parent
 from lorikeet.router.text.json_schemas import enforced
 
 OVERRIDES: Any = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A]{1,2}"}

@@ -19,7 +19,8 @@ from typing import Any
 
 import orjson
 
-from lorikeet.proto.process import Forked, ForkServer, ProcessEnded, limited_environment, lower_priority
+from lorikeet.proto.children import Forked, ForkServer, ProcessEnded
+from lorikeet.proto.process import limited_environment, lower_priority
 from lorikeet.router.errors import Overloaded, ValidationError
 from lorikeet.router.shares import Turns
 from lorikeet.router.text.grammar_process import MAX_ANSWER_BYTES, PROCESSOR_S
@@ -72,8 +73,8 @@ class Checkers(ForkServer):
     """Forks checkers. Its own process starts with the first one, and again if it ended."""
 
     def __init__(self, folder: Path) -> None:
-        module, options = "lorikeet.router.text.grammar_process", {"stdout": subprocess.DEVNULL}
-        super().__init__(module, str(folder), start_s=_STARTING_S, env=limited_environment(), **options)
+        module, environment = "lorikeet.router.text.grammar_process", limited_environment()
+        super().__init__(module, str(folder), start_s=_STARTING_S, env=environment, stdout=subprocess.DEVNULL)
         self._starting = asyncio.Lock()
 
     async def checker(self) -> Checker:

@@ -15,7 +15,8 @@ from typing import Any
 
 import orjson
 
-from lorikeet.proto.process import LineProcess, ProcessEnded, python
+from lorikeet.proto.children import LineProcess, ProcessEnded
+from lorikeet.proto.process import python
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.shares import Turns
 from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered, TemplateOptions

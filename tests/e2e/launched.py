@@ -36,6 +36,17 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+FORKING = ("lorikeet.proto.preload", "lorikeet.adapters.loader.workers")
+
+
+def command(pid: int) -> str:
+    """The command of a process, whose words end with a zero; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 class Launched:
     """`lorikeet-launcher` on a free loopback port."""
 
@@ -91,13 +102,13 @@ class Launched:
         return "\n".join(self.lines)
 
     def children(self) -> list[int]:
-        """All processes that it has started and that still run."""
+        """Shards, loader and router that it has started and that still run; not what forks them, nor what they fork."""
         try:
             text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except (FileNotFoundError, ProcessLookupError):
             text = ""
         self._seen |= {int(pid) for pid in text.split()}
-        return sorted(pid for pid in self._seen if alive(pid))
+        return sorted(pid for pid in self._seen if alive(pid) and not any(map(command(pid).__contains__, FORKING)))
 
     def child(self, module: str) -> int:
         """The child that runs `python -m module`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.loader.workers import WorkerForkServer
-from lorikeet.proto.process import ForkServer
+from lorikeet.proto.children import ForkServer
 
 
 def test_a_worker_whose_caller_is_cancelled_while_it_is_forked_is_ended() -> None:

@@ -15,7 +15,7 @@ from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT, gone
 LAUNCHER = """
 import json, os, sys, time
 from pathlib import Path
-from lorikeet.proto.process import Child
+from lorikeet.proto.children import Child
 
 os.register_at_fork(after_in_child=os.abort)  # as a library with threads may do
 config = Path(sys.argv[1])

@@ -26,7 +26,7 @@ from lorikeet.launcher.processes.supervisor import (
     Signals,
     Supervisor,
 )
-from lorikeet.proto.process import Child
+from lorikeet.proto.children import Child
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = dict(os.environ) | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
@@ -346,7 +346,7 @@ def test_children_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     config = tmp_path / "child.json"
     config.write_text(json.dumps({"name": "child", "log": str(tmp_path / "log")}))
     code = (
-        "import os, time; from pathlib import Path; from lorikeet.proto.process import Child\n"
+        "import os, time; from pathlib import Path; from lorikeet.proto.children import Child\n"
         f"Child('child', 'tests.launcher.processes.stand_in', Path({str(config)!r}), os.environ); time.sleep(600)"
     )
     log = tmp_path / "log"

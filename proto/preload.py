@@ -1,0 +1,353 @@
+"""The process that imports once what several processes of a server need, and forks them.
+
+`python -m lorikeet.proto.preload FD MODULE…` imports the modules, then forks a process for each connection to the
+listening socket. To import them takes seconds of processor time and hundreds of MiB, which its children share. It has
+one thread, so that forking is safe, and nothing of the operator's environment: it forks those that read foreign files.
+
+A forked process is the launcher's child: the process between the two exits at once, and the launcher adopts what its
+descendants leave. So the launcher sees its exit code, and it ends with the launcher. Linux only.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lorikeet.proto.process import ENVIRONMENT, end_with_parent, python, signal_at_parent_death, tethered
+
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_MESSAGE_BYTES = 65536
+MAX_STARTS, WINDOW_S = 5, 60.0
+"""A process that ended so often within so many seconds is not started again."""
+_TITLE_BYTES = 512
+"""Place for the command of a forked process, which `ps` shows in place of this one's."""
+_STANDARD = 3
+"""Descriptors of standard input, output and error, the first that a request sends. The environment's is next."""
+_LIBRARIES = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "CUDA_",
+    "NVIDIA_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "HF_HOME",
+    "HF_HUB_",
+)
+"""Prefixes of variables that libraries read while they are imported. None is a secret."""
+
+
+def is_possible() -> bool:
+    """Whether this system has what `Preload` needs."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+class ForkedProcess:
+    """A process that a preloaded one forks, with the methods of subprocess.Popen. It runs once `poll` has seen it."""
+
+    stdin = None
+
+    def __init__(
+        self,
+        address: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: int | None = None,
+        inherits: Sequence[int] = (),
+        niceness: int = 0,
+    ) -> None:
+        """`address`: of the socket. `output`: descriptor of standard output and error, by default this process's;
+        `inherits`: descriptors that keep their numbers in it.
+        """
+        self.pid = 0
+        """0 until it was forked: the modules are still imported."""
+        self._end: int | None = None
+        self._exited: int | None = None
+        """Readable once the process has ended."""
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(address)
+        request = {"module": module, "arguments": list(arguments), "inherits": list(inherits), "niceness": niceness}
+        nothing, texts = os.open(os.devnull, os.O_RDONLY), os.memfd_create("environment")
+        try:
+            os.write(texts, json.dumps(dict(environment)).encode())
+            out = sys.stdout.fileno() if output is None else output
+            error = sys.stderr.fileno() if output is None else output
+            descriptors = [nothing, out, error, texts, *inherits]
+            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+        finally:
+            os.close(nothing)
+            os.close(texts)
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended; negative for a signal. Of another process's child always 0."""
+        if self._end is None and not self.pid:
+            self._receive()
+        if self._end is None and self._exited is not None and select.select([self._exited], [], [], 0)[0]:
+            self._set_end(self._reaped())
+        return self._end
+
+    def wait_until_forked(self, timeout: float) -> None:
+        """Raises subprocess.TimeoutExpired."""
+        if self.poll() is None and not self.pid and not select.select([self._connection], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            seconds = None if until is None else max(0.0, until - time.monotonic())
+            waited_for = self._connection.fileno() if self._exited is None else self._exited
+            if not select.select([waited_for], [], [], seconds)[0]:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal. One that is not forked yet never runs."""
+        if self.poll() is not None:
+            return
+        if self._exited is not None:
+            signal.pidfd_send_signal(self._exited, number)
+        else:
+            self._set_end(-number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def _receive(self) -> None:
+        """Take its process id, if it was forked, and let it run."""
+        if not select.select([self._connection], [], [], 0)[0]:
+            return
+        try:
+            answer = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"{}")
+            if "pid" in answer:
+                self._exited = os.pidfd_open(answer["pid"])
+                self._connection.send(b"run")
+                self.pid = answer["pid"]
+                self._connection.close()
+                return
+        except (OSError, ValueError):
+            pass
+        self._set_end(1)
+
+    def _reaped(self) -> int:
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # the launcher's child, and this is another process
+            return 0
+
+    def _set_end(self, code: int) -> None:
+        self._end = code
+        self._connection.close()
+        if self._exited is not None:
+            os.close(self._exited)
+            self._exited = None
+
+
+class Preload:
+    """The process, for the launcher, which starts it again when it has ended."""
+
+    def __init__(self, folder: Path, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`folder`: for the socket. Changes this process: it adopts what its descendants leave."""
+        self.address = str(folder / "preload.sock")
+        self._modules = modules
+        named = {name: text for name, text in environment.items() if name in ENVIRONMENT or name.startswith(_LIBRARIES)}
+        # more threads of libraries could not be forked
+        self._environment = named | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at: deque[float] = deque(maxlen=MAX_STARTS)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(self.address)
+        self._listening.listen(64)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def forked(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> ForkedProcess:
+        """A process that runs a module. `options`: of ForkedProcess."""
+        self.start()
+        return ForkedProcess(self.address, module, arguments, environment, **options)
+
+    def check(self) -> None:
+        """Start it again if it has ended. Raises RuntimeError if it ends too often."""
+        if self._process is not None:
+            self.start()
+
+    def start(self) -> None:
+        """Start it unless it runs. Raises RuntimeError if it ends too often."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        now = time.monotonic()
+        if len(self._started_at) == MAX_STARTS and now - self._started_at[0] < WINDOW_S:
+            assert self._process is not None
+            raise RuntimeError(
+                f"the process that forks others ended with exit code {self._process.returncode} repeatedly"
+            )
+        self._started_at.append(now)
+        descriptor = self._listening.fileno()
+        command = python("lorikeet.proto.preload", str(descriptor), *self._modules, " " * _TITLE_BYTES)
+        self._process = subprocess.Popen(
+            tethered(command), env=self._environment, pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0
+        )
+
+    def end(self) -> None:
+        """End it. What it has forked goes on."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._listening.close()
+
+
+def reap_adopted(pids: Sequence[int]) -> None:
+    """Let the system forget processes that have ended and that this one adopted. `pids`: its own children."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in pids:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def main() -> None:
+    """Import, then fork until the parent ends."""
+    parent_pid = os.getppid()
+    end_with_parent()
+    warnings.simplefilter("ignore")
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:-1]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection would write to pages that the children share
+    if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise RuntimeError(f"{num_threads} threads run after imports, so that no process can be forked")
+    while True:
+        connection = listening.accept()[0]
+        with connection:
+            _fork(connection, listening, parent_pid)
+
+
+def _fork(connection: socket.socket, listening: socket.socket, parent_pid: int) -> None:
+    """Fork what a connection asks for. The caller has left if it sends nothing."""
+    message, descriptors = _received(connection)
+    if not message:
+        return
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        listening.close()
+        _run(connection, json.loads(message), descriptors, between, parent_pid)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.waitpid(between, 0)
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 64)
+    except OSError:
+        return b"", []
+    return message, list(descriptors)
+
+
+def _run(
+    connection: socket.socket, request: dict[str, Any], descriptors: list[int], between: int, parent_pid: int
+) -> NoReturn:
+    """Become the process that was asked for."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        while os.getppid() == between:
+            time.sleep(0.001)
+        signal_at_parent_death()
+        connection.send(json.dumps({"pid": os.getpid()}).encode())
+        if os.getppid() == parent_pid and connection.recv(16):
+            connection.close()
+            _set_up(request, descriptors)
+            code = _exit_code(request["module"])
+    finally:
+        os._exit(code)
+
+
+def _set_up(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Standard streams, descriptors, environment and arguments as after `python -m MODULE ARGUMENT…`."""
+    high = [os.dup(descriptor) for descriptor in descriptors[_STANDARD:]]  # numbers below may be needed
+    for number, descriptor in enumerate(descriptors[:_STANDARD]):
+        os.dup2(descriptor, number)
+    with os.fdopen(high[0], "rb") as texts:
+        texts.seek(0)
+        environment = json.loads(texts.read())
+    targets = request["inherits"]
+    moved = [_above(descriptor, max([*targets, 0])) for descriptor in high[1:]]
+    for descriptor in (*descriptors, *high[1:]):
+        with contextlib.suppress(OSError):
+            if descriptor >= _STANDARD:
+                os.close(descriptor)
+    for descriptor, target in zip(moved, targets, strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    if request["niceness"]:
+        os.nice(request["niceness"])
+    sys.argv = [request["module"], *request["arguments"]]
+    _set_title(["python", "-m", request["module"], *request["arguments"]])
+    warnings.resetwarnings()
+
+
+def _above(descriptor: int, least: int) -> int:
+    """A copy of a descriptor with a number above `least`."""
+    import fcntl
+
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least + 1)
+
+
+def _set_title(command: Sequence[str]) -> None:
+    """Have `ps` show another command."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        text = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _exit_code(module: str) -> int:
+    """Run a module as `python -m` does."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code: Any = 0
+    except SystemExit as exit:
+        code = exit.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        code = 0 if code is None else 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""What the processes of `test_preload` share."""
+
+IS_PRELOADED = True

@@ -1,0 +1,198 @@
+"""The process that imports once and forks others: what it forks, and what it does not hold."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.proto.preload import is_possible
+from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs Linux")
+
+LAUNCHER = """
+import json, os, sys, tempfile, time
+from pathlib import Path
+from lorikeet.proto.children import Child
+from lorikeet.proto.preload import Preload, reap_adopted
+
+folder = Path(sys.argv[1])
+preload = Preload(folder, ["tests.proto.preloaded"], os.environ)
+
+def started(*arguments, environment=os.environ, **options):
+    return Child("the child", "tests.proto.forked", list(arguments), environment, preload=preload, **options)
+
+def say(*values):
+    print(json.dumps(values), flush=True)
+
+def ended(child):
+    while child.exit_code is None:
+        time.sleep(0.01)
+    return child.ending
+"""
+
+
+def launched(folder: Path, program: str, **environment: str) -> list[Any]:
+    """What a launcher's program says, line by line."""
+    command = [sys.executable, "-c", LAUNCHER + program, str(folder)]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**ENVIRONMENT, **environment}, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def test_a_forked_module_runs_as_one_that_python_starts(tmp_path: Path) -> None:
+    """Its arguments, environment, group, parent, descriptors and exit code; what it imports is there."""
+    reported, own, code = launched(
+        tmp_path,
+        """
+reading, writing = os.pipe()
+child = started("report", str(writing), environment={"ONE": "1"}, inherits=[writing])
+while not child.pid:
+    child.exit_code
+say(json.loads(os.read(reading, 65536)))
+say(child.pid, os.getpid())
+say(ended(child), child.exit_code, preload._process.pid)
+""",
+    )
+    report = reported[0]
+    assert report["arguments"] == ["report", report["arguments"][1]] and report["environment"] == {"ONE": "1"}
+    assert [report["pid"], report["parent"]] == own and report["group"] == report["pid"]
+    assert report["has_imported"] and report["command"][:3] == ["python", "-m", "tests.proto.forked"]
+    assert code[:2] == ["the child ended with exit code 7", 7]
+
+
+def test_what_it_prints_goes_to_a_file(tmp_path: Path) -> None:
+    launched(
+        tmp_path,
+        """
+with open(folder / "output", "wb") as output:
+    child = started("print", output=output)
+say(ended(child))
+""",
+    )
+    assert (tmp_path / "output").read_text() == "printed\n"
+
+
+def test_its_end_by_a_signal_is_reported(tmp_path: Path) -> None:
+    (message,) = launched(
+        tmp_path,
+        """
+child = started("wait")
+while not child.pid:
+    child.exit_code
+child.terminate()
+say(ended(child))
+""",
+    )
+    assert message == ["the child was ended by SIGTERM"]
+
+
+def test_one_that_is_ended_before_it_was_forked_never_runs(tmp_path: Path) -> None:
+    (message,) = launched(
+        tmp_path,
+        """
+child = started("touch", str(folder / "has run"))
+child.kill()
+say(ended(child))
+other = started("print")
+ended(other)
+""",
+    )
+    assert message == ["the child was ended by SIGKILL"] and not (tmp_path / "has run").exists()
+
+
+def test_it_is_started_again_after_its_end(tmp_path: Path) -> None:
+    first, others, second = launched(
+        tmp_path,
+        """
+child = started("wait")
+while not child.pid:
+    child.exit_code
+say(child.exit_code)
+preload._process.kill()
+preload._process.wait()
+preload.check()
+say(child.exit_code)  # what it has forked goes on
+child.kill()
+say(ended(started("print")))
+""",
+    )
+    assert first == [None] and others == [None] and second == ["the child ended with exit code 0"]
+
+
+def test_one_that_cannot_import_is_not_started_for_ever(tmp_path: Path) -> None:
+    (message,) = launched(
+        tmp_path,
+        """
+preload._modules = ["tests.proto.no_such_module"]
+child = started("print")
+try:
+    while child.exit_code is None:
+        preload.check()
+        time.sleep(0.01)
+except RuntimeError as error:
+    say(str(error))
+""",
+    )
+    assert message == ["the process that forks others ended with exit code 1 repeatedly"]
+
+
+def test_a_forked_process_ends_with_the_launcher(tmp_path: Path) -> None:
+    ((pid, preload),) = launched(
+        tmp_path,
+        """
+child = started("wait")
+while not child.pid:
+    child.exit_code
+say(child.pid, preload._process.pid)
+os._exit(0)
+""",
+    )
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{number}").exists() for number in (pid, preload)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{preload}").exists()
+
+
+def test_the_launcher_forgets_what_it_adopts(tmp_path: Path) -> None:
+    (left,) = launched(
+        tmp_path,
+        """
+child = started("orphan")
+ended(child)
+time.sleep(0.2)
+reap_adopted([child.pid, preload._process.pid])
+say([name for name in os.listdir("/proc") if name.isdigit() and is_zombie(name)])
+""".replace("say([", "is_zombie = lambda pid: f') Z {os.getpid()} ' in Path(f'/proc/{pid}/stat').read_text()\nsay(["),
+    )
+    assert left == [[]]
+
+
+def test_it_holds_nothing_of_the_operators_environment(tmp_path: Path) -> None:
+    """Neither in its environment nor anywhere in its memory, after it has forked a process that has it."""
+    (held,) = launched(
+        tmp_path,
+        """
+child = started("print", environment=dict(os.environ))
+ended(child)
+pid, secret, held = preload._process.pid, os.environ["HF_TOKEN"].encode(), []
+with open(f"/proc/{pid}/mem", "rb") as memory:
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        place, rights = line.split()[:2]
+        start, end = (int(number, 16) for number in place.split("-"))
+        if not rights.startswith("rw"):
+            continue
+        memory.seek(start)
+        if secret in memory.read(end - start):
+            held.append(line)
+say(held, secret.decode() in Path(f"/proc/{pid}/environ").read_text())
+""",
+        HF_TOKEN="hf_secret_of_the_operator",
+    )
+    assert held == [[], False]
