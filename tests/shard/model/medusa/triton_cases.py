@@ -20,7 +20,7 @@ from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
 from lorikeet.shard.model.medusa.heads import HeadsPool, SlotHeads
-from lorikeet.shard.model.medusa.loading import HeadsContent, MedusaShape
+from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from tests import tiny
 from tests.adapters.medusa import small
 from tests.shard.model.medusa import test_heads
@@ -69,7 +69,7 @@ class World:
     def put(self, *slots: int) -> None:
         for slot in slots:
             num_heads, num_blocks, is_own = KINDS[slot]
-            shape = MedusaShape(num_heads, num_blocks, self.size, VOCAB if is_own else 0)
+            shape = HeadsShape(num_heads, num_blocks, self.size, VOCAB if is_own else 0)
             made = [self.random(*size) / self.size**0.5 for size in shape.tensors()]
             sizes = [-(-tensor.nbytes // 64) * 64 for tensor in made]
             memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=DEVICE)
