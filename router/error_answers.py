@@ -83,6 +83,9 @@ ANSWERS: dict[type[errors.RouterError], ErrorAnswer] = {
         500, "incomplete_generation", "incomplete", 500, "server_error", "incomplete_generation"
     ),
     errors.DeadlineExceeded: ErrorAnswer(504, "timeout", "timeout", 504, "server_error", "timeout"),
+    errors.AnswerTooLarge: ErrorAnswer(
+        413, "answer_too_large", "generation", 413, "invalid_request_error", "answer_too_large"
+    ),
     errors.InternalError: ErrorAnswer(500, "internal", "internal", 500, "server_error", "internal_error"),
 }
 

@@ -20,7 +20,7 @@ RouterError
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
 │   └── ShuttingDown, NoShard, ModelLoading, Unhealthy, NotServed
 └── Failed                      it started and failed
-    └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, InternalError
+    └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, AnswerTooLarge, InternalError
 """
 
 from typing import ClassVar
@@ -390,6 +390,16 @@ class IncompleteGeneration(Failed):
 
 class DeadlineExceeded(Failed):
     template = "Request exceeded the time limit"
+
+
+class AnswerTooLarge(Failed):
+    """Its details take too much memory, its own or that of all answers."""
+
+    def __init__(self, limit_mib: int) -> None:
+        super().__init__(
+            f"the answer with its details takes too much memory: one may have {limit_mib} MiB. Ask for fewer tokens or"
+            " alternatives, or stream it"
+        )
 
 
 class InternalError(Failed):

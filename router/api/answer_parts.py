@@ -5,6 +5,7 @@ Values that a client chose are sanitized before they become headers.
 """
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections import Counter, deque
@@ -103,11 +104,12 @@ class Completed:
 
 
 async def collect(generation: Generation) -> Completed:
-    """Read `generation` to its end. Raises what it raises."""
+    """Read `generation` to its end. Raises what it raises, and AnswerTooLarge."""
     whole = Completed(seed=generation.request.sampling.seed)
     texts: list[str] = []
     while True:
         chunk = await generation.next()
+        generation.charge.keep(chunk.num_bytes)
         whole.tokens += chunk.tokens
         texts.append(chunk.text)
         if chunk.num_cached:
@@ -155,7 +157,8 @@ async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int,
             yield 0, chunk
             if chunk.finish_reason is not None:
                 return
-    arrivals: asyncio.Queue[tuple[int, OutputChunk | BaseException]] = asyncio.Queue()
+    # bounded, so that chunks that nobody reads stay with their generations, which count them
+    arrivals: asyncio.Queue[tuple[int, OutputChunk | BaseException]] = asyncio.Queue(len(generations))
     tasks = [
         asyncio.ensure_future(_forward(index, generation, arrivals)) for index, generation in enumerate(generations)
     ]
@@ -179,14 +182,15 @@ async def _forward(
     try:
         while True:
             chunk = await generation.next()
-            arrivals.put_nowait((index, chunk))
+            await arrivals.put((index, chunk))
             if chunk.finish_reason is not None:
                 return
     except asyncio.CancelledError:
-        arrivals.put_nowait((index, IncompleteGeneration()))
+        with contextlib.suppress(asyncio.QueueFull):
+            arrivals.put_nowait((index, IncompleteGeneration()))
         raise
     except Exception as error:
-        arrivals.put_nowait((index, error))
+        await arrivals.put((index, error))
 
 
 def speculation_metrics(generation: Generation) -> dict[str, Any] | None:

@@ -155,6 +155,8 @@ class RequestMiddleware:
             finally:
                 if (charge := state.get("body_charge")) is not None:
                     charge.shrink(0)
+                for generation in state.get("generations", ()):
+                    generation.charge.release()
                 ending = call.finish()
                 if handle is not None:
                     if ending.error is None:

@@ -36,6 +36,7 @@ from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
 from lorikeet.router.requests.generation import Generation, ShardOutput, Timeline, column_tokens
+from lorikeet.router.requests.output_memory import OutputMemory
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
@@ -71,6 +72,7 @@ class Dispatcher:
         self._placement = Placement(self.links)
         self.queue = FairQueue(max_waiting=config.max_concurrent_requests)
         self.in_flight = InFlight(self.links, self.queue)
+        self.memory = OutputMemory()
         self._numbers = itertools.count(1)
         self._queued: dict[int, Generation] = {}
         """By number: in the queue, or waiting for adapters."""
@@ -177,7 +179,9 @@ class Dispatcher:
         if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
             self.fail(newest, Overloaded(self._retry_after()))
         self.in_flight.arrived(request.caller, request.share, time.monotonic())
-        generation = Generation(next(self._numbers), request, self._tokenizer, timeline, on_cancel=self._on_cancel)
+        generation = Generation(
+            next(self._numbers), request, self._tokenizer, timeline, on_cancel=self._on_cancel, memory=self.memory
+        )
         if generation.is_admitted:
             generation.adapters.check()
             self._enqueue(generation)
@@ -374,7 +378,17 @@ class Dispatcher:
         link.abort(generation, now)
         link.credit.taken_back(generation.num_known)
         self.metrics.requests_taken_back.add(1, caller_label(generation.request.caller))
-        self.recovery.take_back(generation)
+        self.recovery.requeue(generation, self.retry)
+
+    def hold(self, link: ShardLink, generation: Generation, now: float) -> None:
+        """End a request in its shard, and queue it again once its reader has taken what has come of it."""
+        link.abort(generation, now)
+        self.metrics.requests_held.add()
+        self.recovery.requeue(generation, self._await_reader)
+
+    def _await_reader(self, generation: Generation) -> None:
+        self._queued[generation.routing.number] = generation
+        generation.on_read = lambda: None if generation.is_over else self.retry(generation)
 
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
         request, routing = generation.request, generation.routing
@@ -679,6 +693,10 @@ class Delivery:
         elif error:
             link.remove(part.id, now)
             self._dispatcher.recovery.on_error(generation, error, part.in_step)
+        elif (failure := generation.charge.failure()) is not None:
+            self._dispatcher.fail(generation, failure)
+        elif generation.is_behind:
+            self._dispatcher.hold(link, generation, now)
         return num_tokens
 
     def _end(self, link: ShardLink, generation: Generation, part: ShardOutput, now: float) -> None:
@@ -744,10 +762,6 @@ class Recovery:
         else:
             self._retry(generation)
 
-    def take_back(self, generation: Generation) -> None:
-        """Another caller has its place in the shard."""
-        self._requeue(generation, is_retry=False)
-
     def _record_crash(self, generation: Generation, error: RouterError) -> None:
         """A step that computed the request failed. Fail with `error` where the request must be the cause."""
         tracker = generation.routing.poison_tracker
@@ -759,9 +773,10 @@ class Recovery:
             self._retry(generation)
 
     def _retry(self, generation: Generation) -> None:
-        self._requeue(generation, is_retry=True)
+        self.requeue(generation, self._dispatcher.retry, is_retry=True)
 
-    def _requeue(self, generation: Generation, *, is_retry: bool) -> None:
+    def requeue(self, generation: Generation, queue: Callable[[Generation], None], *, is_retry: bool = False) -> None:
+        """Queue it again by `queue`, unless its output is complete."""
         generation.requeue(is_retry=is_retry)
         if generation.finish_reason is not None:
             self._dispatcher.receipts.finished(generation)
@@ -769,4 +784,4 @@ class Recovery:
             generation.wake()
         else:
             self._dispatcher.metrics.requests_retried.add(is_retry)
-            self._dispatcher.retry(generation)
+            queue(generation)

@@ -229,6 +229,7 @@ class Metrics:
         self.requests_retried = _counter("requests_retried", "Requests whose shard was lost or rejected them, retried")
         text = "Requests queued again because another caller had a right to their place in a shard"
         self.requests_taken_back = _counter("requests_taken_back", text, CALLER_LABEL)
+        self.requests_held = _counter("requests_held", "Requests taken back until their clients read what has come")
         text = "Prompt tokens sent to shards and tokens received, by API key; those without a key are `addresses`"
         self.caller_tokens = _counter("caller_tokens", text, CALLER_LABEL)
         self.routing_decisions = _counter("routing_decisions", "Requests sent, by the reason for their shard", "reason")

@@ -20,6 +20,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
+from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
 from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Loaded, OutputChunk, OutputToken
 from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -439,6 +440,7 @@ class Generation:
         tokenizer: Tokenizer,
         timeline: Timeline | None = None,
         on_cancel: "Callable[[Generation], None] | None" = None,
+        memory: OutputMemory | None = None,
     ) -> None:
         """`on_cancel` removes it from where it waits or runs, after its reader has gone."""
         self.request = request
@@ -481,6 +483,9 @@ class Generation:
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._choose_stops(request, tokenizer)
         self._on_cancel = on_cancel
+        self.on_read: Callable[[], None] | None = None
+        """Called once when its reader takes output, where the sequence waits for that."""
+        self.charge = OutputCharge(memory or OutputMemory())
         self._tokens: list[OutputToken] = []
         self._text = ""
         self._is_mid_step = False
@@ -533,7 +538,16 @@ class Generation:
             self.read_texts.append(self._text)
         self._tokens, self._text = [], ""
         self._is_exhausted = self.finish_reason is not None
+        chunk.num_bytes = self.charge.read()
+        if (on_read := self.on_read) is not None:
+            self.on_read = None
+            on_read()
         return chunk
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its reader takes so little that the sequence has to wait for it."""
+        return bool(self._tokens) and self._waiter is None and self.charge.is_too_much_unread
 
     async def named(self) -> None:
         """Wait until adapter and heads are resolved. Raises the error that ended the request before."""
@@ -601,6 +615,7 @@ class Generation:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
         num_tokens = self._take(ids, output) if ids else 0
+        self.charge.arrived(output)
         if self.speculation_stats is not None:
             self.speculation_stats.take(output, num_tokens)
         if num_tokens:

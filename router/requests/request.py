@@ -224,3 +224,5 @@ class OutputChunk:
     """Ranks of the prompt tokens from the second on; 1 is the likeliest token."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None at an end-of-text token or the maximum length."""
+    num_bytes: int = 0
+    """Memory that it takes."""

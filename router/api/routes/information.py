@@ -1,5 +1,6 @@
 """Probes, `/info` and other servers' forms of it, `/metrics`, and `/v1/models`."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,6 @@ from lorikeet.proto.version import version
 from lorikeet.router.adapters.directory import Listed
 from lorikeet.router.api.answer_parts import collect, json_response
 from lorikeet.router.api.pooled_models import pooled_model
-from lorikeet.router.api.prepare import PreparedRequest, now, submit
 from lorikeet.router.api.service import Routes, Service
 from lorikeet.router.api.streaming import ClientWatch, EventStream, Replay
 from lorikeet.router.errors import (
@@ -44,6 +44,10 @@ _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 class ProbeRoutes(Routes):
     """`/health`, `/ping` and `/` (liveness), `/ready` and `/startup`: 200 with an empty body, or 503."""
 
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._probe: asyncio.Task[None] | None = None
+
     async def health(self, request: Request) -> Response:
         """200 while draining too, since running requests are still answered."""
         if not self._service.dispatcher.healthy:
@@ -56,27 +60,36 @@ class ProbeRoutes(Routes):
         return Response()
 
     async def startup(self, request: Request) -> Response:
-        """Generates one token end to end, or computes one vector."""
+        """Generates one token end to end, or computes one vector: one at a time, for all probes that wait."""
         self._check()
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._compute_probe())
+            self._probe.add_done_callback(self._probe_ended)
+        try:
+            async with ClientWatch(request.receive):
+                await asyncio.shield(self._probe)
+        except (Failed, Refused) as error:
+            raise (ShuttingDown() if isinstance(error, ShuttingDown) else Unhealthy()) from error
+        return Response()
+
+    async def _compute_probe(self) -> None:
         prompt_ids = await self._service.tokenizer.encode("Who?")
         model = pooled_model(self._service)
         probe = GenerationRequest(
-            prompt_ids,
-            max_new_tokens=1,
-            request_id=request.state.request_id,
-            pooling=None if model is None else Pooling(model.task),
-            is_probe=True,
+            prompt_ids, max_new_tokens=1, pooling=None if model is None else Pooling(model.task), is_probe=True
         )
+        self._service.receipts.prepare(probe)
+        generation = self._service.dispatcher.submit(probe)
         try:
-            async with ClientWatch(request.receive):
-                [generation] = submit(self._service, request, PreparedRequest([], [probe]), now()).generations
-                try:
-                    await collect(generation)
-                finally:
-                    generation.cancel()
-        except (Failed, Refused) as error:
-            raise (error if isinstance(error, ShuttingDown) else Unhealthy()) from error
-        return Response()
+            await collect(generation)
+        finally:
+            generation.cancel()
+            generation.charge.release()
+
+    def _probe_ended(self, probe: "asyncio.Task[None]") -> None:
+        self._probe = None
+        if not probe.cancelled():
+            probe.exception()  # every waiting probe may have gone
 
     def _check(self) -> None:
         if self._service.dispatcher.draining:

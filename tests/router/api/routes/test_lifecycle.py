@@ -53,6 +53,22 @@ async def test_probes_and_requests_without_a_shard(tmp_path: Path, anyio_backend
         assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
 
 
+async def test_startup_probes_share_one_generation(server: Serving) -> None:
+    server.says("a", step_seconds=0.5)
+    server.shard.submits.clear()
+    answers = await asyncio.gather(*(server.client.get(path) for path in ("/startup", "/health_generate") * 20))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(server.shard.submits) <= 3
+    assert (await server.client.get("/startup")).status_code == 200, "a later one generates again"
+
+
+async def test_a_startup_probe_outlives_the_client_that_began_it(server: Serving) -> None:
+    server.says("a", step_seconds=0.3)
+    with pytest.raises(httpx.ReadTimeout):
+        await server.client.get("/startup", timeout=0.1)
+    assert (await server.client.get("/startup")).status_code == 200
+
+
 async def test_a_shard_that_fails_a_startup_probe(server: Serving) -> None:
     server.says("x", error="broken")
     response = await server.client.get("/startup")
