@@ -615,7 +615,9 @@ class Generation:
             self.first_token_at = now
             self.num_cached = output.num_cached_tokens
         num_tokens = self._take(ids, output) if ids else 0
-        self.charge.arrived(output)
+        num_alternatives = len(output.alternative_ids) + len(output.prefill_alternative_ids)
+        num_scores = len(output.prefill_logprobs) + len(output.prefill_ranks)
+        self.charge.arrived(len(ids), num_alternatives, num_scores, len(output.pooled))
         if self.speculation_stats is not None:
             self.speculation_stats.take(output, num_tokens)
         if num_tokens:

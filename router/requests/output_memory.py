@@ -3,7 +3,6 @@
 Sizes are estimates of the objects, from their numbers.
 """
 
-from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.errors import AnswerTooLarge
 
 TOKEN_BYTES, ALTERNATIVE_BYTES, SCORE_BYTES = 256, 160, 32
@@ -44,12 +43,10 @@ class OutputCharge:
         self._num_kept = 0
         self._is_released = False
 
-    def arrived(self, output: pb.RequestOutput) -> None:
-        """An output was taken."""
-        num_scores = len(output.prefill_logprobs) + len(output.prefill_ranks)
-        num_alternatives = len(output.alternative_ids) + len(output.prefill_alternative_ids)
-        num_bytes = TOKEN_BYTES * len(output.token_ids) + ALTERNATIVE_BYTES * num_alternatives
-        num_bytes += SCORE_BYTES * num_scores + len(output.pooled)
+    def arrived(self, num_tokens: int, num_alternatives: int, num_scores: int, num_pooled: int) -> None:
+        """An output was taken: `num_scores` log probabilities and ranks of a prompt, `num_pooled` bytes of vectors."""
+        num_bytes = TOKEN_BYTES * num_tokens + ALTERNATIVE_BYTES * num_alternatives
+        num_bytes += SCORE_BYTES * num_scores + num_pooled
         if not self._is_released:
             self.num_unread += num_bytes
             self._memory.num_bytes += num_bytes
