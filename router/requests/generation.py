@@ -433,6 +433,9 @@ _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EO
 class Generation:
     """The output stream of one request. Iterate, or call `next()` until a chunk has a finish reason."""
 
+    on_read: "Callable[[], None] | None" = None
+    """Called once when its reader takes output, where the sequence waits for that."""
+
     def __init__(
         self,
         number: int,
@@ -483,11 +486,8 @@ class Generation:
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._choose_stops(request, tokenizer)
         self._on_cancel = on_cancel
-        self.on_read: Callable[[], None] | None = None
-        """Called once when its reader takes output, where the sequence waits for that."""
         self.charge = OutputCharge(memory or OutputMemory())
-        self._tokens: list[OutputToken] = []
-        self._text = ""
+        self._tokens, self._text = list[OutputToken](), ""
         self._is_mid_step = False
         """Whether the step of the last token continues in the next message."""
         self._prefill = pb.RequestOutput() if request.logprobs.prefill else None
