@@ -1,6 +1,7 @@
 """Collects garbage less often, and gives every file of tests to one worker, the slowest files first."""
 
 import gc
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ SLOWEST = (
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
 
+NUM_REPORTED = 10
+"""Files whose time is printed at the end."""
+
 gc.disable()  # until every file is imported: imports leave little garbage
 
 
@@ -43,6 +47,19 @@ def pytest_collection_finish() -> None:
     """Full collections skip everything that was imported: it would take a third of a second each time."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The files that took longest, when there are several."""
+    seconds = defaultdict[str, float](float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > NUM_REPORTED:
+        terminalreporter.section("slowest files")
+        for file in sorted(seconds, key=lambda file: -seconds[file])[:NUM_REPORTED]:
+            terminalreporter.write_line(f"{seconds[file]:7.1f} s  {file}")
 
 
 @cache
