@@ -7,7 +7,7 @@
 #   make check                        make fmt
 #   make bench [NAME=…]               make proof [SUITE=name]
 #   make gpu-check [ARGS="--only …"]  make gpu-pack
-#   make setup [DEV=dev-all]          make proto    make docs    make site
+#   make setup [DEV=dev-all]          make proto    make docs    make site    make release-check [DIST=folder]
 #
 # DEV names the extras of pyproject.toml to install for tests: dev, or dev-all, which adds Triton, Ray and Go (1.6 GB).
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch from there; without it from pip's own index.
@@ -22,6 +22,7 @@ PART ?=
 T ?= tests
 DEV ?= dev
 TORCH_INDEX ?=
+DIST ?=
 CLIENTS ?= $(HOME)/.cache/lorikeet-clients
 REAL_MODELS ?= $(HOME)/.cache/lorikeet-real
 VERSIONS ?= $(HOME)/.cache/lorikeet-versions
@@ -33,7 +34,7 @@ CONSTRAINTS := constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof gpu-check \
-        gpu-pack proto docs site clean
+        gpu-pack release-check proto docs site clean
 
 help:
 	@sed -n '2,15s/^# \{0,1\}//p' Makefile
@@ -125,6 +126,10 @@ gpu-check: $(VENV)/.installed-$(DEV)
 # Wheels and compiled kernels for a machine with a card and without network: benchmarks/cuda/check/packed.sh uses them there.
 gpu-pack: $(VENV)/.installed-dev-all
 	$(PY) -m benchmarks.cuda.check.pack $(ARGS)
+
+# Builds the wheel unless DIST has one, and does with a local index what a release does with PyPI.
+release-check: $(VENV)/.installed-dev-all
+	.ci/release-check $(VENV)/bin $(DIST)
 
 proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto

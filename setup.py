@@ -1,9 +1,11 @@
-"""Adds CPU kernels compiled in advance to the wheel. Everything else is in pyproject.toml."""
+"""Adds CPU kernels compiled in advance to the wheel, which names its platform. All else is in pyproject.toml."""
 
+import platform
 import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
@@ -21,4 +23,18 @@ class BuildWithKernels(build_py):
                 print(line, file=sys.stderr)
 
 
-setup(cmdclass={"build_py": BuildWithKernels})
+class PlatformWheel(bdist_wheel):
+    """Names the platform: any Python 3, on Linux with at least the C library that the kernels were linked with."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Interface, ABI, platform."""
+        library, version = platform.libc_ver()
+        kind = f"manylinux_{version.replace('.', '_')}" if library == "glibc" else "linux"
+        return "py3", "none", f"{kind}_{platform.machine()}"
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

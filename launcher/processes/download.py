@@ -7,8 +7,8 @@ of its own, so that the launcher has no threads and a signal can end a download 
 import json
 import logging
 import os
-import shutil
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,15 +116,29 @@ class _Downloads:
 
     def _demo(self, role: str, named: DemoModel, use: Use) -> ModelFolder:
         """The demo's model; or, with a warning, the embedded one if it was not named and cannot be downloaded."""
-        read, answer = self.settings, self.folder / "demo-answer.json"
-        log = logging.getLogger("lorikeet.launcher")
-        home = adapters.hub_cache(read, os.environ) / demo.FOLDER
+        home = adapters.hub_cache(self.settings, os.environ) / demo.FOLDER
         target = home / demo.NAME
-        made = ModelFolder(model.DEMO_ID, target, family=model.DEMO_FAMILY)
-        if (target / "config.json").is_file():
-            return made
+        if not (target / "config.json").is_file():
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=home, prefix=".") as scratch:
+                    self._prepare_demo(role, use, Path(scratch), target)
+            except (LauncherError, OSError) as error:
+                if not named.is_default:
+                    raise LauncherError(Exit.DOWNLOAD_ERROR, f"{model.DEMO_ID} is not available: {error}") from None
+                logging.getLogger("lorikeet.launcher").warning(
+                    "demo_unavailable: %s is not available: %s. Instead %s is served, which writes Python and cannot "
+                    "hold a conversation. Give --model-id to serve another model",
+                    demo.NAME, error, model.EMBEDDED_ID,
+                )  # fmt: skip
+                return model.embedded()
+        return ModelFolder(model.DEMO_ID, target, family=model.DEMO_FAMILY)
+
+    def _prepare_demo(self, role: str, use: Use, scratch: Path, target: Path) -> None:
+        """Download the demo's model to `scratch`, and move its folder to `target`. Raises LauncherError or OSError."""
+        read, answer = self.settings, self.folder / "demo-answer.json"
         request = demo.DemoRequest(
-            file=str(home / Path(demo.FILE).name),
+            file=str(scratch / Path(demo.FILE).name),
             answer=str(answer),
             offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
             json_output=read["json-output"],
@@ -135,22 +149,17 @@ class _Downloads:
         request.write(path)
         ending = self._run("the download of the demo's model", "lorikeet.launcher.models.demo", path)
         content = json.loads(answer.read_text()) if answer.is_file() else {"error": ending}
-        if "path" in content:
-            part = home / f"{demo.NAME}.part"
-            shutil.rmtree(part, ignore_errors=True)
-            log.info("demo_prepared: the weights of %s are written in bfloat16, once; half a minute", demo.NAME)
-            self._made_for(role, GgufModel(content["path"]), use, self.folder / f"made-{role}.json", plain=part)
-            os.replace(part, target)
-            Path(content["path"]).unlink()
-            return made
-        if not named.is_default:
-            raise LauncherError(Exit.DOWNLOAD_ERROR, f"{model.DEMO_ID} is not available: {content['error']}")
-        log.warning(
-            "demo_unavailable: %s is not available: %s. Instead %s is served, which writes Python and cannot hold a "
-            "conversation. Give --model-id to serve another model",
-            demo.NAME, content["error"], model.EMBEDDED_ID,
-        )  # fmt: skip
-        return model.embedded()
+        if "error" in content:
+            raise LauncherError(Exit.DOWNLOAD_ERROR, content["error"])
+        log = logging.getLogger("lorikeet.launcher")
+        log.info("demo_prepared: the weights of %s are written in bfloat16, once; half a minute", demo.NAME)
+        folder = scratch / "folder"
+        self._made_for(role, GgufModel(content["path"]), use, self.folder / f"made-{role}.json", plain=folder)
+        try:
+            os.replace(folder, target)
+        except OSError:
+            if not (target / "config.json").is_file():  # else another server has prepared it meanwhile
+                raise
 
     def _made_for(self, role: str, file: GgufModel, use: Use, answer: Path, plain: Path | None = None) -> ModelFolder:
         """A folder for a file, which lasts as long as this run; or one with its weights in bfloat16 at `plain`."""

@@ -1,7 +1,9 @@
 """The fenced blocks of the documentation, and a folder in which the commands of one page run.
 
 `sh` and `python` blocks are executed in order; `json` and `yaml` blocks are parsed; `text` is not executed. A comment
-before a block says more: `<!-- not run: reason -->`, or `<!-- file: NAME -->` for a block that becomes a file.
+before a block says more: `<!-- not run: reason -->`, `<!-- file: NAME -->` for a block that becomes a file, or
+`<!-- output -->` for a block of text whose lines the block before it prints. A page whose first line is
+`<!-- server: lorikeet/smollm2 -->` runs against the demo's model, other pages against lorikeet/base.
 """
 
 import os
@@ -16,7 +18,8 @@ from typing import Self
 
 from tests.e2e.launched import ROOT, free_port
 
-BEFORE, INSIDE = "not run: ", "file: "
+BEFORE, INSIDE, OUTPUT = "not run: ", "file: ", "output"
+DEMO_PAGE = "<!-- server: lorikeet/smollm2 -->\n"
 LANGUAGES = ("sh", "python", "json", "yaml", "text")
 _FENCE = re.compile(
     r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n+)?^ *```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *```$", re.M | re.S
@@ -31,6 +34,11 @@ def pages() -> list[Path]:
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "demo/README.md")]
     inside = sorted((ROOT / "docs").rglob("*.md"))
     return top + [path for path in inside if path.parent.name not in ("log", "decisions")]
+
+
+def needs_demo(page: Path) -> bool:
+    """Whether its blocks run against the demo's model, which is downloaded."""
+    return page.read_text(encoding="utf-8").startswith(DEMO_PAGE)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,11 @@ class Block:
         return self.mark.removeprefix(INSIDE) if self.mark.startswith(INSIDE) else ""
 
     @property
+    def is_output(self) -> bool:
+        """Whether it is what the block before it prints."""
+        return self.mark == OUTPUT
+
+    @property
     def is_run(self) -> bool:
         return self.language in ("sh", "python") and not self.reason
 
@@ -62,7 +75,7 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
         mark = match["mark"] or ""
-        is_ours = mark.startswith((BEFORE, INSIDE))
+        is_ours = mark.startswith((BEFORE, INSIDE)) or mark == OUTPUT
         found.append(Block(match["language"], match["text"], mark if is_ours else ""))
     return found
 
@@ -77,9 +90,16 @@ class Sandbox:
         self._pids = folder / "pids"
         tools = folder / "bin"
         tools.mkdir()
-        script = tools / "lorikeet-launcher"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.launching "$@"\n')
-        script.chmod(0o755)
+        serve = f'exec {sys.executable} -m tests.docs.launching "$@"'
+        other = f'exec {sys.executable} -m lorikeet.launcher.cli.commands "$@"'
+        scripts = {
+            "lorikeet-launcher": serve,
+            "lorikeet": f'if [ "$1" = serve ]; then shift; {serve}; fi\n{other}',
+            "python": f'exec {sys.executable} "$@"',
+        }
+        for name, text in scripts.items():
+            (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tools / name).chmod(0o755)
         (folder / "adapters").mkdir()
         (folder / "adapters" / "support").symlink_to(ROOT / "demo" / "adapters" / "sql")
         (folder / "model").symlink_to(ROOT / "demo" / "base")
@@ -87,7 +107,7 @@ class Sandbox:
         path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environment = kept | {
             "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "SNIPPET_PIDS": str(self._pids), "SNIPPET_LOG": str(folder / "log"),
+            "SNIPPET_PIDS": str(self._pids), "SNIPPET_LOG": str(folder / "log"), "MODEL_ID": "lorikeet/base",
         }  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -107,7 +127,7 @@ class Sandbox:
         if block.file:
             (self._folder / block.file).write_text(block.text)
             return ""
-        if "lorikeet-launcher" in block.text and block.language == "sh":
+        if re.search("lorikeet-launcher|lorikeet serve", block.text) and block.language == "sh":
             self._port = free_port()
         text = re.sub(r"(localhost|127\.0\.0\.1):3000", f"127.0.0.1:{self._port}", block.text)
         url = f"http://127.0.0.1:{self._port}"

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from lorikeet.launcher.config.settings import parser
-from tests.docs.snippets import LANGUAGES, Block, Sandbox, blocks, pages
+from tests.docs.snippets import LANGUAGES, Block, Sandbox, blocks, needs_demo, pages
 from tests.e2e.launched import ROOT, Launched
 
 PAGES = [page for page in pages() if blocks(page)]
 RUN = [page for page in PAGES if any(block.is_run for block in blocks(page))]
+ON_DEMO = [page for page in RUN if needs_demo(page)]
 
 
 def name(page: Path) -> str:
@@ -49,7 +50,7 @@ def test_every_block_has_the_syntax_of_its_language(page: Path) -> None:
 
 def launcher_lines(block: Block) -> Iterator[list[str]]:
     for line in block.text.replace("\\\n", " ").splitlines():
-        found = re.search(r"(?:^|/)lorikeet-launcher (.*)", line.partition(" #")[0])
+        found = re.search(r"(?:^|/)(?:lorikeet-launcher|lorikeet serve) (.*)", line.partition(" #")[0])
         if found is not None:
             yield shlex.split(found[1])
 
@@ -74,10 +75,34 @@ def port() -> Iterator[int]:
         yield launched.wait_until_ready().port
 
 
+@pytest.fixture(scope="module")
+def demo_port() -> Iterator[int]:
+    """Of a server of the demo's model, which is downloaded unless it is in the cache."""
+    with Launched(
+        "--threads", "1", "--speculative-tokens", "3", MODEL_ID="lorikeet/smollm2", HF_HUB_OFFLINE="0"
+    ) as server:
+        yield server.wait_until_ready().port
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", RUN, ids=name)
+@pytest.mark.parametrize("page", [page for page in RUN if page not in ON_DEMO], ids=name)
 def test_every_block_runs(page: Path, port: int, tmp_path: Path) -> None:
-    with Sandbox(tmp_path, port) as sandbox:
+    run(page, port, tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", ON_DEMO, ids=name)
+def test_every_block_runs_on_the_demo_s_model(page: Path, demo_port: int, tmp_path: Path) -> None:
+    run(page, demo_port, tmp_path)
+
+
+def run(page: Path, port: int, folder: Path) -> None:
+    """Execute the blocks of a page, and compare what they print with the page."""
+    printed = ""
+    with Sandbox(folder, port) as sandbox:
         for block in blocks(page):
             if block.is_run or block.file:
-                sandbox.run(block)
+                printed = sandbox.run(block)
+            elif block.is_output:
+                missing = [line for line in block.text.splitlines() if line.strip() and line.strip() not in printed]
+                assert not missing, f"{name(page)} shows {missing}; printed was\n{printed}"
