@@ -50,9 +50,9 @@ def test_every_block_has_the_syntax_of_its_language(page: Path) -> None:
 
 def launcher_lines(block: Block) -> Iterator[list[str]]:
     for line in block.text.replace("\\\n", " ").splitlines():
-        found = re.search(r"(?:^|/)(?:lorikeet-launcher|lorikeet serve) (.*)", line.partition(" #")[0])
-        if found is not None:
-            yield shlex.split(found[1])
+        for match in re.finditer(r"(?:^|/|\$\()(?:lorikeet-launcher|lorikeet serve) ([^)]*)", line.partition(" #")[0]):
+            words = shlex.split(match[1])
+            yield words[1:] if words and not words[0].startswith("-") else words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -5,6 +5,7 @@ a link to the file, or its weights in bfloat16.
 """
 
 import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -85,7 +86,6 @@ def _write_weights(folder: Path, file: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     network: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     if hasattr(network.config, "quantization_config"):
@@ -103,6 +103,7 @@ def _write_weights(folder: Path, file: Path) -> None:
 def main(path: str) -> int:
     """Run the request in the file at `path`."""
     request = Request.read(path)
+    os.environ["TQDM_DISABLE"] = "1"  # a bar would be one endless line of a log
     try:
         make_folder(request)
     except ValueError as reason:
