@@ -77,4 +77,27 @@ MUTANTS = [
         f"{PAGE}/test_requests.py::test_settings_reach_the_request_and_the_shard",
         is_long=True,
     ),
+    Mutant(
+        "a link in an answer may run a script",
+        f"{UI}/answers/markdown.js",
+        "const SCHEMES = /^(https?:|mailto:)/i;",
+        "const SCHEMES = /^/;",
+        f"{PAGE}/test_answers.py::test_a_script_in_an_answer_is_text",
+        is_long=True,
+    ),
+    Mutant(
+        "a message is sent while the model loads",
+        f"{UI}/playground/playground.js",
+        "if (!this.status.isReady) return this.status.check();",
+        "",
+        f"{PAGE}/test_conversations.py::test_a_loading_model_is_waited_for",
+        is_long=True,
+    ),
+    Mutant(
+        "files that an administrator sends replace an adapter",
+        "router/api/routes/adapter_files.py",
+        "    if folder.exists():\n        shutil.rmtree(arrived)",
+        "    if folder.exists() and not folder.is_dir():\n        shutil.rmtree(arrived)",
+        "tests/router/api/routes/test_adapter_files.py::test_a_folder_is_never_replaced",
+    ),
 ]

@@ -258,7 +258,7 @@ export class Playground {
     const name = adapter || "Base model";
     return el("button", {
       type: "button", class: "adapter-button", "aria-label": `${isDouble ? `Side ${"AB"[side]}: ` : ""}Adapter: ${name}. Choose another`, onclick: () => this.#choose(side),
-    }, isDouble ? el("span", { class: "side-mark" }, "AB"[side]) : null, el("span", { class: "picker-name" }, name), icon("chevron"));
+    }, isDouble ? el("span", { class: "side-mark", "data-side": "AB"[side] }) : null, el("span", { class: "picker-name" }, name), icon("chevron"));
   }
 
   // What may be sent now.

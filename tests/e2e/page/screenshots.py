@@ -1,30 +1,25 @@
-"""Pictures of every view with the demo model, light and dark, wide and narrow, for a look at them.
+"""The two pictures of docs/playground.md, with the embedded model under load.
 
-    python -m tests.e2e.page.screenshots build/screenshots
-    python -m tests.e2e.page.screenshots --docs
+    python -m tests.e2e.page.screenshots
 
-The second writes the two pictures of the documentation. Needs playwright and chromium, as the tests of the page do.
+Needs playwright and chromium, as the tests of the page do. Pictures of the page's states are in tests/page.
 """
 
-import argparse
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 from playwright.sync_api import sync_playwright
 
 from tests.e2e.launched import ROOT, Launched
-from tests.e2e.page.browsing import CHROMIUM, Visit, until
+from tests.e2e.page.browsing import CHROMIUM, until
 
+FOLDER = ROOT / "docs" / "images"
 SERVER = ("--cpu-memory", "1GiB", "--draft-model-id", str(ROOT / "demo" / "draft"), "--speculative-tokens", "4")
-WIDTHS = {"wide": (1280, 800), "narrow": (380, 760)}
 RECORD = 'Record:\nname = "Wamiko"\nscore = 93\ncity = "Lund"\n\nAs JSON:\n'
-FUNCTION = "Write a function: Return the length of the list."
 LOADS: dict[str, str] = {
     "": "def read_lines(path):\n",
     "json": RECORD,
@@ -68,123 +63,34 @@ def load(url: str, num_clients: int = 8) -> Iterator[None]:
             client.join()
 
 
-@dataclass
-class Camera:
-    """Takes pictures of one visit."""
-
-    visit: Visit
-    take: Callable[[str], None]
-
-    @property
-    def page(self) -> Any:
-        return self.visit.page
-
-    def choose(self, adapter: str) -> None:
-        self.page.click(".adapter-button")
-        self.page.wait_for_selector(".picker-row")
-        self.page.fill("dialog[open] input", adapter)
-        if adapter == "json":
-            self.take("picker")
-        self.page.keyboard.press("Enter")
-
-    def compare(self) -> None:
-        """One prompt with and without speculative decoding."""
-        self.page.get_by_label("Draft length").select_option("constant")
-        self.visit.press("Compare")
-        self.visit.complete(RECORD)
-        self.visit.finished(2)
-
-    @contextmanager
-    def settings(self, *, is_narrow: bool) -> Iterator[None]:
-        """The settings are open, where they are not always."""
-        if is_narrow:
-            self.visit.press("Settings")
-        yield
-        if is_narrow:
-            self.visit.press("Settings")
-
-    def playground(self, *, is_narrow: bool) -> None:
-        self.visit.open()
-        self.take("start")
-        with self.settings(is_narrow=is_narrow):
-            self.choose("json")
-            self.take("settings")
-        self.visit.complete(RECORD)
-        self.visit.finished()
-        self.page.hover(".token:nth-child(6)")
-        self.take("answer")
-        with self.settings(is_narrow=is_narrow):
-            self.compare()
-        self.take("comparison")
-        self.visit.press("Copy as code")
-        self.take("code")
-        self.page.keyboard.press("Escape")
-        self.visit.press("Compare")
-        self.visit.press("New conversation") if not is_narrow else self.new_in_drawer()
-        self.page.get_by_role("button", name="Chat", exact=True).click()
-        self.page.get_by_role("button", name="Call a function").click()
-        until(self.page, "document.getElementById('prompt').value.includes('Oslo')")
-        self.page.keyboard.press("Control+Enter")
-        self.page.wait_for_selector(".results")
-        self.take("tools")
-        self.visit.press("API key")
-        self.take("key")
-        self.page.keyboard.press("Escape")
-
-    def new_in_drawer(self) -> None:
-        self.visit.press("History")
-        self.take("history")
-        self.visit.press("New conversation")
-
-    def live(self) -> None:
-        self.visit.open("/#live")
-        self.page.wait_for_timeout(20_000)
-        self.take("live")
+def opened(browser: Any, url: str, theme: str) -> Any:
+    page = browser.new_context(color_scheme=theme, viewport={"width": 1280, "height": 800}).new_page()
+    page.goto(url)
+    page.wait_for_selector("[data-ready]")
+    until(page, "!document.querySelector('.composer [type=submit]').disabled")
+    return page
 
 
-@contextmanager
-def camera(browser: Any, url: str, folder: Path, theme: str, size: tuple[int, int], mark: str = "") -> Iterator[Camera]:
-    visit = Visit(browser, url, color_scheme=theme, viewport={"width": size[0], "height": size[1]})
-    folder.mkdir(parents=True, exist_ok=True)
-    yield Camera(visit, lambda name: visit.page.screenshot(path=folder / f"{name}{mark}.png"))
-    visit.context.close()
-
-
-def take_all(browser: Any, url: str, folder: Path) -> None:
-    for theme, (name, size) in itertools.product(("light", "dark"), WIDTHS.items()):
-        with camera(browser, url, folder, theme, size, f"-{theme}-{name}") as one:
-            one.playground(is_narrow=name == "narrow")
+def take(browser: Any, url: str) -> None:
+    page = opened(browser, url, "light")
+    page.get_by_role("button", name="Completion").click()
+    page.get_by_role("button", name="Compare").click()
+    until(page, "document.getElementById('prompt').value")
+    page.press("#prompt", "Enter")
+    until(page, "document.querySelectorAll('.answer:not(.running)').length === 2")
+    page.hover(".token:nth-child(8)")
+    page.screenshot(path=FOLDER / "playground.png")
     with load(url):
-        for theme, (name, size) in itertools.product(("light", "dark"), WIDTHS.items()):
-            with camera(browser, url, folder, theme, (size[0], 1500), f"-{theme}-{name}") as one:
-                one.live()
-
-
-def take_for_docs(browser: Any, url: str) -> None:
-    folder = ROOT / "docs" / "images"
-    with camera(browser, url, folder, "light", (1280, 800)) as one:
-        take, one.take = one.take, lambda name: None
-        one.visit.open()
-        one.choose("json")
-        one.compare()
-        one.visit.press("Side A")
-        take("playground")
-    with load(url), camera(browser, url, folder, "dark", (1280, 800)) as one:
-        one.live()
+        page = opened(browser, f"{url}/#live", "dark")
+        page.wait_for_timeout(45_000)
+        page.screenshot(path=FOLDER / "live.png")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "screenshots")
-    parser.add_argument("--docs", action="store_true", help="write the pictures of the documentation only")
-    options = parser.parse_args()
     with Launched(*SERVER) as launched, sync_playwright() as driver:
         launched.wait_until_ready()
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        if options.docs:
-            take_for_docs(browser, launched.url)
-        else:
-            take_all(browser, launched.url, options.folder)
+        take(browser, launched.url)
         browser.close()
 
 
