@@ -213,7 +213,7 @@ class InformationRoutes(Routes):
 
     async def models(self, request: Request) -> Response:
         """The base model, then every adapter that the caller may see: those that the operator named, and those below
-        the local roots, which need `adapter_source` unless it is the default.
+        the local roots.
         """
         caller = self._service.caller(request)
         admission = self._service.dispatcher.admission

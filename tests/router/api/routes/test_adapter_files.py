@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.keys import sha256
+from lorikeet.router.adapters import selection
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -21,6 +22,11 @@ CARD = (
     "---\nbase_model: x\ntags: [y]\n---\n\n# Pirate\n\n[![badge](b.svg)](x)\n\n"
     "Answers as a pirate,\nin short sentences.\n\nMore."
 )
+
+
+@pytest.fixture(autouse=True)
+def always_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "LOOKUP_S", 0.0)
 
 
 @pytest.fixture
