@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +114,14 @@ def test_the_pid_file_is_there_while_the_server_runs(tmp_path: Path, monkeypatch
     monkeypatch.setattr(serving, "serve", lambda *_: seen.append(path.read_text()) or Exit.OK)
     assert main(["--pid-file", str(path)]) == Exit.OK
     assert seen == [f"{os.getpid()}\n"] and not path.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["--no-such-flag"], ["--max-total-tokens", "0"]])
+def test_a_command_line_without_a_server_imports_little(arguments: list[str]) -> None:
+    """Each of these takes longer than the answer."""
+    program = (
+        "import sys; from lorikeet.launcher.__main__ import main; main(sys.argv[1:]);"
+        "print(*sorted({'asyncio', 'grpc', 'huggingface_hub', 'pydantic', 'structlog', 'torch'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == ""

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lorikeet.launcher.__main__ import run_folder
+from lorikeet.launcher.run import run_folder
 
 WAITS = """
 import sys
-from lorikeet.launcher.__main__ import run_folder
+from lorikeet.launcher.run import run_folder
 with run_folder(sys.argv[1], "run-") as folder:
     print(folder, flush=True)
     sys.stdin.read()
