@@ -48,6 +48,8 @@ class Entry:
     """Medusa heads in it."""
     invocation_ids: tuple[int, ...] = ()
     """Token ids that activate the adapter, if it is an activated LoRA."""
+    changes_nothing: bool = False
+    """Whether it computes what the base does."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
@@ -64,7 +66,7 @@ class Entry:
         if not isinstance(ids, list | tuple) or not all(isinstance(token, int) for token in ids):
             raise ValueError("not an entry of the store")
         num_bytes, rank, num_heads = (number for number in numbers if isinstance(number, int))
-        return cls(digest, num_bytes, rank, num_heads, tuple(ids))
+        return cls(digest, num_bytes, rank, num_heads, tuple(ids), values.get("changes_nothing") is True)
 
 
 class Store:
@@ -162,7 +164,7 @@ class Store:
             metadata, size = _metadata(path)
             num_heads = json.loads(metadata["heads"])["count"] if "heads" in metadata else 0
             ids = tuple(map(int, json.loads(metadata.get("invocation_ids", "[]"))))
-            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids)
+            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids, "changes_nothing" in metadata)
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 

@@ -102,6 +102,14 @@ class Skeleton:
         """The name under which a model of this architecture that has a head keeps the other modules, with a dot."""
         return f"{self._network.base_model_prefix}."
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the base's parameters in float32."""
+        tensors = {
+            id(tensor): tensor for _, named in self._parameters for tensor in named.values() if tensor is not None
+        }
+        return 4 * sum(tensor.numel() for tensor in tensors.values())
+
     def parameter_ids(self) -> set[int]:
         """Identities of the base's own parameters: all others in the network come from an adapter."""
         tensors = (parameter for _, parameters in self._parameters for parameter in parameters.values())

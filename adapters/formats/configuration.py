@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
-from lorikeet.adapters.formats.kinds import KINDS, VARIANTS, is_set
+from lorikeet.adapters.formats.kinds import KINDS, VARIANTS, is_set, kind_of
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES, MAX_SMALL_BYTES
 from lorikeet.proto import pooling
 from lorikeet.proto.config_file import is_number
@@ -209,6 +209,11 @@ def _fields_of(peft_type: str) -> set[str]:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     return {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type.upper()])}
+
+
+def is_folded(values: dict[str, Any]) -> bool:
+    """Whether the adapter's change to each module is computed when it is read: of an unknown type, nothing is."""
+    return str(values.get("peft_type")).upper() in KINDS and kind_of(values).how != "lora"
 
 
 def unknown(values: dict[str, Any]) -> list[str]:

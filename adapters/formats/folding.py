@@ -60,7 +60,7 @@ def materialise(network: nn.Module, values: BaseValues | None, tensors: Mapping[
             if parameter is None:
                 continue
             if values is not None and name in named:
-                data = values[f"{name}.{key}"].float()
+                data = values[f"{name}.{key}"].to(torch.float32, copy=True)  # a view would hold the whole file
             else:
                 data = torch.zeros(()).expand(parameter.shape)
             module._parameters[key] = nn.Parameter(data, requires_grad=False)
@@ -138,7 +138,8 @@ def _folded(layer: Any, base: Any, name: str, values: BaseValues | None) -> Fold
 
 def factor(product: Product, num_in: int, num_out: int, norm: float) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Factors A: [rank, in] and B: [out, rank] of a linear map, which is given by its product with rows, [rows, in] →
-    [rows, out] float64: its range from products with random rows (Halko et al. 2011), its rows from their gradients.
+    [rows, out] float64: its range from products with random rows (Halko et al. 2011), its rows from their gradients. A
+    map of nearly full rank is its own factor, next to the identity.
 
     None for a map that is zero next to weights of that norm. Raises ArithmeticError with the end of a sentence.
     """
@@ -148,26 +149,21 @@ def factor(product: Product, num_in: int, num_out: int, norm: float) -> tuple[to
     if float(expected.norm()) <= _NOTHING * max(norm, 1.0):
         return None, None
     most, count = min(num_in, num_out), _FIRST_RANK
-    while True:
-        count = min(count, most)
-        rows = torch.randn(count + _NUM_CHECKED, num_in, dtype=torch.float64, generator=generator)
+    while count < most:
+        rows = torch.randn(2 * count, num_in, dtype=torch.float64, generator=generator)
         _, sizes, directions = torch.linalg.svd(product(rows), full_matrices=False)
-        rank = int((sizes > sizes[0] * _KEPT).sum())
-        b = directions[:rank].t().contiguous()
+        b = directions[: int((sizes > sizes[0] * _KEPT).sum())].t().contiguous()
         with torch.enable_grad():
-            x = torch.zeros(rank, num_in, dtype=torch.float64, requires_grad=True)
+            x = torch.zeros(b.shape[1], num_in, dtype=torch.float64, requires_grad=True)
             (a,) = torch.autograd.grad(product(x), x, b.t().contiguous())
-        difference = float((expected - checked @ a.t() @ b.t()).norm() / expected.norm())
-        if difference <= _LINEAR:
-            break
-        if count == most:
-            # a type whose own gradient is not that of its product
-            a = (product(torch.eye(num_in, dtype=torch.float64)) @ b).t()
-            if float((expected - checked @ a.t() @ b.t()).norm() / expected.norm()) <= _LINEAR:
-                break
-            raise ArithmeticError("is not linear in its input")
+        if float((expected - checked @ a.t() @ b.t()).norm() / expected.norm()) <= _LINEAR:
+            return a.float(), b.float()
         count *= 4
-    return a.float(), b.float()
+    whole = product(torch.eye(num_in, dtype=torch.float64)).t()
+    if float((expected - checked @ whole.t()).norm() / expected.norm()) > _LINEAR:
+        raise ArithmeticError("is not linear in its input")
+    unit = torch.eye(most)
+    return (unit, whole.float()) if num_in <= num_out else (whole.float(), unit)
 
 
 _GATED = {

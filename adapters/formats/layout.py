@@ -60,6 +60,8 @@ class ServedLayout:
     """Configuration of the Medusa heads: count, version, layers (residual blocks)."""
     invocation_ids: tuple[int, ...] = ()
     """Token ids that activate the adapter, if it is an activated LoRA."""
+    changes_nothing: bool = False
+    """Whether it computes what the base does: all of B is zero."""
 
     @property
     def rank(self) -> int:
@@ -121,7 +123,14 @@ def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
     for change in decision.changes:
         layout.modules[change.module] = {"kind": change.kind, "rank": change.rank}
         layout.tensors.update({f"{change.module}.{part}": tensor for part, tensor in _module(change, base).items()})
-    return layout
+    return replace(layout, changes_nothing=not any(map(_changes, layout.tensors.items())))
+
+
+def _changes(part: tuple[str, torch.Tensor]) -> bool:
+    """Whether a part of a module may make its output another one."""
+    name, tensor = part
+    kind = name.rpartition(".")[2]
+    return kind != "A" and bool((tensor != (1 if kind == "scale" else 0)).any())
 
 
 def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleChange:
@@ -239,6 +248,8 @@ def served_file(layout: ServedLayout, digest: str, base: Base) -> LayoutFile:
     }
     if layout.heads is not None:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
+    if layout.changes_nothing:
+        metadata["changes_nothing"] = "1"
     if layout.invocation_ids:
         metadata["invocation_ids"] = json.dumps(layout.invocation_ids, separators=(",", ":"))
     described = {name: (_TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in layout.tensors.items()}
@@ -294,6 +305,7 @@ def _not_finite_message(change: ModuleChange, dtype: torch.dtype) -> str:
     return not_finite(change.module, all(tensor is None or is_finite(tensor) for tensor in tensors), dtype)
 
 
+CHANGES_NOTHING = "it changes nothing: all of its B, its biases and its new weights are zero"
 DEFAULT_RANK = 8
 """PEFT's, for a configuration without one."""
 _HEADS_ALONE = b"medusa heads"
@@ -339,6 +351,11 @@ class Contents:
         return self.values is not None and configuration.has_patterns(self.values)
 
     @property
+    def is_folded(self) -> bool:
+        """Whether its change to each module is computed."""
+        return self.values is not None and configuration.is_folded(self.values)
+
+    @property
     def digest(self) -> str:
         """The name of the adapter below the router."""
         known = _HEADS_ALONE if self.values is None else configuration.canonical(self.values)
@@ -372,6 +389,9 @@ class Contents:
             assert reader.skeleton.output_shape is not None
             tensors = lay_out_heads(served.heads, reader.skeleton.output_shape[0], base.dtype)
             layout = replace(layout, tensors={**layout.tensors, **tensors}, heads=heads_metadata(served.heads.shape))
+            layout = replace(layout, changes_nothing=False)
+        if layout.changes_nothing:
+            served = replace(served, warnings=(*served.warnings, CHANGES_NOTHING))
         return served, layout
 
     def _parsed_heads(self, reader: PlannedReader, kinds: frozenset[str]) -> ParsedHeads | None:

@@ -39,10 +39,14 @@ class LoaderConfig(ConfigFile):
     """Concurrent conversions to the served layout, plus one urgent one; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
     """Processor time for reading one adapter, in addition to its bytes."""
+    folding_cpu_s: float = 600.0
+    """Processor time for reading an adapter of another type than LoRA, whose change to each module is computed."""
     pattern_cpu_s: float = 3.0
     """Processor time for reading an adapter whose configuration has patterns, which can take forever."""
     reading_memory: int = 1 << 30
-    """Bytes of memory for reading one adapter, in addition to ten times its own."""
+    """Bytes of memory for reading one adapter, in addition to ten times its own, and to twice the base in float32 where
+    its change to each module is computed.
+    """
     json_output: bool = False
     log_level: str = "info"
     failure_file: str | None = None

@@ -17,11 +17,19 @@ from typing import Any
 import structlog
 
 from lorikeet.adapters.check import AdapterValidator, read_headers
-from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, NotServed, SourceUnreachable
+from lorikeet.adapters.errors import (
+    AdapterError,
+    AdapterInvalid,
+    AdapterTooLarge,
+    LoaderFailed,
+    NotServed,
+    SourceUnreachable,
+)
 from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton, choose_dtype
 from lorikeet.adapters.formats.changes import ModuleChange, PlannedReader, merge
 from lorikeet.adapters.formats.layout import (
+    CHANGES_NOTHING,
     Base,
     ServedLayout,
     decide,
@@ -30,8 +38,10 @@ from lorikeet.adapters.formats.layout import (
     served_file,
     without_unchanged,
 )
+from lorikeet.adapters.formats.weights import read_small
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.refs import Merge, Pin
+from lorikeet.adapters.sources.base import CONFIG
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
 from lorikeet.proto.digest import base_hash, weights_hash
@@ -106,14 +116,21 @@ class WorkerJobs:
         with self._limited_memory([folder]), open_adapter(folder, self._max_bytes) as opened:
             digest = opened.digest
             if (stored := self._stored(digest)) is not None:
+                self._check_effect(stored.changes_nothing)
                 return {"entry": stored.as_dict()}
-            self._limit_cpu(opened.num_bytes, opened.has_patterns)
+            self._limit_cpu(opened.num_bytes, opened.has_patterns, opened.is_folded)
             self._context.tokenizers.check(folder)
             served, layout = opened.lay_out(self._context.reader, self._context.base)
             for warning in served.warnings:
                 log.warning("adapter_warning", adapter=job.get("name"), warning=warning)
             opened.check_unchanged()
+            self._check_effect(layout.changes_nothing)
             return {"entry": self._put(digest, layout).as_dict()}
+
+    def _check_effect(self, changes_nothing: bool) -> None:
+        """Raises AdapterInvalid for an adapter that changes nothing, with --strict-adapters."""
+        if changes_nothing and self._context.config.sources.strict:
+            raise AdapterInvalid(f"{CHANGES_NOTHING} (--strict-adapters)")
 
     def merge(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of several adapters merged into one."""
@@ -129,7 +146,7 @@ class WorkerJobs:
                 if configuration.invocation_ids(opened.values):
                     raise NotServed("merging activated LoRA (aLoRA) is not served: it applies from one token on")
                 digests.append(opened.digest)
-                self._limit_cpu(opened.num_bytes, opened.has_patterns)
+                self._limit_cpu(opened.num_bytes, opened.has_patterns, opened.is_folded)
                 self._context.tokenizers.check(folder)
                 changes = self._context.reader.read(opened.values, opened.changes)
                 parts.append(list(without_unchanged(changes, self._context.base)))
@@ -141,10 +158,11 @@ class WorkerJobs:
             layout = lay_out(decide(merge(parts, merging, digest), self._context.base), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
-    def _limit_cpu(self, num_bytes: int, with_patterns: bool = False) -> None:
+    def _limit_cpu(self, num_bytes: int, with_patterns: bool = False, is_folded: bool = False) -> None:
         """Limit the processor time of the next part; beyond it the system ends this process in any state."""
         config = self._context.config
         seconds = min(config.reading_cpu_s, config.pattern_cpu_s) if with_patterns else config.reading_cpu_s
+        seconds = config.folding_cpu_s if is_folded and not with_patterns else seconds
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds + num_bytes / _BYTES_PER_CPU_S)
@@ -153,7 +171,10 @@ class WorkerJobs:
         """Inside, memory is limited by the size of a job's files."""
         files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
         num_bytes = min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
-        return limited_memory(self._context.config.reading_memory + _MEMORY_PER_BYTE * num_bytes)
+        num_bytes *= _MEMORY_PER_BYTE
+        if any(_is_folded(folder) for folder in folders):
+            num_bytes += 2 * self._context.reader.skeleton.num_bytes
+        return limited_memory(self._context.config.reading_memory + num_bytes)
 
     def _stored(self, digest: str) -> Entry | None:
         """What the store has of that content."""
@@ -167,7 +188,15 @@ class WorkerJobs:
         if file.num_bytes > max_bytes:
             raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {max_bytes}")
         num_bytes = self._store.add(digest, file.num_bytes, file.write)
-        return Entry(digest, num_bytes, layout.rank, layout.num_heads, layout.invocation_ids)
+        return Entry(digest, num_bytes, layout.rank, layout.num_heads, layout.invocation_ids, layout.changes_nothing)
+
+
+def _is_folded(folder: Path) -> bool:
+    """Whether the folder has an adapter of another type than LoRA."""
+    try:
+        return configuration.is_folded(configuration.parse(read_small(folder / CONFIG)))
+    except AdapterError:
+        return False
 
 
 def _within(seconds: float) -> None:

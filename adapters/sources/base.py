@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge, NotServed
 from lorikeet.adapters.refs import Pin, Ref
 
 CONFIG = "adapter_config.json"
@@ -122,6 +122,10 @@ def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -
     for the message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
     """
     heads, weights = find_heads(sizes.keys(), peek), _weights(sizes)
+    if CONFIG not in sizes and (gguf := next((file for file in sizes if file.endswith(".gguf")), None)) is not None:
+        raise NotServed(
+            f"{gguf} of {name}, an adapter of llama.cpp, is not served: use the files of PEFT it was made of"
+        )
     if CONFIG not in sizes and (heads is None or weights):
         raise AdapterInvalid(f"{name} holds no {CONFIG} and no {HEADS[0]}, so it is not an adapter")
     if CONFIG in sizes and not weights:

@@ -194,7 +194,15 @@ def loaded(answer: dict[str, Any]) -> Loaded:
     try:
         digest, tier, num_heads = str(answer["digest"]), str(answer["tier"]), int(answer.get("num_heads", 0))
         ids = tuple(map(int, answer.get("invocation_ids", ())))
-        return Loaded(digest, int(answer["num_bytes"]), int(answer["rank"]), tier, num_heads, ids)
+        return Loaded(
+            digest,
+            int(answer["num_bytes"]),
+            int(answer["rank"]),
+            tier,
+            num_heads,
+            ids,
+            answer.get("changes_nothing") is True,
+        )
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None
 
@@ -324,6 +332,10 @@ class Loading:
         for content, known in self.contents():
             digests.setdefault(content.rpartition("@")[0], set()).add(known.digest)
         return digests
+
+    def without_effect(self) -> set[str]:
+        """The known digests of adapters that change nothing."""
+        return {known.digest for _, known in self.contents() if known.changes_nothing}
 
     def digests(self, refs: Iterable[Ref]) -> set[str]:
         """The known digests of these adapters, of any version."""

@@ -95,6 +95,8 @@ class Loaded:
     """Number of Medusa heads."""
     invocation_ids: tuple[int, ...] = ()
     """Token ids that activate an activated LoRA (aLoRA): it applies from their last occurrence in the prompt on."""
+    changes_nothing: bool = False
+    """Whether it computes what the base model does."""
 
     @property
     def is_heads_only(self) -> bool:

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.adapters.refs import Ref
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.config_file import whole_number
 from lorikeet.proto.draft_sources import BY_VALUE
@@ -238,9 +237,12 @@ class InformationRoutes(Routes):
         return [*selection.listed(caller), *await selection.below_roots(caller)]
 
     def _adapter(self, line: Listed, digests: Mapping[str, set[str]]) -> dict[str, Any]:
-        """In vLLM's format, with the reason why it is not served, if any; `digests` are those of known contents."""
+        """In vLLM's format, with the reason why it is not served, and the nearest place of its content if it is loaded;
+        `digests` are those of known contents.
+        """
         entry = line.entry
         refs = [] if entry is None else [version.ref for version in entry.versions]
+        known = [digest for ref in refs for digest in digests.get(f"{ref.source.value}:{ref.id}", ())]
         return {
             **self._model(line.alias, line.created),
             "root": str(refs[0]) if refs else None,
@@ -248,13 +250,14 @@ class InformationRoutes(Routes):
             "adapter_source": refs[0].source.value if refs else None,
             "description": (entry is not None and entry.description) or None,
             "problem": line.problem or None,
-            "tier": self._tier(refs, digests),
+            "warning": self._warning(known),
+            "tier": self._service.admission.tier(known) if known else None,
         }
 
-    def _tier(self, refs: list[Ref], digests: Mapping[str, set[str]]) -> str | None:
-        """The nearest place of the adapter's content; None for one that is not loaded yet."""
-        known = [digest for ref in refs for digest in digests.get(f"{ref.source.value}:{ref.id}", ())]
-        return self._service.admission.tier(known) if known else None
+    def _warning(self, known: Sequence[str]) -> str | None:
+        """What is wrong with an adapter that is served, once its content is known."""
+        nothing = self._service.admission.loading.without_effect() if known else set[str]()
+        return "it changes nothing: it answers as the base model" if nothing.intersection(known) else None
 
     def _model(self, name: str, created: int = 0) -> dict[str, Any]:
         return {

@@ -1,16 +1,25 @@
 """Every kind of adapter of the installed PEFT: served as PEFT computes it, or refused with the reason."""
 
+import shutil
+import signal
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftType
+from peft import LoraConfig, PeftType
 from peft.tuners.lora import variants
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
-from lorikeet.adapters.errors import NotServed
+from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.folding import factor
 from lorikeet.adapters.formats.kinds import KINDS
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
+from lorikeet.adapters.sources.registry import SourceSettings
 from tests import tiny
 from tests.adapters import kinds, making
 
@@ -80,10 +89,35 @@ def test_a_module_that_is_not_linear_is_found() -> None:
         factor(lambda x: (x @ weight).relu(), 24, 16, 1.0)
 
 
-@pytest.mark.parametrize("rank", [1, 16, 40])
-def test_factors_have_the_rank_of_the_map(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "expected"), [(1, 1), (16, 16), (40, 64)])
+def test_factors_have_the_rank_of_the_map_or_all_of_its_outputs(rank: int, expected: int) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(rank, 96, dtype=torch.float64), torch.randn(64, rank, dtype=torch.float64)
     found_a, found_b = factor(lambda x: x @ a.t() @ b.t(), 96, 64, 1.0)
-    assert found_a is not None and found_b is not None and found_a.shape == (rank, 96)
+    assert found_a is not None and found_b is not None and found_a.shape == (expected, 96)
     torch.testing.assert_close(found_b @ found_a, (b @ a).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_adapter_that_changes_nothing_is_served_with_a_warning(is_strict: bool, base: Path, tmp_path: Path) -> None:
+    making.make_adapter(base, tmp_path / "sound", LoraConfig(r=4, target_modules=["q_proj"]))
+    shutil.copytree(tmp_path / "sound", tmp_path / "empty")
+    weights = tmp_path / "empty" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file(
+        {key: torch.zeros_like(tensor) if "lora_B" in key else tensor for key, tensor in tensors.items()}, weights
+    )
+    sources = SourceSettings(strict=is_strict)
+    store = str(tmp_path / "store")
+    config = LoaderConfig(socket="", model_path=str(base), adapter_store=store, dtype="float32", sources=sources)
+    jobs = WorkerJobs(WorkerContext(config))
+    try:
+        assert jobs.convert({"folder": str(tmp_path / "sound")})["entry"]["changes_nothing"] is False
+        expected: Any = pytest.raises(AdapterInvalid, match="it changes nothing") if is_strict else nullcontext()
+        with capture_logs() as logs, expected:
+            assert jobs.convert({"folder": str(tmp_path / "empty")})["entry"]["changes_nothing"] is True
+        assert any("it changes nothing" in entry.get("warning", "") for entry in logs)
+        if not is_strict:  # found in the store
+            assert jobs.convert({"folder": str(tmp_path / "empty")})["entry"]["changes_nothing"] is True
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

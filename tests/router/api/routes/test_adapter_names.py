@@ -8,6 +8,7 @@ import pytest
 from lorikeet.adapters.keys import sha256
 from tests.router.api.routes.test_adapters import body
 from tests.router.api.routes.test_catalogue import KEYS, bearer, made, open_keys, write
+from tests.router.scripted_loader import finds_all
 from tests.router.serving import MODEL_ID, serving
 
 pytestmark = pytest.mark.anyio
@@ -34,6 +35,22 @@ async def test_a_folder_of_a_local_root_is_found_by_its_name(tmp_path: Path) -> 
         assert response.status_code == 404 and "the nearest names are support." in response.text
         response = await server.client.post("/generate", json=body("/generate", "support", adapter_source="hub"))
         assert response.status_code != 200
+
+
+async def test_an_adapter_that_changes_nothing_is_listed_with_a_warning(tmp_path: Path) -> None:
+    made(tmp_path, "empty", "sound")
+
+    async def answer(call: dict[str, Any]) -> dict[str, Any]:
+        return {**await finds_all(call), "changes_nothing": call["fetch"]["id"] == "empty"}
+
+    async with serving(tmp_path, adapters=True) as server:
+        server.loader.answer = answer
+        for name in ("empty", "sound"):
+            assert (await server.client.post("/generate", json=body("/generate", name))).status_code == 200
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        warnings = {model["id"]: model.get("warning") for model in listed}
+        assert warnings.pop("empty") == "it changes nothing: it answers as the base model"
+        assert warnings == {MODEL_ID: None, "sound": None}
 
 
 async def test_a_closed_folder_has_no_name_for_others(tmp_path: Path) -> None:
