@@ -5,6 +5,7 @@ import { button, el } from "./dom.js";
 
 const SOON_MS = 1000;
 const LATER_MS = 10000;
+const PATIENCE_MS = 5000; // a server that ends may accept a connection, and answer nothing
 
 // 72 s is "1 min 12 s".
 export function span(seconds) {
@@ -35,7 +36,7 @@ export class ServerStatus {
   async check() {
     clearTimeout(this.timer);
     try {
-      this.capabilities = await json("v1/capabilities");
+      this.capabilities = await json("v1/capabilities", { signal: AbortSignal.timeout(PATIENCE_MS) });
       this.#take(stateOf(this.capabilities));
     } catch (error) {
       this.#take(error instanceof ApiError && error.status === 401 ? "key" : error instanceof ApiError ? "ready" : "gone");

@@ -45,7 +45,7 @@ class AdapterFileRoutes(Routes):
             raise ValidationError(f"{file[:80]!r} is no file of an adapter", "file")
         folder = self._root() / _ARRIVING.format(name)
         with _writing():
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             await self._receive(request, folder / file)
         return Response(status_code=204)
 
@@ -82,7 +82,7 @@ class AdapterFileRoutes(Routes):
         roots = self._service.config.sources.local_roots
         if not roots:
             raise NotServed("/admin/adapters/files", "start the server with --local-adapter-root FOLDER")
-        return Path(os.path.realpath(roots[0]))
+        return Path(os.path.realpath(roots[-1]))  # the first ones of the embedded model are in the package
 
 
 @contextmanager

@@ -166,6 +166,19 @@ def test_a_loading_model_is_waited_for(visit: Visit) -> None:
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_a_server_that_does_not_answer_is_said(visit: Visit) -> None:
+    """One that accepts connections and sends nothing, too; and that it is there again."""
+    page = visit.open()
+    held: list[Any] = []
+    page.route("**/v1/capabilities", lambda route: held.append(route))  # noqa: PLW0108 - playwright marks functions
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.get_by_text("The server has not answered for").wait_for()
+    assert held and page.get_by_role("button", name="Send").is_disabled()
+    page.unroute_all(behavior="ignoreErrors")
+    visit.press("Try now")
+    wait_for(page, lambda: page.get_by_role("button", name="Send").is_enabled())
+
+
 EXPLAINED = [
     ((404, "there is no adapter 'x': did you mean 'y'?", 0), "x", "The server has no adapter “x”. Did you mean 'y'?"),
     (
