@@ -114,7 +114,7 @@ def test_all_is_done_with_the_keyboard(browser: Any, adapting: Server) -> None:
             keys.press("Enter")
         until(page, "!document.querySelector('.answer.running')")
         wait_for(page, lambda: serving.shard.num_running == 0)
-        assert serving.shard.submits[-1].adapter.id == "second"
+        assert {submit.adapter.id for submit in serving.shard.submits[-2:]} == {"", "second"}
 
         keys.tab_to("Open menu", "Shift+Tab")
         keys.press("Enter")
