@@ -89,6 +89,7 @@ async def prepare(
     """Check, tokenize, resolve and queue what a body asks for. Raises RouterError."""
     caller = service.caller(request)
     check_room(service, caller)
+    # a chat template may be the adapter's; else lengths are checked first, because an adapter may take seconds to load
     adapter = await service.selection.choose(fields.adapter, caller) if prompts.needs_adapter else None
     tokenized = await prompts.tokenize(adapter)
     max_tokens = [prompts.max_tokens(len(prompt.ids)) for prompt in tokenized]
@@ -107,12 +108,12 @@ async def prepare(
 
 
 def check_room(service: Service, caller: Caller) -> None:
-    """Reject a request before it is tokenized. Raises a leaf of Refused."""
+    """Reject a request before it is tokenized. Raises a subclass of Refused."""
     service.dispatcher.check_room(service.tokenizer.pool.num_pending, caller.identity)
 
 
 async def _speculation(service: Service, fields: RequestFields, caller: Caller) -> Speculation:
-    """How draft tokens are proposed, with those of `prediction`, as far as the lookup reads them."""
+    """How draft tokens are proposed. Lookup reads the tokens of `prediction`, up to the length of the context."""
     speculation = resolve_speculation(fields.speculation, service.offer, is_seeded=fields.seed is not None)
     prediction = fields.speculation.prediction
     if not prediction or not speculation.num_tokens:
@@ -307,7 +308,7 @@ def text_of(service: Service, ids: list[int]) -> str:
 def submit(service: Service, request: Request, prepared: PreparedRequest, arrived_at: float) -> PreparedRequest:
     """Queue the first `max_sequences` sequences of `request`, or none, and give all of them one deadline.
 
-    Of requests for vectors only some may be queued: `submit_more` queues the others. Raises a leaf of Refused.
+    Of requests for vectors only some may be queued: `submit_more` queues the others. Raises a subclass of Refused.
     """
     if (charge := getattr(request.state, "body_charge", None)) is not None:
         charge.settle()

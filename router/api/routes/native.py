@@ -96,7 +96,7 @@ class NativeRoutes(Routes):
     async def generate(self, request: Request) -> Response:
         arrived_at = now()
         native = self._read(request, await self._service.body(request), GenerateRequest)
-        return await self._answer(request, native, arrived_at, as_list=False)
+        return await self._respond(request, native, arrived_at, as_list=False)
 
     async def generate_stream(self, request: Request) -> Response:
         arrived_at = now()
@@ -109,18 +109,20 @@ class NativeRoutes(Routes):
         native = self._read(request, await self._service.body(request), CompatGenerateRequest)
         if native.stream:
             return await self._stream(request, native, arrived_at)
-        return await self._answer(request, native, arrived_at, as_list=True)
+        return await self._respond(request, native, arrived_at, as_list=True)
 
     def _read(self, request: Request, body: dict[str, Any], kind: type[LoraxBody]) -> LoraxBody:
         return kind.read(self._service.native_defaults(self._service.caller(request), body))
 
-    async def _answer(self, request: Request, native: GenerateRequest, arrived_at: float, *, as_list: bool) -> Response:
+    async def _respond(
+        self, request: Request, native: GenerateRequest, arrived_at: float, *, as_list: bool
+    ) -> Response:
         ignored = ignored_fields(native.ignored())
-        answer, headers = await self.answered(request, native, arrived_at)
+        answer, headers = await self.generate_answer(request, native, arrived_at)
         headers |= ignored
         return json_response([answer] if as_list else answer, headers)
 
-    async def answered(
+    async def generate_answer(
         self, request: Request, native: GenerateRequest, arrived_at: float
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answer to a request that does not stream, and its headers. Raises RouterError."""
@@ -135,18 +137,18 @@ class NativeRoutes(Routes):
             finally:
                 cancel_all(generations)
         best = max(range(len(sequences)), key=lambda index: sequences[index].mean_logprob)
-        whole = sequences[best]
-        answer: dict[str, Any] = {"generated_text": self._shown_text(native, whole)}
+        chosen = sequences[best]
+        answer: dict[str, Any] = {"generated_text": self._shown_text(native, chosen)}
         if parameters.details or parameters.decoder_input_details:
-            losers = sequences[:best] + sequences[best + 1 :]
-            details = partial(self._details, native, sent, whole, losers)
+            others = sequences[:best] + sequences[best + 1 :]
+            details = partial(self._details, native, sent, chosen, others)
             is_large = sum(map(_num_entries, sequences)) > LARGE_ENTRIES
             answer["details"] = await asyncio.to_thread(details) if is_large else details()
-            answer["details"] |= _speculation(generations[best])
+            answer["details"] |= _speculation_details(generations[best])
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
-        request.state.log_fields = log_fields(sent, len(whole.tokens), whole.finish_reason)
-        counts = Counts(len(native.text), len(sent.prompt_ids), len(whole.tokens), whole.num_skipped)
+        request.state.log_fields = log_fields(sent, len(chosen.tokens), chosen.finish_reason)
+        counts = Counts(len(native.text), len(sent.prompt_ids), len(chosen.tokens), chosen.num_skipped)
         headers = answer_headers(self._service, timing, generations[best], counts)
         return answer, headers
 
@@ -190,7 +192,7 @@ class NativeRoutes(Routes):
                     "prompt_tokens": len(sent.prompt_ids),
                     "generated_tokens": num_tokens,
                     "seed": sent.sampling.seed if sent.sampling.do_sample else None,
-                    **_speculation(generation),
+                    **_speculation_details(generation),
                 }
             whole = Completed(seed=sent.sampling.seed, text="".join(texts))
             last = [self._token_event(token, native) for token in chunk.tokens[:-1]]
@@ -217,18 +219,18 @@ class NativeRoutes(Routes):
         return native.text + whole.text if native.parameters.return_full_text else whole.text
 
     def _details(
-        self, native: GenerateRequest, sent: GenerationRequest, whole: Completed, losers: list[Completed]
+        self, native: GenerateRequest, sent: GenerationRequest, whole: Completed, others: list[Completed]
     ) -> dict[str, Any]:
         counts = {"prompt_tokens": len(sent.prompt_ids), "generated_tokens": len(whole.tokens)}
         counts["skipped_tokens"] = whole.num_skipped
         details = self._sequence(native, sent, whole, counts)
-        if losers:
+        if others:
             details["best_of_sequences"] = [
                 {
-                    "generated_text": self._shown_text(native, loser),
-                    **self._sequence(native, sent, loser, {"generated_tokens": len(loser.tokens)}),
+                    "generated_text": self._shown_text(native, other),
+                    **self._sequence(native, sent, other, {"generated_tokens": len(other.tokens)}),
                 }
-                for loser in losers
+                for other in others
             ]
         return details
 
@@ -277,7 +279,7 @@ def _num_entries(whole: Completed) -> int:
     return len(whole.tokens) + len(whole.prefill) + sum(map(len, listed))
 
 
-def _speculation(generation: Generation) -> dict[str, Any]:
+def _speculation_details(generation: Generation) -> dict[str, Any]:
     """`details.speculation`, absent where the request could not speculate."""
     report = speculation_report([generation])
     return {} if report is None else {"speculation": report}
@@ -297,7 +299,7 @@ class PredictRoute:
         """Answers with a JSON string: the prompt and the generated text."""
         arrived_at = now()
         predict, native = self._read(request, await self._service.body(request))
-        answer, headers = await self._native.answered(request, native, arrived_at)
+        answer, headers = await self._native.generate_answer(request, native, arrived_at)
         headers |= ignored_fields(predict.ignored())
         return json_response(answer["generated_text"], headers)
 

@@ -1,7 +1,8 @@
 """Low-rank adapters on the modules of the base: one target per module, a slot per adapter, many adapters in one step.
 
-`y = scale ⊙ (W x + B A x) + bias`, row by row, scale 1 without DoRA (Hu et al. 2021, Liu et al. 2024). A row's bits do
-not depend on its neighbours. `shard/scheduler/adapter_slots.py` assigns slots.
+`y = scale ⊙ (W x + B A x) + base_bias + bias`, row by row; scale is 1 without DoRA (Hu et al. 2021, Liu et al. 2024).
+`adapt_row` is the reference. A row's bits do not depend on its neighbours. `shard/scheduler/adapter_slots.py` assigns
+slots.
 """
 
 import ctypes
@@ -52,7 +53,7 @@ class _Part(ctypes.Structure):
 class SlotWeights:
     """The weights of one adapter for one module."""
 
-    # [rank, in] and [rank, out], the scaling inside b; None where only the bias differs
+    # [rank, in] and [rank, out]: b is B transposed, times the scaling; None where only the bias differs
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     # [out] float32: DoRA's magnitude divided by the norm of the adapted weight's row
@@ -141,7 +142,7 @@ class LoraTarget:
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
         self.kernels: Kernels | None = None
-        """Replace compiled code and specification on a device."""
+        """A device's kernels, used in place of `adapt_row` and its compiled form; None on a CPU."""
         self._inputs, self.is_head = inputs, is_head
 
     @property
@@ -202,7 +203,7 @@ class ExpertTargets:
 
     @property
     def kernels(self) -> Kernels | None:
-        """Replace compiled code and specification on a device."""
+        """A device's kernels, used in place of `adapt_row` and its compiled form; None on a CPU."""
         return self.experts[0].kernels
 
     @property
@@ -213,7 +214,9 @@ class ExpertTargets:
     @property
     def is_modified(self) -> bool:
         """Whether an adapter of the current step changes this parameter; of a padded step, whether one could."""
-        if not len(self.rows) or self.kernels is None:
+        if not len(self.rows):
+            return False
+        if self.kernels is None:
             return any(self.experts[0].changes(slot) for slot, _, _ in self.rows.tasks.tolist())
         return self._inputs.bounds is not None or self.kernels.change(self.rows, self.experts[0])
 
@@ -263,7 +266,10 @@ def adapt(rows: AdapterRows, *products: Product, shrunk: Shrunk | None = None) -
 
 
 def adapt_row(weights: SlotWeights, base_bias: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> None:
-    """The specification. x: [in], y: [out], in place."""
+    """One row, as compiled code and kernels compute it too. x: [in]; y: [out] = W x + base_bias, changed in place.
+
+    `y = scale * (W x + B A x) + base_bias + bias`: the scale of DoRA does not apply to the base's bias.
+    """
     value = y.float()
     delta = value.new_zeros(())
     if weights.a is not None and weights.b is not None:
