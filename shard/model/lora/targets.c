@@ -16,7 +16,6 @@
 #include "model/lora/targets.h"
 #include "system/parts.h"
 
-#define MOST_RANK 4096
 #define MOST_ROWS 16     // of a task
 #define OUTPUTS 64       // whose rows of B are interleaved
 #define RANKS 8          // rows of A that are interleaved
@@ -191,18 +190,20 @@ static void expand(const Weights *w, const float *u, int64_t count, int64_t out,
 
 // Compute every task of every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
-    int64_t work = 0;
+    int64_t work = 0, most_rank = RANKS;  // the least length of an array is one
     for (int i = 0; i < num_parts * num_tasks; i++) {
         const Part *part = parts + i % num_parts;
         const Task *task = tasks + i / num_parts;
-        work += part->slots[task->slot].rank * task->count * (part->num_in + part->num_out);
+        const int64_t rank = part->slots[task->slot].rank;
+        work += rank * task->count * (part->num_in + part->num_out);
+        most_rank = rank > most_rank ? rank : most_rank;
     }
 #pragma omp parallel for num_threads(work < ALONE ? 1 : threads) schedule(dynamic)
     for (int i = 0; i < num_parts * num_tasks; i++) {
         const Part *part = parts + i % num_parts;
         const Task *task = tasks + i / num_parts;
         const Weights *w = part->slots + task->slot;
-        float u[MOST_ROWS * MOST_RANK];
+        float u[MOST_ROWS * most_rank];
         if (is_empty(w)) continue;
         shrink(w, part->x + task->first * part->x_stride, part->x_stride, task->count, part->num_in, u);
         expand(w, u, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
@@ -213,7 +214,7 @@ void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, i
 void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
     for (int i = 0; i < num_tasks; i++) {
         const Weights *w = part->slots + tasks[i].slot;
-        float u[MOST_ROWS * MOST_RANK];
+        float u[MOST_ROWS * (w->rank + RANKS)];
         if (is_empty(w)) continue;
         for (int64_t r = 0; r < tasks[i].count; r++)
             for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = to_float(w->a[ids[tasks[i].first + r] * w->rank + j]);

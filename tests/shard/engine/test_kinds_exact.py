@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.formats import heads as files
-from lorikeet.adapters.formats.heads import HeadsShape
+from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.requests.request import Request
@@ -35,7 +35,7 @@ def quiet() -> None:
 def test_kinds_in_one_batch_give_what_peft_gives(names: Sequence[str], tmp_path: Path) -> None:
     base = tiny.make("llama", tmp_path / "base", seed=1)
     adapters = {name: kinds.make(name, base, tmp_path / name) for name in names}
-    files.write(tmp_path / "heads", small.heads(HeadsShape(3, 1, 64), scale=0.01))
+    files.write(tmp_path / "heads", small.heads(MedusaShape(3, 1, 64), scale=0.01))
     digests = lay_out(base, tmp_path / "store", {**adapters, "heads": tmp_path / "heads"})
     chosen = [*names, ""]
     prompts = prompts_of("llama", tuple(5 + 2 * (number % 16) for number in range(len(chosen))))
