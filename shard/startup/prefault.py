@@ -16,7 +16,7 @@ from lorikeet.shard.attention.base import LayerKV
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.system.process import lower_priority
 
-AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 64 << 20
 """Memory of all layers together that is populated ahead of use."""
 CHUNK_BYTES = 2 << 20
 """Memory populated by one system call."""
