@@ -233,7 +233,7 @@ def _load(wrapped: PeftModel, tensors: Tensors, is_meta: bool = True) -> None:
         problem = f"its tensor {_plain(min(result.unexpected_keys))} matches no module of the base that"
         raise AdapterInvalid(f"{problem} adapter_config.json names ({len(result.unexpected_keys)} such tensors)")
     missing = [key for key in result.missing_keys if f".{NAME}" in key]
-    if missing := missing if is_meta else folding.not_loaded(wrapped, missing):
+    if missing := folding.not_loaded(wrapped, missing, has_seeds=not is_meta):
         problem = f"it lacks the tensor {_plain(min(missing))} of a module that adapter_config.json names"
         raise AdapterInvalid(f"{problem} ({len(missing)} such tensors)")
 

@@ -83,17 +83,19 @@ def shape(module: Any) -> tuple[int, int]:
     return (second, first) if isinstance(module, Conv1D | nn.Embedding) else (first, second)
 
 
-def not_loaded(wrapped: PeftModel, keys: list[str]) -> list[str]:
-    """Those of the keys that name parameters which PEFT saves and no file had. Several names may share one parameter,
-    and PEFT makes some again from the seed in the configuration: those are buffers.
+def not_loaded(wrapped: PeftModel, keys: list[str], has_seeds: bool = True) -> list[str]:
+    """Those of the keys whose parameters no file had under another name either: several names may share one.
+
+    `has_seeds`: whether PEFT makes some again from the seed in the configuration, which are buffers, and has others
+    that it does not save.
     """
-    lacking = set(keys)
+    unread = set(keys)
     saved = {name for layer in wrapped.modules() for name in getattr(layer, "adapter_layer_names", ())}
     parameters = dict(wrapped.named_parameters(remove_duplicate=False))
-    loaded = {id(parameter) for name, parameter in parameters.items() if name not in lacking}
-    return [
-        key for key in keys if key in parameters and id(parameters[key]) not in loaded and saved & set(key.split("."))
-    ]
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in unread}
+    lacking = {key for key in keys if key not in parameters or id(parameters[key]) not in loaded}
+    of_adapter = {key for key in lacking if key in parameters and saved.intersection(key.split("."))}
+    return sorted(of_adapter if has_seeds else lacking)
 
 
 def fold(wrapped: PeftModel, names: Mapping[int, str], values: BaseValues | None) -> Iterator[Folded]:

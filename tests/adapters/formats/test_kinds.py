@@ -63,6 +63,26 @@ def test_a_kind_computes_what_peft_computes(name: str, base: Path, tmp_path: Pat
     torch.testing.assert_close(making.of_layout(base, served), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["trained tokens", "TRAINABLE_TOKENS", "whole ends", "whole embedding"])
+def test_new_rows_of_a_tied_embedding_are_the_heads_where_peft_says_so(name: str, tmp_path: Path) -> None:
+    tied = tiny.make("llama", tmp_path / "tied", seed=1, tie_word_embeddings=True)
+    adapter = kinds.make(name, tied, tmp_path / "adapter")
+    served = making.lay_out(*making.make_reader(tied), adapter)
+    expected = making.of_peft(tied, adapter)
+    torch.testing.assert_close(making.of_layout(tied, served), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_include_the_bias_of_the_base(tmp_path: Path) -> None:
+    """Qwen2's projections have one."""
+    qwen = tiny.make("qwen2", tmp_path / "qwen2", seed=1)
+    adapter = kinds.make("IA3", qwen, tmp_path / "adapter")
+    served = making.lay_out(*making.make_reader(qwen), adapter)
+    scaled = {name.removesuffix(".scale") for name in served.tensors if name.endswith("_proj.scale")}
+    assert any(f"{name}.bias" in served.tensors for name in scaled), served.tensors.keys()
+    expected = making.of_peft(qwen, adapter)
+    torch.testing.assert_close(making.of_layout(qwen, served), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.how == "refused"])
 def test_other_types_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(NotServed) as refused:
