@@ -4,7 +4,7 @@
 #   make test  [ARGS="-k words"]      make t T=path [ARGS=…]      make test-long    make test-wheel
 #   make test-oldest, test-newest [VERSIONS=folder] [T=path] [ARGS=…]
 #   make test-clients [CLIENTS=folder] make test-real [REAL_MODELS=folder] [LLAMA_CPP=folder of programs]
-#   make check                        make fmt
+#   make check                        make fmt                        make attacks [ARGS="-k name"]
 #   make bench [NAME=…]               make proof [SUITE=name]
 #   make gpu-check [ARGS="--only …"]  make gpu-pack
 #   make setup [DEV=dev-all]          make proto    make docs    make site    make release-check [DIST=folder]
@@ -33,7 +33,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --progress-bar off
 CONSTRAINTS := constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt bench proof gpu-check \
+.PHONY: help setup serve test t test-long test-oldest test-newest test-wheel test-clients test-real check fmt attacks bench proof gpu-check \
         gpu-pack release-check proto docs site clean
 
 help:
@@ -88,6 +88,10 @@ test-oldest test-newest: test-%: tests/versions/%.txt
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $< torch
 	$(PIP) install --constraint $< --editable '.[dev,dev-kernels]'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(T) $(ARGS)
+
+# Attackers next to another user, at full size: three minutes per attack, and a line with the figures of each.
+attacks: $(VENV)/.installed-$(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m long tests/attacks -k test_a_canary_next_to_each_attack $(ARGS)
 
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)

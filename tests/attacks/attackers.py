@@ -1,4 +1,4 @@
-"""Attackers at fixed rates, as a process of its own: `python -m tests.e2e.attackers PORT ATTACK SECONDS [PEER]`.
+"""Attackers at fixed rates, as a process of its own: `python -m tests.attacks.attackers PORT ATTACK SECONDS [PEER]`.
 
 Eight clients, each with an address of its own, repeat one attack. With PEER they do something harmless at the same rate
 instead: `health` sends GET /health, `users` are ordinary users who generate short texts.
@@ -133,6 +133,52 @@ async def many_sequences(client: Attacker) -> None:
     await client.post("/v1/completions", body)
 
 
+async def unread_alternatives(client: Attacker) -> None:
+    """A stream with many details that nobody reads."""
+    fields = {"max_new_tokens": 1500, "ignore_eos_token": True, "return_k_alternatives": 200, "details": True}
+    await client.post("/generate_stream", {"inputs": "Hi", "parameters": fields}, waits=False, holds=True)
+
+
+async def many_choices(client: Attacker) -> None:
+    """As many sequences as one request may have, for as long as they may be."""
+    body = {"model": "", "prompt": "Hi", "n": 128, "max_tokens": 1500, "ignore_eos": True, "temperature": 1}
+    await client.post("/v1/completions", body)
+
+
+async def many_connections(client: Attacker) -> None:
+    body = {"inputs": "Hi", "parameters": {"max_new_tokens": 1500, "ignore_eos_token": True}}
+    await client.post("/generate_stream", body, waits=False, holds=True)
+
+
+async def echo(client: Attacker) -> None:
+    """Log probabilities and alternatives of many prompts."""
+    prompts = [f"def f{client.draw.randrange(10**6)}(a, b):\n    return a\n" * 16 for _ in range(64)]
+    await client.post("/v1/completions", {"model": "", "prompt": prompts, "echo": True, "logprobs": 5, "max_tokens": 1})
+
+
+async def ambiguous_grammar(client: Attacker) -> None:
+    """Every prefix of the output can be read in very many ways."""
+    grammar = 'start: e\ne: e e | e "a" e | "a" | "b" | ""\n' + f"// {client.draw.random()}"
+    body = {"model": "", "prompt": "Hi", "max_tokens": 500, "guided_grammar": grammar, "temperature": 1}
+    await client.post("/v1/completions", body)
+
+
+async def health_generate(client: Attacker) -> None:
+    await client.send(b"GET /health_generate HTTP/1.1\r\nhost: localhost\r\n\r\n")
+
+
+async def small_chunks(client: Attacker) -> None:
+    fields = b"host: [::1]\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"1\r\n \r\n" * 500_000 if client.draw.random() < 0.5 else (b"1;a=" + b"b" * 60_000 + b"\r\n \r\n") * 50
+    await client.send(b"POST /generate HTTP/1.1\r\n" + fields + chunk)
+
+
+async def unknown_adapters(client: Attacker) -> None:
+    """Bodies that are large, for names that do not exist."""
+    name = f"missing-{client.draw.randrange(10**9)}"
+    await client.post("/generate", {"inputs": "a " * (MIB // 2), "parameters": local(name)})
+
+
 async def unfinished(client: Attacker) -> None:
     if client.draw.random() < 0.5:
         await client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ", waits=False, holds=True)
@@ -169,7 +215,23 @@ ATTACKS = {
     "looping-template": Attack(looping_template, 1.0),
     "many-sequences": Attack(many_sequences, 1.0, "users"),
     "unfinished": Attack(unfinished, 0.25),
+    "unread-alternatives": Attack(unread_alternatives, 1.0, "users"),
+    "many-choices": Attack(many_choices, 1.0, "users"),
+    "many-connections": Attack(many_connections, 0.25, "users"),
+    "echo": Attack(echo, 1.0, "users"),
+    "ambiguous-grammar": Attack(ambiguous_grammar, 1.0, "users"),
+    "health-generate": Attack(health_generate, 0.01, "users"),
+    "small-chunks": Attack(small_chunks, 1.0),
+    "unknown-adapters": Attack(unknown_adapters, 0.25),
 }
+
+
+async def any_attack(client: Attacker) -> None:
+    """One of all, in turn at random."""
+    await client.draw.choice(list(ATTACKS.values())[:-1]).once(client)
+
+
+ATTACKS["all"] = Attack(any_attack, 0.25, "users")
 PEERS = {"health": health, "users": user}
 
 
