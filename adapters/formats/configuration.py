@@ -205,10 +205,16 @@ def served(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields_of(peft_type: str) -> set[str]:
-    """The settings of a type of adapter."""
+    """The settings of a type of adapter. Raises NotServed for one that the installed PEFT does not have."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    return {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type.upper()])}
+    config = PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type.upper())
+    if config is None:
+        installed = metadata.version("peft")
+        raise NotServed(
+            f"adapters of `peft_type` {peft_type} need a newer PEFT than {installed}, which this server has"
+        )
+    return {field.name for field in dataclasses.fields(config)}
 
 
 def is_folded(values: dict[str, Any]) -> bool:
