@@ -39,15 +39,15 @@ class AdapterNotAllowed(AdapterError):
 
 
 class AdapterInvalid(AdapterError):
-    """Its files are broken, malicious, or made for another base model."""
+    """An adapter's files are broken, malicious, or made for another base model."""
 
 
 class AdapterTooLarge(AdapterError):
-    """Its files exceed this server's limit."""
+    """An adapter's files exceed the server's limit."""
 
 
 class NotServed(AdapterError):
-    """It is a valid adapter of a type that this server does not support."""
+    """The adapter is valid, and of a type that the server does not support."""
 
 
 class SourceUnreachable(AdapterError):
@@ -64,7 +64,7 @@ class InvalidAnswer(SourceUnreachable):
 
 
 class AdapterChanged(SourceUnreachable):
-    """Its files changed after they were looked up: the new ones can be."""
+    """An adapter's files changed after they were looked up. The new ones can be looked up."""
 
     retry_after = 1.0
 

@@ -83,7 +83,7 @@ class Keys:
         return self.find(bearer) is not None or sha256(bearer) in self._removed
 
     def after(self, former: Self) -> Self:
-        """These keys, with those of `former` that they lack as removed ones."""
+        """Return the keys, with those of `former` that they lack as removed ones."""
         removed = self._removed | former._removed | former._by_hash.keys()
         return type(self)(self._by_hash.items(), self._admin, removed)
 

@@ -115,7 +115,7 @@ def num_labels(config: Mapping[str, Any]) -> int:
 
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
-    """Their names, in the order of their scores."""
+    """The names of a classification model's labels, in the order of their scores."""
     names = config.get("id2label") or {}
     return [str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels(config))]
 

@@ -98,7 +98,7 @@ class ForkedProcess:
             os.close(texts)
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended; negative for a signal. Of another process's child always 0."""
+        """The process's exit code once it has ended; negative for a signal, always 0 for another process's child."""
         if self._end is None and not self.pid:
             self._receive()
         if self._end is None and self._exited is not None and select.select([self._exited], [], [], 0)[0]:
@@ -112,7 +112,7 @@ class ForkedProcess:
         self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the process to end. Returns its exit code. Raises subprocess.TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             seconds = None if until is None else max(0.0, until - time.monotonic())

@@ -188,7 +188,7 @@ class RouterConfig(ConfigFile):
         return (*self.served_model_names, *dict.fromkeys(filter(None, (self.model_id, self.model_given))))
 
     def within(self, max_total_tokens: int) -> "RouterConfig":
-        """This configuration for shards that take so many tokens of prompt and output together."""
+        """Return a copy for shards that take at most `max_total_tokens` tokens of prompt and output together."""
         if max_total_tokens >= self.max_total_tokens:
             return self
         room = self.max_total_tokens - self.max_input_length

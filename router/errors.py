@@ -207,13 +207,13 @@ class AdapterRefused(AdapterProblem):
 
 
 class AdapterUnavailable(AdapterProblem):
-    """Its source cannot be reached, or its files cannot be read now."""
+    """An adapter's source cannot be reached, or its files cannot be read now."""
 
     retry_after = 5.0
 
 
 class AdapterSourceInvalid(AdapterUnavailable):
-    """Its source answers with something else than its protocol permits."""
+    """An adapter's source answers with something that its protocol does not permit."""
 
 
 class AdapterLoadFailed(AdapterProblem):
@@ -315,7 +315,7 @@ class Overloaded(Refused):
 
 
 class QueueTimeout(Overloaded):
-    """It waited longer for a shard than `max_queue_seconds`."""
+    """The request waited longer for a shard than `max_queue_seconds`."""
 
 
 class BodyMemoryFull(Refused):
@@ -373,7 +373,7 @@ class NotServed(Refused):
 
 
 class Failed(RouterError):
-    """It started and failed."""
+    """The request started and failed."""
 
 
 class GenerationFailed(Failed):
@@ -393,7 +393,7 @@ class DeadlineExceeded(Failed):
 
 
 class AnswerTooLarge(Failed):
-    """Its details take too much memory, its own or that of all answers."""
+    """The details of an answer, or of all answers together, take too much memory."""
 
     def __init__(self, limit_mib: int) -> None:
         super().__init__(

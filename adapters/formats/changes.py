@@ -104,7 +104,7 @@ def _by_module(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
 def read_folded(
     skeleton: Skeleton, settings: dict[str, Any], kind: Kind, peft_type: str, weights: Weights, base: BaseValues
 ) -> list[ModuleChange]:
-    """As `read`, for a type of adapter that is not LoRA; without values of the weights, changes have shapes only."""
+    """Read an adapter of a type that is not LoRA. Without values of the weights, changes have shapes only."""
     has_base = kind.reads_base and weights.has_values
     with skeleton.borrowed() as network, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -84,7 +84,7 @@ def shape(module: Any) -> tuple[int, int]:
 
 
 def not_loaded(wrapped: PeftModel, keys: list[str], has_seeds: bool = True) -> list[str]:
-    """Those of the keys whose parameters no file had under another name either: several names may share one.
+    """The keys whose parameters no file had under another name either: several names may share one.
 
     `has_seeds`: whether PEFT makes some again from the seed in the configuration, which are buffers, and has others
     that it does not save.

@@ -105,7 +105,7 @@ def _body(model: str, prompt: str, schema: Mapping[str, Any], seed: int) -> dict
 
 
 def _checked(answer: Any, schema: Mapping[str, Any]) -> dict[str, int]:
-    """Its tokens, and whether it has finished and is valid."""
+    """The number of an answer's tokens, and whether it has finished and is valid."""
     (choice,) = answer["choices"]
     has_finished = choice["finish_reason"] == "stop"
     is_valid = False

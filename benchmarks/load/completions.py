@@ -26,7 +26,7 @@ class Endpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def api(self) -> Completions:
-        """Its requests are greedy."""
+        """The API whose greedy requests are sent."""
         return Completions(self.model, {"temperature": 0, **self.extra}, ignores_eos=False)
 
     def connections(self) -> ConnectionPool:

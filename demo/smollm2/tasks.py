@@ -505,7 +505,8 @@ TASKS: dict[str, Callable[[Choice], Example]] = {
 
 def examples(task: str, count: int, *, held_out: bool) -> list[Example]:
     """Different examples of a task; every call gives equal ones."""
-    choice, drawn = Choice(f"{task} {'held out' if held_out else 'training'}", held_out=held_out), {}
+    choice = Choice(f"{task} {'held out' if held_out else 'training'}", held_out=held_out)
+    drawn: dict[str, Example] = {}
     while len(drawn) < count:
         example = TASKS[task](choice)
         drawn[str(example.messages)] = example

@@ -179,7 +179,7 @@ def train(task: str, base: Path, out: Path, recipe: Recipe, seed: int) -> dict[s
         hidden, labels, upper.mask = rows.batch(chosen)
         wanted = labels != NOTHING
         loss = nn.functional.cross_entropy(upper.logits(hidden, wanted), labels[wanted])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 2 == 0 or step == num_steps - 1:

@@ -52,7 +52,7 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 
 class ReceiptError(Exception):
-    """It is not a receipt, or lacks what a replay needs; one sentence."""
+    """Text is not a receipt, or lacks what a replay needs. The message is one sentence."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Settings:
         return self.values[name]
 
     def with_values(self, **values: Any) -> "Settings":
-        """These settings with some values replaced (`max_total_tokens=…`)."""
+        """Return a copy of the settings with some values replaced (`max_total_tokens=…`)."""
         named = {name.replace("_", "-"): value for name, value in values.items()}
         if unknown := named.keys() - self.values.keys():
             raise KeyError(f"no such flags: {', '.join(sorted(unknown))}")

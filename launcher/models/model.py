@@ -179,7 +179,7 @@ class ModelFolder:
 
     @property
     def name(self) -> str:
-        """Its name in requests and answers: that of the folder or file, where the operator gave a path."""
+        """The model's name in requests and answers: that of the folder or file, if the operator gave a path."""
         return name_of(self.id) if self.is_local else self.id
 
 

@@ -110,7 +110,7 @@ class LoaderClient:
         return call
 
     def cancel(self, call: Call) -> None:
-        """Its answer is not needed any more."""
+        """Tell the loader that the answer of `call` is not needed any more."""
         if not call.answer.done():
             call.answer.cancel()
             self.notify({"cancel": call.number})
@@ -310,7 +310,7 @@ class Loading:
         return content
 
     def leave(self, generation: Generation) -> None:
-        """It ended, possibly while it waited. The last one that leaves cancels the load."""
+        """Note that `generation` ended, possibly while it waited. The last one that leaves cancels the load."""
         number = generation.routing.number
         if number not in self._load_of:
             return
@@ -343,7 +343,9 @@ class Loading:
         return {known.digest for content, known in self.contents() if content.startswith(names)}
 
     def forget(self, digest: str, *, is_stale: bool = False) -> None:
-        """Its file is gone: ask the loader before the next use. `is_stale`: requests that have it need it again."""
+        """The file of `digest` is gone: ask the loader before the next use. `is_stale`: requests that have it load it
+        again.
+        """
         for content, known in self.contents():
             if known.digest == digest:
                 del self._known[content]

@@ -155,7 +155,7 @@ class FairQueue:
         return entry
 
     def _forget_callers(self) -> None:
-        """Those that the shares have forgotten, and the oldest of the others without waiting requests."""
+        """Forget callers that the shares have forgotten, and the oldest of the others without waiting requests."""
         idle = [name for name, caller in self._callers.items() if not caller.lanes]
         for name in idle[: len(idle) // 2 + 1]:
             del self._callers[name]

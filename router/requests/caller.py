@@ -33,7 +33,7 @@ class Caller:
 
     @property
     def share(self) -> float:
-        """Its weight next to other callers."""
+        """The caller's weight next to other callers."""
         return 1.0 if self.key is None else self.key.weight
 
     def cache_salt(self, salt: str | None) -> str:

@@ -233,7 +233,7 @@ class Routing:
         self.sent_at = now if self.sent_at is None else self.sent_at
 
     def requeue(self, *, is_retry: bool) -> None:
-        """Its shard is gone or rejected it, or another caller has its place."""
+        """Forget the shard: it is gone or rejected the request, or another caller has the request's place."""
         self.shard_address, self.wire_id = "", -1
         self.num_retries += is_retry
 
@@ -635,8 +635,8 @@ class Generation:
         self.wake()
 
     def requeue(self, *, is_retry: bool = True) -> None:
-        """Its shard is gone or rejected it, or it was taken back from there. Its output so far is kept; the rest is
-        computed elsewhere. `is_over` where its output is complete, and only the finish reason was lost.
+        """The shard is gone or rejected the request, or the request was taken back from it. The output so far is kept;
+        the rest is computed elsewhere. `is_over` if the output is complete, and only the finish reason was lost.
         """
         self.routing.requeue(is_retry=is_retry)
         self._is_mid_step = False
@@ -650,7 +650,7 @@ class Generation:
             self._end(pb.FINISH_LENGTH, "")
 
     def reload(self) -> None:
-        """Its adapters are resolved again, before another shard gets it."""
+        """Have the request's adapters resolved again, before another shard gets it."""
         self.adapters = ResolvedAdapters(self.request)
         self.is_admitted = False
 

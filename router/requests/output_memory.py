@@ -18,7 +18,7 @@ LEAST_KEPT_BYTES = 4 << 20
 
 
 class OutputMemory:
-    """Of one router."""
+    """The memory of all outputs that one router holds."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

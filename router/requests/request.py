@@ -56,7 +56,7 @@ class Adapter:
 
     @cached_property
     def flow(self) -> str:
-        """Its flow in the fair queue."""
+        """The adapter's flow in the fair queue."""
         return f"{self.alias}|{self.content}"
 
     @property

@@ -184,7 +184,7 @@ class Placement:
         return (max(others, key=_room), Reason.OVERFLOW) if others else None
 
     def record_sent(self, generation: Generation, link: ShardLink) -> None:
-        """It was sent to that shard."""
+        """Note that `generation` was sent to the shard of `link`."""
         if len(self._links) > 1:
             link.prefixes.add(self._keys(generation))
 

@@ -39,7 +39,7 @@ class CollectiveReader:
         self._files, self._group = files, group
 
     def read(self, path: Path) -> AdapterContent:
-        """This rank's part, once every rank has its own. Raises ValueError with a reason, on every rank or on none."""
+        """The rank's part of an adapter, once every rank has its own. Raises ValueError on every rank or on none."""
         opened = self._all(path, self._files.open, path.stem)
         return self._all(opened, self._files.lay_out, path.stem)
 

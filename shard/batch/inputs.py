@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """Those of one step at a time."""
+    """Changes of a step's numbers by accepted drafts, of one step at a time."""
 
     def __init__(self) -> None:
         self._moves: list[Move] = []

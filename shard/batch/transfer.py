@@ -79,7 +79,7 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 
 
 def unpacked(packed: npt.NDArray[np.uint8], like: Sequence[torch.Tensor]) -> Iterator[npt.NDArray[Any]]:
-    """As `unpack`, of memory of the host."""
+    """Split memory of the host as `unpack` splits memory of the device."""
     first = 0
     for tensor in like:
         size = tensor.numel() * tensor.element_size()

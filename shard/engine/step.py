@@ -248,7 +248,7 @@ class HostResults:
 
     @cached_property
     def sampled(self) -> HostSampled:
-        """The same as `columns`, as Python values."""
+        """The values of `columns`, as Python values."""
         return HostSampled([], [], [], [], []) if self.columns is None else self.columns.to_lists()
 
 

@@ -132,7 +132,7 @@ class TokenColumns:
         return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
 
     def outputs(self) -> Iterator[Output]:
-        """The same request by request."""
+        """The outputs, request by request."""
         for at, (request_id, token_id) in enumerate(zip(self.ids.tolist(), self.token_ids.tolist(), strict=True)):
             output = Output((self.epoch, request_id), [token_id], TARGET, STEP_END)
             if self.logprobs is not None:

@@ -54,7 +54,7 @@ class AttentionBinding(nn.Module):
         return None if self.kv is None else self.backend.destination(self.kv)
 
     def read(self, query: torch.Tensor) -> torch.Tensor:
-        """As `forward`, with K and V at their destination."""
+        """Compute attention as `forward` does, with K and V already at their destination."""
         assert self.spec is not None and self.kv is not None
         self.num_calls += 1
         return self.backend.read(self.spec, self.kv, query[0].transpose(0, 1))[None]

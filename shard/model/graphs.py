@@ -38,7 +38,7 @@ class CannotCapture(RuntimeError):
 
 
 def sentence_of(error: Exception) -> str:
-    """Its kind, and the first line of its message."""
+    """The type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -62,7 +62,7 @@ class DeviceRows:
     def launch(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor
     ) -> None:
-        """As GraphSampling.launch. Raises ValueError for logits of another size than those that are kept."""
+        """Sample as `GraphSampling.launch` does. Raises ValueError for logits of another size than those that are kept."""
         if logits.shape != kept_logits.shape:
             raise ValueError(f"logits {tuple(logits.shape)} of a step that keeps {tuple(kept_logits.shape)}")
         if logits.stride(1) != 1:
@@ -71,7 +71,7 @@ class DeviceRows:
         self._launch(logits, self._indices[: rows.shape[0]], rows, positions, found, True, True, kept_logits)
 
     def token_ids(self, num_rows: int) -> torch.Tensor:
-        """As GraphSampling.token_ids."""
+        """The sampled tokens, as in `GraphSampling.token_ids`."""
         return self.results(num_rows, num_rows).token_ids
 
     def results(self, num_rows: int, num_places: int, slow_rows: SlowRows | None = None) -> Sampled:

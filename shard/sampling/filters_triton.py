@@ -128,8 +128,8 @@ def _over_row(
     logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride,
     most, threshold, log_total, entropy, least, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens of a whole row whose ordered score reaches `threshold`: their number, sum, and sum of (score -
-    maximum) exp(score - maximum); and the probability of those whose nearness reaches `least`.
+    """Sums over the tokens of a whole row whose ordered score reaches `threshold`: their number, sum, and sum of (score
+    - maximum) exp(score - maximum); and the probability of those whose nearness reaches `least`.
     """
     size, total, surprise, near = most * 0.0, most * 0.0, most * 0.0, most * 0.0
     for first in range(0, vocab_size, WIDTH):
@@ -210,8 +210,9 @@ def draw_from_row(
     logits, row, index, position, numbers, factors, counts, vocab_size, logits_stride, most,
     threshold, least, log_total, entropy, pivot, IS_TYPICAL, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of what is kept and comes before `pivot` in the order of the last filter: the token of the best value, its place
-    in that order, and the sum. The order is that of nearness with IS_TYPICAL, else of scores, the highest first.
+    """Draw from the tokens that are kept and come before `pivot` in the order of the last filter. Returns the token
+    of the best value, its place in that order, and the sum. The order is that of nearness with IS_TYPICAL, else of
+    scores, the highest first.
     """
     seed = tl.load(numbers + row * NUMBERS)
     best, token, total = most * 0.0 + NOTHING, tl.full((), 0, tl.int32), most * 0.0

@@ -65,7 +65,7 @@ class Row:
 
     @property
     def seed(self) -> int:
-        """As a signed number."""
+        """The seed, as a signed number."""
         return as_signed(self.params.seed)
 
     @property

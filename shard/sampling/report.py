@@ -58,7 +58,7 @@ class SampledColumns:
     alternative_logprobs: npt.NDArray[np.float32]
 
     def to_lists(self) -> HostSampled:
-        """The same as Python values."""
+        """The sampled tokens as Python values."""
         ids, values = (
             [row[:width] for row, width in zip(table.tolist(), self.num_alternatives, strict=True)]
             for table in (self.alternative_ids, self.alternative_logprobs)
@@ -161,7 +161,7 @@ class Sampled:
         return self
 
     def wait(self) -> SampledColumns:
-        """The same on the host. Waits for this step's sampling and nothing later."""
+        """The sampled tokens on the host. Waits for the sampling of this step and for nothing later."""
         num_rows = len(self._num_alternatives)
         memory = self._copy.wait()[0].numpy()
         columns = [column[:num_rows] for column in unpacked(memory, self._like)]
@@ -170,7 +170,7 @@ class Sampled:
         return SampledColumns(self._num_alternatives, *columns)
 
     def to_host(self) -> HostSampled:
-        """The same as Python values. Waits as `wait`."""
+        """The sampled tokens as Python values. Waits as `wait` does."""
         return self.wait().to_lists()
 
 

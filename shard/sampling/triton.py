@@ -54,8 +54,8 @@ RESOLVE_REGISTERS = 192
 
 
 def most_registers(capability: tuple[int, int]) -> int:
-    """Of a thread of the programs that read rows: 64 let four of them run on a multiprocessor, but for some devices too
-    many are spilt then.
+    """The registers of a thread of the programs that read rows. 64 let four programs run on a multiprocessor, but for
+    some devices too many are spilt then.
     """
     return 128 if capability >= (12, 0) else 96 if capability >= (10, 0) else 64
 

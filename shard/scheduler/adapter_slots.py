@@ -48,7 +48,7 @@ class Content(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Its Medusa heads, which have the same slot; 0 without."""
+        """The number of an adapter's Medusa heads, which have its slot; 0 without."""
         ...
 
 

@@ -152,7 +152,7 @@ class DecodingRequests:
         self._members = None
 
     def leave_all(self) -> None:
-        """As `leave`, for all."""
+        """Have all requests leave, as `leave` does for one."""
         for request in self.members.requests:
             self.leave(request)
 

@@ -58,8 +58,8 @@ class DraftLengthController:
         return state is not None and state.is_idle(self._step, self._load)
 
     def may_try(self, request: Request, kind: DraftKind) -> bool:
-        """As not `is_idle`, for a source that costs something. A new request follows its group; when the group has
-        rested, and of every RETRY new requests, one tries drafts by itself.
+        """Whether a request may try a draft source that costs something. A new request follows its group. When the
+        group has rested, and of every RETRY new requests, one tries drafts by itself.
         """
         self.is_used = True
         states, group = self._states.setdefault(request, {}), self._groups.get(kind)

@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant(
         "an error's param names the field of the chat route",
         "router/schemas/model.py",
-        "given, error.param = error.param, own",
-        "given = error.param",
+        "param, error.param = error.param, own",
+        "param = error.param",
         f"{RESPONSES}::test_errors_name_the_fields_of_this_route[fields7-400-max_output_tokens]",
     ),
     Mutant(

@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "the mean replaces the first vector of a prompt with one vector per token",
         "shard/model/pooling/network.py",
-        "if not each.per_token]",
+        "if not segment.per_token]",
         "]",
         f"{ARCHITECTURES}::test_every_token_has_a_vector_next_to_pooled_ones[mean]",
     ),

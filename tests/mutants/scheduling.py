@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant(
         "an activated adapter applies to the whole chunk that contains its activation",
         "shard/batch/inputs.py",
-        "if segment.slot < 0 or num_before == 0:",
-        "if segment.slot < 0 or num_before < segment.num_tokens:",
+        "positions < segments.slot_starts[owners]",
+        "(segments.starts + segments.counts)[owners] <= segments.slot_starts[owners]",
         "tests/shard/engine/test_activated_lora.py::test_every_request_gets_what_peft_gives_it_alone[chunks of 7]",
     ),
     Mutant(
@@ -63,9 +63,9 @@ MUTANTS = [
     ),
     Mutant(
         "segments stay where they would be if no draft had been accepted",
-        "shard/batch/inputs.py",
-        "start = segment.start + int(self.num_accepted[segment.device_row])",
-        "start = segment.start",
+        "shard/batch/segments.py",
+        "table[0, is_moved] += num_accepted[self.device_rows[is_moved]].astype(np.int32)",
+        "pass",
         f"{DEVICE_DRAFTS}::test_every_text_is_what_it_is_without[default-0.7-False]",
     ),
     Mutant(

@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "large numbers of a schema are rounded",
         "router/text/json_schemas.py",
-        "if abs(each) > MAX_EXACT), None)",
-        "if abs(each) > MAX_INTEGER), None)",
+        "if abs(number) > MAX_EXACT), None)",
+        "if abs(number) > MAX_INTEGER), None)",
         "tests/router/text/test_json_schemas.py::test_what_cannot_be_enforced_is_named_or_left_out",
     ),
 ]

@@ -101,7 +101,7 @@ class Adapters:
 
 
 def swap_tokens(setup: Setup) -> int:
-    """Of an output that lasts while adapters come."""
+    """The tokens of an output that lasts while adapters come."""
     return setup.swaps * 2 * (swap.QUIET + 8)
 
 

@@ -1,4 +1,4 @@
-"""The same random model in transformers on the same card: `generate`, continuous batching, PEFT with one adapter."""
+"""transformers on the card, with the random model of the other stages: `generate`, continuous batching, PEFT."""
 
 import time
 from typing import Any

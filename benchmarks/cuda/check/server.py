@@ -132,7 +132,7 @@ def _load(server: Server, at_once: int) -> Row:
 
 
 def check_served(rows: Rows, setup: Setup, is_brief: bool) -> None:
-    """As the stage `small`, over HTTP."""
+    """Measure over HTTP what the stage `small` measures in process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows.check("write the model", lambda: _write(setup, folder), is_needed=True)

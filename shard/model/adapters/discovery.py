@@ -178,7 +178,7 @@ class FusedTargets:
         return bool(self.targets) and len(self.targets[0].rows) > 0
 
     def begin(self, x: torch.Tensor) -> Shrunk | None:
-        """As `targets.begin`. x: [rows, in]."""
+        """Multiply by A for all targets, as `targets.begin` does. x: [rows, in]."""
         return begin(self.targets, x)
 
     def adapt(self, x: torch.Tensor, y: torch.Tensor, shrunk: Shrunk | None = None) -> None:

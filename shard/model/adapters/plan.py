@@ -170,7 +170,7 @@ def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype:
 
 
 def _own(target: LoraTarget, places: Mapping[str, Place]) -> Mapping[str, Place]:
-    """This rank's part of a module's tensors. Raises ValueError where they do not fit the whole module."""
+    """The rank's part of a module's tensors. Raises ValueError if they do not fit the whole module."""
     partition = target.partition
     if partition is None:
         return places

@@ -103,7 +103,7 @@ class CompiledLayers:
         return True
 
     def _adapters(self) -> AdapterStep | None:
-        """This step's adapters; None where compiled code cannot reach them."""
+        """The adapters of the step; None if compiled code cannot reach them."""
         rows = self._targets[0].rows if self._targets else NO_ADAPTERS
         if not len(rows):
             return AdapterStep()

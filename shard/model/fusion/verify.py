@@ -50,8 +50,8 @@ def rows(width: int, like: torch.Tensor, mean: float = 0.0) -> torch.Tensor:
 
 
 def rows_of_all_sizes(width: int, like: torch.Tensor) -> torch.Tensor:
-    """As `rows`, of sizes from 2^-12, which a norm's epsilon changes, to 2^6, with means; the first has an element that
-    exceeds all others a thousand times.
+    """Random rows of sizes from 2^-12, which a norm's epsilon changes, to 2^6, with means. The first row has an element
+    that exceeds all others a thousand times.
     """
     sizes = torch.logspace(-12, 6, NUM_ROWS, base=2)[:, None]
     x = rows(width, torch.empty(0), mean=1.0) * sizes

@@ -86,7 +86,7 @@ def _write_weights(folder: Path, file: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     network: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     if hasattr(network.config, "quantization_config"):
         del network.config.quantization_config

@@ -167,8 +167,8 @@ def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tens
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `linear`, by a weight that is packed anew. x: [..., in] bfloat16; weight: [out, in] bfloat16; bias: [out]
-    bfloat16. Returns [..., out].
+    """Multiply as `linear` does, with a weight that is packed anew. x: [..., in] bfloat16; weight: [out, in] bfloat16;
+    bias: [out] bfloat16. Returns [..., out].
     """
     if weight.shape[1] % 2:  # pairs are packed
         x, weight = (functional.pad(matrix, (0, 1)) for matrix in (x, weight))

@@ -105,7 +105,7 @@ class IntegerWeight:
         return MIDDLE if self.bits == 4 and self.minimums is None else 0
 
     def read(self, start: int, stop: int) -> "IntegerWeight":
-        """Its rows from the first number to before the second."""
+        """The rows from `start` to before `stop`."""
         minimums = None if self.minimums is None else self.minimums[start:stop]
         return IntegerWeight(self.bits, self.values[start:stop], self.scales[start:stop], minimums)
 
@@ -348,7 +348,7 @@ def decoder_layers(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """As `cpu.decoder_layers`: one interface, with another library and more scratch memory.
+    """Compute layers as `cpu.decoder_layers` does, with another library and more scratch memory.
 
     x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
     """

@@ -145,7 +145,7 @@ class PinnedMemory:
         self._begin_arena(0)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """As Arena's. One thread allocates; any thread frees."""
+        """Allocate as `Arena.take` does. One thread allocates; any thread frees."""
         block = self._block(num_bytes)
         while block is None and (self._next is not None or self._begin_arena(num_bytes)):
             self._end_arena()

@@ -105,7 +105,7 @@ class PackedExperts(Experts):
         return packed
 
     def multiply(self, block: Any, name: str, x: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
-        """As in Experts. A single row is computed as two: bits are equal from two rows on."""
+        """Multiply as `Experts.multiply` does. A single row is computed as two: bits are equal from two rows on."""
         y = x.new_empty(x.shape[0], self.matrices[name][0].out_features)
         for expert, span in pairs.spans():
             rows = x[span] if span.stop - span.start > 1 else x[span].expand(2, -1).contiguous()

@@ -63,7 +63,7 @@ def draft(
 
 
 def propose(texts: Texts, emitted: Emitted, ngrams: range) -> None:
-    """As device_drafts.propose."""
+    """Propose drafts as `device_drafts.propose` does."""
     max_rows, text_width = texts.token_ids.shape
     draft[(emitted.table.shape[1],)](
         *texts, *emitted, text_width, max_rows, SHORTEST=ngrams[0], LONGEST=ngrams[-1], DRAFTS=MOST_DRAFTS,
