@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.proto.config_file import is_number
 from lorikeet.proto.params import NUMBERS
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 64 << 20
 MAX_DESCRIPTION = 500
 _LARGEST = 1e9
-SOURCES = (Source.HUB, Source.LOCAL, Source.S3)
+SOURCES = (SourceKind.HUB, SourceKind.LOCAL, SourceKind.S3)
 _FIELDS = (
     "source",
     "id",
@@ -100,7 +100,7 @@ class Catalogue:
     problems: dict[str, str]
 
 
-def read(path: str | Path, default_source: Source = Source.HUB) -> Catalogue:
+def read(path: str | Path, default_source: SourceKind = SourceKind.HUB) -> Catalogue:
     """Read the file. Raises CatalogueError if it is not a catalogue at all."""
     return read_with(lambda content: parse(content, default_source, Path(path).parent), path)
 
@@ -120,7 +120,7 @@ def read_with(parse: Callable[[bytes], T], path: str | Path) -> T:
         raise CatalogueError(f"{path}: {error}") from None
 
 
-def parse(content: bytes | str, default_source: Source = Source.HUB, folder: Path | None = None) -> Catalogue:
+def parse(content: bytes | str, default_source: SourceKind = SourceKind.HUB, folder: Path | None = None) -> Catalogue:
     """Parse the text of a file whose relative paths start in `folder`. Raises CatalogueError."""
     values = load_yaml(content)
     if isinstance(values, dict) and list(values) == ["adapters"] and _are_entries(values["adapters"]):
@@ -170,7 +170,7 @@ def _are_entries(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(entry, dict) for entry in value.values())
 
 
-def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None) -> CatalogueEntry:
+def _entry(alias: Any, fields: Any, default_source: SourceKind, folder: Path | None) -> CatalogueEntry:
     """Raises ValueError with a sentence."""
     refs.check_alias(alias if isinstance(alias, str) else "")
     if not isinstance(fields, dict):
@@ -202,14 +202,14 @@ def _entry(alias: Any, fields: Any, default_source: Source, folder: Path | None)
     )
 
 
-def _source(fields: dict[str, Any], default: Source) -> Source:
+def _source(fields: dict[str, Any], default: SourceKind) -> SourceKind:
     text = fields.get("source", default.value)
     if text not in [source.value for source in SOURCES]:
         raise ValueError(f"`source` must be one of {', '.join(SOURCES)}, not {text!r}")
-    return Source(text)
+    return SourceKind(text)
 
 
-def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
+def _versions(fields: dict[str, Any], source: SourceKind) -> Iterator[Version]:
     if "revisions" in fields:
         if "id" in fields or "revision" in fields:
             raise ValueError("`revisions` replaces `id` and `revision`: give one or the other")
@@ -229,13 +229,13 @@ def _versions(fields: dict[str, Any], source: Source) -> Iterator[Version]:
     yield Version(_ref(fields["id"], fields.get("revision"), source), 1.0)
 
 
-def _ref(name: Any, revision: Any, source: Source) -> Ref:
+def _ref(name: Any, revision: Any, source: SourceKind) -> Ref:
     if not isinstance(name, str):
         raise ValueError(f"an id must be a text, not {name!r}")
     ref = refs.parse(name, source)
     if revision is None:
         return ref
-    if source is not Source.HUB:
+    if source is not SourceKind.HUB:
         raise ValueError(f"`revision` is for the hub only: an adapter of the source {source.value} has none")
     if ref.revision is not None:
         raise ValueError(f"{name} and `revision` give two revisions")

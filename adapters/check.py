@@ -22,7 +22,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.configuration import Tokenizers
 from lorikeet.adapters.formats.header import MAX_HEADER, PREFIX, header_len
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources import hub
 from lorikeet.adapters.sources.base import CONFIG, SMALL_NAMES, AdapterSource, FileHead
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
@@ -120,7 +120,7 @@ def _validation(opened: "Contents", served: "ServedContents", num_bytes: int) ->
 
 async def read_headers(source: AdapterSource, pin: Pin, token: str | None) -> Headers:
     """What is known of an adapter without its weights. Raises AdapterError."""
-    names = SMALL_NAMES if pin.source is Source.LOCAL else SMALL_NAMES - _LARGE
+    names = SMALL_NAMES if pin.source is SourceKind.LOCAL else SMALL_NAMES - _LARGE
     small = await source.small_files(pin, token, names)
     return Headers(small, await asyncio.to_thread(_heads, source, pin, token))
 
@@ -209,9 +209,9 @@ def parser() -> argparse.ArgumentParser:
 async def _check(options: argparse.Namespace) -> list[CheckRow]:
     folders = _adapter_folders(Path(options.path))
     if folders:
-        refs, problems = [(Path(folder).name, Ref(Source.LOCAL, folder)) for folder in folders], {}
+        refs, problems = [(Path(folder).name, Ref(SourceKind.LOCAL, folder)) for folder in folders], {}
     else:
-        listed = catalogue.read(options.path, Source(options.default_adapter_source))
+        listed = catalogue.read(options.path, SourceKind(options.default_adapter_source))
         refs = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
         problems = dict(listed.problems)
     sources = Sources(_settings(options, folders))
@@ -229,7 +229,7 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
 
     def validated(adapter: _Found, validator: AdapterValidator) -> Validation:
         validation, pin = validator.validate(adapter.headers), adapter.pin
-        if not options.read_weights and not (validation.unread and pin.source is Source.LOCAL):
+        if not options.read_weights and not (validation.unread and pin.source is SourceKind.LOCAL):
             return validation
         with tempfile.TemporaryDirectory() as folder:
             fetched = sources[pin.source].fetch(pin, token, Path(folder))

@@ -26,7 +26,7 @@ HUB_PREFIX = "hub:"
 _PATH = re.compile(r"\.{0,2}/|~|\.{1,2}$")
 
 
-class Source(StrEnum):
+class SourceKind(StrEnum):
     """Where an id is looked up. The values are what users write."""
 
     HUB = "hub"
@@ -39,7 +39,7 @@ class Source(StrEnum):
 class Ref:
     """A parsed name. `revision` is None if the user gave none."""
 
-    source: Source
+    source: SourceKind
     id: str
     revision: str | None = None
 
@@ -51,7 +51,7 @@ class Ref:
 class Pin:
     """One immutable version of one adapter, as its source resolved a name. Its digest is not known yet."""
 
-    source: Source
+    source: SourceKind
     id: str
     """The name within the source, without a revision."""
     revision: str
@@ -68,7 +68,7 @@ class Pin:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Read what `as_dict` wrote. Raises ValueError."""
         try:
-            source, id, revision = Source(values["source"]), values["id"], values["revision"]
+            source, id, revision = SourceKind(values["source"]), values["id"], values["revision"]
         except KeyError as error:
             raise ValueError(f"a pin lacks {error}") from None
         if not isinstance(id, str) or not isinstance(revision, str):
@@ -76,14 +76,14 @@ class Pin:
         return cls(source, id, revision)
 
 
-def parse(text: str, source: Source = Source.HUB) -> Ref:
+def parse(text: str, source: SourceKind = SourceKind.HUB) -> Ref:
     """Split `text` into id and revision. Raises ValueError with a sentence for the user.
 
     Only a hub id may carry a revision: a path or a bucket key may itself contain an `@`. It may begin with HUB_PREFIX.
     """
     if not text or len(text) > _LONGEST or not is_visible(text):
         raise ValueError(f"{text[:60]!r} is not a name: it is empty, too long or contains control characters")
-    if source is not Source.HUB:
+    if source is not SourceKind.HUB:
         return Ref(source, text)
     name, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
     if _PATH.match(name):

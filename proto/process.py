@@ -1,6 +1,6 @@
 """The current process: its end with the parent, its priority, the reason of its failure, open files, freed memory;
-and the command and environment of a child. No child outlives the thread that started it: the kernel ends it, as `tethered` or
-`end_with_parent` asks.
+and the command and environment of a child. No child outlives the thread that started it: the kernel ends it, as
+`tethered` or `end_with_parent` asks.
 """
 
 import contextlib

@@ -74,7 +74,7 @@ ANSWERS: dict[type[errors.RouterError], ErrorAnswer] = {
     errors.NoShard: ErrorAnswer(503, "unavailable", "unavailable", 503, "server_error", "unavailable"),
     errors.ModelLoading: ErrorAnswer(503, "unavailable", "unavailable", 503, "server_error", "model_loading"),
     errors.Unhealthy: ErrorAnswer(503, "healthcheck", "unavailable", 503, "server_error", "unhealthy"),
-    errors.NotServed: ErrorAnswer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
+    errors.RouteNotServed: ErrorAnswer(501, "not_implemented", "bad_request", 501, "server_error", "not_implemented"),
     errors.GenerationFailed: ErrorAnswer(424, "generation", "generation", 500, "server_error", "generation_failed"),
     errors.PoisonRequest: ErrorAnswer(
         500, "request_crashes_shard", "generation", 500, "server_error", "request_crashes_shard"

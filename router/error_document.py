@@ -53,7 +53,7 @@ MEANINGS = {
     "ShuttingDown": "the server drains",
     "NoShard": "no shard is ready, and none was for `--recovery-timeout-s`",
     "Unhealthy": "the probe's request failed",
-    "NotServed": "the route is known and not supported; the text names an alternative",
+    "RouteNotServed": "the route is known and not supported; the text names an alternative",
     "GenerationFailed": "the request was cancelled, or a shard could not continue it",
     "PoisonRequest": "the request, run alone, has crashed shards",
     "IncompleteGeneration": "the output ended early",

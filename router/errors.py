@@ -18,8 +18,8 @@ RouterError
 │   └── UnknownRoute, UnknownMethod
 ├── Refused                     the server cannot accept it now
 │   ├── Overloaded (QueueTimeout), KeyLimitReached, BodyMemoryFull, TooManyStreams
-│   └── ShuttingDown, NoShard, ModelLoading, Unhealthy, NotServed
-└── Failed                      it started and failed
+│   └── ShuttingDown, NoShard, ModelLoading, Unhealthy, RouteNotServed
+└── Failed                      the request started and failed
     └── GenerationFailed, PoisonRequest, IncompleteGeneration, DeadlineExceeded, AnswerTooLarge, InternalError
 """
 
@@ -363,7 +363,7 @@ class Unhealthy(Refused):
     retry_after = 5.0
 
 
-class NotServed(Refused):
+class RouteNotServed(Refused):
     """A route of LoRAX or OpenAI that this server does not support."""
 
     template = "{}"

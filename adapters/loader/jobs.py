@@ -19,7 +19,7 @@ from typing import Any
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.loader.workers import Worker, WorkerExited, WorkerForkServer
-from lorikeet.adapters.refs import Merge, Pin, Ref, Source
+from lorikeet.adapters.refs import Merge, Pin, Ref, SourceKind
 from lorikeet.adapters.sources.listed import ListedSource
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
@@ -280,7 +280,7 @@ class Jobs:
 
     async def _newest(self, pin: Pin, token: str | None) -> Pin:
         """The pin that the name has now. A commit of a hub never changes."""
-        if pin.source is Source.HUB:
+        if pin.source is SourceKind.HUB:
             return pin
         return (await self._sources[pin.source].resolve(Ref(pin.source, pin.id), token)).pin
 
@@ -472,7 +472,7 @@ class Jobs:
     async def _check_unchanged(self, pin: Pin) -> None:
         """Raises AdapterChanged for a folder that was being written: what was wrong there may be right soon."""
         source = self._sources[pin.source]
-        if isinstance(source, ListedSource) and pin.source is Source.LOCAL:
+        if isinstance(source, ListedSource) and pin.source is SourceKind.LOCAL:
             await asyncio.to_thread(source.unchanged, pin)
 
     @contextmanager
@@ -490,7 +490,7 @@ class Jobs:
 
     async def _download(self, job: LoaderJob, pin: Pin, work: Path) -> str:
         """The folder on this machine with the pin's files."""
-        if pin.source is Source.LOCAL:  # nothing is copied, so no worker is needed
+        if pin.source is SourceKind.LOCAL:  # nothing is copied, so no worker is needed
             return str(await asyncio.to_thread(self._sources[pin.source].fetch, pin, job.token, work))
         call = {"do": "fetch", "pin": pin.as_dict(), "token": job.token, "folder": str(work)}
         return str((await self._run(job, self._fetching, job.fetching, call))["folder"])
@@ -539,5 +539,5 @@ class Jobs:
 
 def _sources(pins: Sequence[Pin]) -> tuple[str, ...]:
     """Who may have made these adapters: the hub's account, the folder of the store; a local one stands for itself."""
-    names = (pin.id if pin.source is Source.LOCAL else pin.id.rpartition("/")[0] for pin in pins)
+    names = (pin.id if pin.source is SourceKind.LOCAL else pin.id.rpartition("/")[0] for pin in pins)
     return tuple(dict.fromkeys(f"{pin.source.value}:{name}" for pin, name in zip(pins, names, strict=True)))

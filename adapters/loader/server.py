@@ -36,7 +36,7 @@ class Cancelled(LoaderFailed):
     status = 499
 
 
-class Loading:
+class LazyJobs:
     """The jobs and their store, from the first call on: what reads adapters takes seconds and memory to start."""
 
     def __init__(self, config: LoaderConfig, config_path: Path) -> None:
@@ -85,7 +85,7 @@ class Loading:
 class Connection:
     """One caller."""
 
-    def __init__(self, loading: Loading, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, loading: LazyJobs, writer: asyncio.StreamWriter) -> None:
         self._loading, self._writer = loading, writer
         self._jobs: Jobs | None = None
         """None until they were opened."""
@@ -222,7 +222,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     # an interrupt at the terminal reaches all processes, but the parent decides when they end
     loop.add_signal_handler(signal.SIGINT, ended.set if config.parent_pid is None else lambda: None)
-    loading = Loading(config, config_path)
+    loading = LazyJobs(config, config_path)
     try:
         server = await _listen(config, loading)
         stop: asyncio.Future[Any] = asyncio.create_task(ended.wait())
@@ -235,7 +235,7 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         loading.kill()
 
 
-async def _listen(config: LoaderConfig, loading: Loading) -> asyncio.Server:
+async def _listen(config: LoaderConfig, loading: LazyJobs) -> asyncio.Server:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # the loader ends
             await Connection(loading, writer).serve(reader)

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, InvalidAnswer
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources import base
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
 from lorikeet.proto.config_file import whole_number
@@ -269,7 +269,7 @@ class HubSource:
 
     def _listed(self, pin: Pin, token: str | None) -> tuple[Listing, dict[str, HubFile]]:
         """The hub's description of the repository, and its top-level files by name."""
-        info = self._ask(Ref(Source.HUB, pin.id, pin.revision), token, Listing)
+        info = self._ask(Ref(SourceKind.HUB, pin.id, pin.revision), token, Listing)
         return info, info.top_level()
 
     def _chosen(self, pin: Pin, sizes: Mapping[str, int | None], peek: Peek) -> list[str]:
@@ -279,14 +279,14 @@ class HubSource:
         if _is_offline():
             if (cached := self._snapshot(ref.id, ref.revision)) is None:
                 raise errors.AdapterNotFound(f"{ref} is not in the hub's cache, and HF_HUB_OFFLINE forbids downloads")
-            return Resolved(Pin(Source.HUB, ref.id, cached.name), True, ref.id.lower())
+            return Resolved(Pin(SourceKind.HUB, ref.id, cached.name), True, ref.id.lower())
         try:
             info = self._described(ref, token)
         except errors.SourceUnreachable as error:
             return self._without_hub(ref, error)
         self._note(ref, None if info.needs_token else info.sha)
         real_id = (info.id or ref.id).lower()  # that of a renamed repository is the new one
-        return Resolved(Pin(Source.HUB, ref.id, info.sha), not info.needs_token, real_id)
+        return Resolved(Pin(SourceKind.HUB, ref.id, info.sha), not info.needs_token, real_id)
 
     def _described(self, ref: Ref, token: str | None) -> Repository:
         """The hub's description. A public repository is also for callers whose token the hub does not know, such as
@@ -308,7 +308,7 @@ class HubSource:
     def _without_hub(self, ref: Ref, error: errors.SourceUnreachable) -> Resolved:
         if (noted := self._noted(ref)) is None:
             raise error
-        return Resolved(Pin(Source.HUB, ref.id, noted), True, ref.id.lower())
+        return Resolved(Pin(SourceKind.HUB, ref.id, noted), True, ref.id.lower())
 
     def _small_files(self, pin: Pin, token: str | None, names: frozenset[str], max_bytes: int) -> dict[str, bytes]:
         contents: dict[str, bytes] = {}
@@ -343,7 +343,7 @@ class HubSource:
         where = where | {"token": token or False, "etag_timeout": _read_timeout_s(), "endpoint": self._endpoint}
         hub = library()
         download: Any = partial(hub.hf_hub_download, pin.id, name, revision=pin.revision, **where)
-        return Path(_translated(download, Ref(Source.HUB, pin.id, pin.revision), token))
+        return Path(_translated(download, Ref(SourceKind.HUB, pin.id, pin.revision), token))
 
     def _peeking(self, pin: Pin, token: str | None) -> Peek:
         return lambda name: self._range(pin, name, token, base.PEEK_BYTES)
@@ -358,7 +358,7 @@ class HubSource:
         limit_s = _time_limit_s(num_bytes)
         return _translated(
             lambda: read_first(url, headers, num_bytes, _read_timeout_s(), limit_s),
-            Ref(Source.HUB, pin.id, pin.revision),
+            Ref(SourceKind.HUB, pin.id, pin.revision),
             token,
         )
 

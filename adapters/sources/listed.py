@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.base import (
     CONFIG,
     MAX_SMALL_BYTES,
@@ -50,7 +50,7 @@ class ListedFile:
 class ListedSource(ABC):
     """A source whose pins are hashes of its file listing, and whose files anyone may use who reaches the server."""
 
-    source: ClassVar[Source]
+    source: ClassVar[SourceKind]
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -129,7 +129,7 @@ class LocalSource(ListedSource):
     One exception: files of a snapshot in the layout of the hub's cache are links to its blobs.
     """
 
-    source = Source.LOCAL
+    source = SourceKind.LOCAL
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class S3Source(ListedSource):
     that the operator permits.
     """
 
-    source = Source.S3
+    source = SourceKind.S3
 
     def __init__(self, max_bytes: int, environment: Mapping[str, str]) -> None:
         super().__init__(max_bytes)

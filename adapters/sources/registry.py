@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterNotAllowed, AdapterNotFound, NotServed, SourceUnreachable, from_dict
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.base import AdapterSource, Resolved
 from lorikeet.adapters.sources.hub import HubSource
 from lorikeet.adapters.sources.listed import LocalSource, S3Source
@@ -52,13 +52,13 @@ class Sources:
             settings.local_folders,
             settings.strict,
         )
-        self._sources: dict[Source, AdapterSource] = {
-            Source.HUB: HubSource(settings.hub_cache, settings.max_adapter_bytes, settings.notes),
-            Source.LOCAL: self.local,
-            Source.S3: S3Source(settings.max_adapter_bytes, os.environ),
+        self._sources: dict[SourceKind, AdapterSource] = {
+            SourceKind.HUB: HubSource(settings.hub_cache, settings.max_adapter_bytes, settings.notes),
+            SourceKind.LOCAL: self.local,
+            SourceKind.S3: S3Source(settings.max_adapter_bytes, os.environ),
         }
 
-    def __getitem__(self, source: Source) -> AdapterSource:
+    def __getitem__(self, source: SourceKind) -> AdapterSource:
         """Raises NotServed with the name of the source."""
         if source not in self._sources:
             raise NotServed(f"adapters of the source `{source.value}` are not served by this server")
@@ -168,14 +168,14 @@ class Rights:
         rejected_at = self._rejected.get(pin)
         if rejected_at is None or rejected_at < answer.at:
             return False
-        return pin.source is Source.LOCAL or now - answer.at >= LOOKUP_S
+        return pin.source is SourceKind.LOCAL or now - answer.at >= LOOKUP_S
 
     async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
         try:
             resolved = await self.sources[ref.source].resolve(ref, token)
         except (AdapterNotFound, AdapterNotAllowed) as error:
             self._answers.pop(caller)
-            if ref.source is not Source.LOCAL:
+            if ref.source is not SourceKind.LOCAL:
                 self._refusals.put(caller, error.as_dict())
             raise
         except SourceUnreachable as error:

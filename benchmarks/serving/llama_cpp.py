@@ -1,5 +1,5 @@
-"""This server next to llama.cpp's: closed loops over HTTP on the 200 M Llama, 256 tokens in and 64 out, in alternating
-rounds. int8 stands next to Q8_0, int4 next to Q4_0. In another suite eight clients have an adapter each.
+"""Lorikeet next to llama.cpp's server: closed loops over HTTP on the 200 M Llama, 256 tokens in and 64 out, in
+alternating rounds. int8 stands next to Q8_0, int4 next to Q4_0. In another suite eight clients have an adapter each.
 
 `python -m benchmarks.serving.llama_cpp` compiles llama.cpp from the sources that llama-cpp-python has; it needs cmake
 and a C++ compiler. llama.cpp computes requests with different adapters one after the other.

@@ -52,7 +52,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Token:
+class AnswerToken:
     """One token of an answer."""
 
     id: int
@@ -79,8 +79,8 @@ class Answer:
     """As in LoRAX: `tokens`, `finish_reason`, `speculation`, …"""
 
     @property
-    def tokens(self) -> list[Token]:
-        return [Token.read(token) for token in self.details["tokens"]]
+    def tokens(self) -> list[AnswerToken]:
+        return [AnswerToken.read(token) for token in self.details["tokens"]]
 
 
 class Client:
@@ -199,7 +199,7 @@ class Stream:
     ) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Token]:
+    def __iter__(self) -> Iterator[AnswerToken]:
         try:
             for line in self._response:
                 if not line.startswith(b"data:"):
@@ -210,7 +210,7 @@ class Stream:
                 if event["generated_text"] is not None:
                     self.text, self.details = event["generated_text"], event.get("details") or {}
                 if event["token"] is not None:
-                    yield Token.read(event["token"])
+                    yield AnswerToken.read(event["token"])
             if self.text is None:
                 raise ServerError(200, "the stream ended early")
         finally:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lorikeet.launcher.cli.client import Client, ServerError, Token, add_server_options, command_parser, token_of
+from lorikeet.launcher.cli.client import AnswerToken, Client, ServerError, add_server_options, command_parser, token_of
 from lorikeet.proto.draft_sources import BY_VALUE, methods
 
 _REQUEST = (
@@ -125,10 +125,10 @@ tokens of the target magenta."""
 _STAGES = ("draft", "verify", "accept")
 
 
-def painter(colours: bool) -> Callable[[Token], str]:
+def painter(colours: bool) -> Callable[[AnswerToken], str]:
     """A function from a token to its text, in its source's colour with `colours`."""
 
-    def paint(token: Token) -> str:
+    def paint(token: AnswerToken) -> str:
         colour = COLOURS.get(token.source or "")
         return f"{colour}{token.text}{_RESET}" if colours and colour else token.text
 

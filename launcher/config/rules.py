@@ -164,7 +164,7 @@ def _check_adapters(settings: Settings) -> None:
     names += [("preloaded-adapter-ids", name, preloaded) for name in settings["preloaded-adapter-ids"]]
     for flag, name, source in names:
         try:
-            refs.parse(name, refs.Source(source))
+            refs.parse(name, refs.SourceKind(source))
         except ValueError as error:
             refuse(f"{settings.origins[flag]}: {error}")
     for key in settings["api-key"]:
@@ -458,11 +458,11 @@ def _name_and_path(text: str, settings: Settings) -> tuple[str, str]:
 def _ref(path: str) -> refs.Ref:
     """A folder of this machine, a location in S3, or a hub id. Raises ValueError."""
     if Path(path).is_dir():
-        return refs.Ref(refs.Source.LOCAL, os.path.abspath(path))
+        return refs.Ref(refs.SourceKind.LOCAL, os.path.abspath(path))
     if path.startswith("s3://"):
-        return refs.parse(path, refs.Source.S3)
+        return refs.parse(path, refs.SourceKind.S3)
     try:
-        return refs.parse(path, refs.Source.HUB)
+        return refs.parse(path, refs.SourceKind.HUB)
     except ValueError:
         raise ValueError(f"{path!r} is neither a folder that exists nor a hub id") from None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lorikeet.adapters.refs import Source
+from lorikeet.adapters.refs import SourceKind
 from lorikeet.adapters.sources import listed
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.rules import LoraModule
@@ -44,7 +44,7 @@ class AdapterPlan:
         """Fields of the sources' configuration, without sizes."""
         return {
             "local_roots": list(self.roots),
-            "local_folders": [module.ref.id for module in self.modules if module.ref.source is Source.LOCAL],
+            "local_folders": [module.ref.id for module in self.modules if module.ref.source is SourceKind.LOCAL],
             "hidden": [str(self.store.parent)],
             "hub_cache": str(self.hub_cache),
             "notes": str(self.store.parent / "public"),

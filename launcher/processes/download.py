@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.launcher.config.flags import TOKENS_WITH_A_DRAFT
 from lorikeet.launcher.config.settings import Settings
 from lorikeet.launcher.exits import Exit, LauncherError, refuse
@@ -245,7 +245,7 @@ def main(path: str) -> int:
     hub = Hub(token, request.cache, log)
     try:
         use = Use(request.num_ranks, request.max_total_tokens, request.needs_tokenizer)
-        model = hub.fetch(Ref(Source.HUB, request.id, request.revision), request.code, request.weights, use)
+        model = hub.fetch(Ref(SourceKind.HUB, request.id, request.revision), request.code, request.weights, use)
     except LauncherError as error:
         answer: dict[str, Any] = {"error": str(error), "exit": error.exit}
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import Catalogue, CatalogueEntry, Version
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.request import Heads
 
@@ -58,12 +58,12 @@ class Directory:
         self.default = config.adapter_id
         self._flags: dict[str, CatalogueEntry] = {}
         if config.adapter_id is not None:
-            self._add_flag(config.adapter_id, Source(config.adapter_source))
-        preloaded = Source(config.preloaded_adapter_source or config.adapter_source)
+            self._add_flag(config.adapter_id, SourceKind(config.adapter_source))
+        preloaded = SourceKind(config.preloaded_adapter_source or config.adapter_source)
         for name in config.preloaded_adapter_ids:
             self._add_flag(name, preloaded)
         for alias, (source, id) in config.lora_modules.items():
-            self._flags[alias] = single(alias, refs.parse(id, Source(source)))
+            self._flags[alias] = single(alias, refs.parse(id, SourceKind(source)))
         self._added: dict[str, CatalogueEntry] = {}
         self._file: dict[str, CatalogueEntry] = {}
         self._entries = ChainMap(self._added, self._file, self._flags)
@@ -177,7 +177,7 @@ class Directory:
         self._changed()
         return was_listed
 
-    def _add_flag(self, name: str, source: Source) -> None:
+    def _add_flag(self, name: str, source: SourceKind) -> None:
         ref = refs.parse(name, source)
         self._flags[name] = CatalogueEntry(name, (Version(ref, 1.0),), pin=True)
 

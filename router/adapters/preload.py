@@ -15,7 +15,7 @@ from lorikeet.adapters import catalogue, keys
 from lorikeet.adapters.catalogue import Catalogue, CatalogueEntry, CatalogueError
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
 from lorikeet.adapters.keys import Key, Keys
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
@@ -137,7 +137,7 @@ def read_catalogue(config: RouterConfig) -> Catalogue | None:
     """The operator's catalogue. Raises CatalogueError."""
     if config.catalogue_path is None:
         return None
-    return catalogue.read(config.catalogue_path, Source(config.default_adapter_source or config.adapter_source))
+    return catalogue.read(config.catalogue_path, SourceKind(config.default_adapter_source or config.adapter_source))
 
 
 def read_keys(config: RouterConfig) -> Keys:

@@ -12,7 +12,7 @@ from lorikeet.adapters import refs
 from lorikeet.adapters.catalogue import SOURCES, CatalogueEntry, Version
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, NotServed
 from lorikeet.adapters.keys import Key, Keys
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.base import Resolved
 from lorikeet.adapters.sources.listed import is_below
 from lorikeet.adapters.sources.registry import LOOKUP_S, Rights, Sources
@@ -23,7 +23,7 @@ from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.request import Adapter, Heads
 from lorikeet.router.schemas.adapters import BASE_NAMES, AdapterFields, MergeFields, checked_token
 
-_RealId = tuple[Source, str]
+_RealId = tuple[SourceKind, str]
 _SLASH = re.compile("/")
 
 
@@ -71,7 +71,7 @@ class AdapterAccess:
         ids = await asyncio.to_thread(self._sources[ref.source].real_ids, ref.id)
         if resolved is not None and resolved.real_id:
             ids |= {resolved.real_id}
-        if ref.source is not Source.HUB:  # what lies below a closed folder is closed, too
+        if ref.source is not SourceKind.HUB:  # what lies below a closed folder is closed, too
             ids |= {id[: slash.start()] for id in ids for slash in _SLASH.finditer(id)}
         entries = [entry for id in ids for entry in closed.get((ref.source, id), ())]
         return not entries or any(self.may_use(entry, key) for entry in entries)
@@ -193,7 +193,7 @@ class Selection:
         return Adapter(alias, (resolved.pin,), token=token, alias=alias, weight=weight, chat_template=template)
 
     def operators_token(self, ref: Ref) -> str | None:
-        return self._config.hub_token if ref.source is Source.HUB else None
+        return self._config.hub_token if ref.source is SourceKind.HUB else None
 
     def listed(self, caller: Caller) -> Iterator[Listed]:
         """The lines of the directory that the caller may know of."""
@@ -207,28 +207,28 @@ class Selection:
             return []
         entries = list(self.directory.entries())
         known = {entry.alias for entry in entries} | {
-            version.ref.id for entry in entries for version in entry.versions if version.ref.source is Source.LOCAL
+            version.ref.id for entry in entries for version in entry.versions if version.ref.source is SourceKind.LOCAL
         }
         if time.monotonic() - self._local_at >= LOOKUP_S:
             self._local_at = time.monotonic()
             self._local_names = await asyncio.to_thread(self.rights.sources.local.names)
         lines = []
         for name, description in self._local_names.items():
-            ref = Ref(Source.LOCAL, name)
+            ref = Ref(SourceKind.LOCAL, name)
             if name not in known and not self.is_base(name) and await self.access.may_open(ref, caller.key):
                 entry = CatalogueEntry(name, (Version(ref, 1.0),), description=description)
                 lines.append(Listed(name, entry, "", 0))
         return lines
 
-    def source(self, source: str | None) -> Source:
+    def source(self, source: str | None) -> SourceKind:
         """The source of a request's adapter. Raises ValidationError, which names the field."""
         name = source or self._config.default_adapter_source or self._config.adapter_source
-        if name == Source.PBASE:
+        if name == SourceKind.PBASE:
             sentence = "`adapter_source` pbase is not served: Predibase's service is closed to it"
             raise ValidationError(sentence, "adapter_source")
         if name not in SOURCES:
             raise ValidationError(f"`adapter_source` must be one of {', '.join(SOURCES)}", "adapter_source")
-        return Source(name)
+        return SourceKind(name)
 
     async def _dynamic(self, fields: AdapterFields, caller: Caller) -> Adapter:
         """An adapter that the operator has not listed: the caller's own token decides."""
@@ -291,11 +291,11 @@ class Selection:
         """`source_name`: the request's source, if any. Without one, a folder directly below a local root precedes the
         hub. Raises AdapterNotFound for a name that can only be an alias.
         """
-        is_hubs = name.startswith(refs.HUB_PREFIX) and source_name in (None, Source.HUB)
-        source = Source.HUB if is_hubs else self.source(source_name)
-        if source_name is None and source is Source.HUB and not is_hubs and await self._is_local(name, caller):
-            source = Source.LOCAL
-        if source is Source.HUB and not is_hubs and refs.is_plain(name):
+        is_hubs = name.startswith(refs.HUB_PREFIX) and source_name in (None, SourceKind.HUB)
+        source = SourceKind.HUB if is_hubs else self.source(source_name)
+        if source_name is None and source is SourceKind.HUB and not is_hubs and await self._is_local(name, caller):
+            source = SourceKind.LOCAL
+        if source is SourceKind.HUB and not is_hubs and refs.is_plain(name):
             others = [line.alias for line in await self.below_roots(caller)]
             nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key), others)
             hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
@@ -312,7 +312,7 @@ class Selection:
         """Whether a folder of that name lies directly below a local root, as far as the caller may know."""
         assert self.rights is not None
         is_there = await asyncio.to_thread(self.rights.sources.local.has, name)
-        return is_there and await self.access.may_open(Ref(Source.LOCAL, name), caller.key)
+        return is_there and await self.access.may_open(Ref(SourceKind.LOCAL, name), caller.key)
 
     async def _resolved(self, ref: Ref, token: str | None, caller: Caller) -> Resolved:
         """What a name that is not the operator's is for the caller. Raises AdapterError."""
@@ -328,7 +328,7 @@ class Selection:
 
     def _check_download(self, ref: Ref, caller: Caller) -> None:
         """Raises AdapterNotAllowed for an adapter in a network that this request may not make the server load."""
-        if ref.source is Source.LOCAL:
+        if ref.source is SourceKind.LOCAL:
             return
         if self._config.no_adapter_downloads:
             raise AdapterNotAllowed(
@@ -343,7 +343,7 @@ class Selection:
     def _is_permitted(self, ref: Ref) -> bool:
         """Whether the server reads the adapter for callers, with its own credentials in S3."""
         prefixes = self._config.s3_prefixes
-        if ref.source is not Source.S3 or prefixes is None:
+        if ref.source is not SourceKind.S3 or prefixes is None:
             return True
         assert self.rights is not None
         return all(is_below(id, prefixes) for id in self.rights.sources[ref.source].real_ids(ref.id))

@@ -38,7 +38,7 @@ _BODY = _leaves(errors.BodyRejected, errors.BodyMemoryFull, errors.ValidationErr
 _OTHER_ROUTES = _leaves(
     errors.ResponseNotFound, errors.UnknownRoute, errors.UnknownMethod,
     errors.AdminOnly, errors.AlreadyLoaded, errors.ReloadRefused,
-    errors.NotServed, errors.Unhealthy,
+    errors.RouteNotServed, errors.Unhealthy,
     errors.StreamNotFound, errors.StreamTrimmed,
 )  # fmt: skip
 
@@ -54,12 +54,12 @@ class RouteKind(enum.Enum):
     READ = _ANY | _leaves(errors.ModelNotFound)
     ADMIN = _ANY | _BODY | _leaves(
         errors.AdminOnly, errors.AdapterProblem, errors.AlreadyLoaded, errors.ModelNotFound,
-        errors.NotServed, errors.ReloadRefused, errors.Failed
+        errors.RouteNotServed, errors.ReloadRefused, errors.Failed
     )  # fmt: skip
     WATCH = _ANY | _leaves(errors.AdminOnly)
     STREAM = _ANY | _leaves(errors.StreamNotFound, errors.StreamTrimmed, errors.ValidationError)
     MISSING = _ANY | _leaves(errors.ResponseNotFound)
-    UNSUPPORTED = _ANY | _leaves(errors.NotServed)
+    UNSUPPORTED = _ANY | _leaves(errors.RouteNotServed)
 
 
 @dataclass(frozen=True)

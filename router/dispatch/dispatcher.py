@@ -40,7 +40,7 @@ from lorikeet.router.requests.output_memory import OutputMemory
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
-from lorikeet.router.shards.members import Choice, Members, Placement
+from lorikeet.router.shards.members import Choice, Placement, ShardMembers
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Dispatcher:
         self.config = self._config = config
         """With the lengths that all shards take."""
         self._tokenizer = tokenizer
-        self.members = Members(config)
+        self.members = ShardMembers(config)
         self.links = self.members.links
         self._streams: dict[ShardLink, asyncio.Task[None]] = {}
         """The tasks that keep the shards' streams."""

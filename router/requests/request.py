@@ -115,7 +115,9 @@ class Heads:
 
 
 class FinishReason(Enum):
-    """Why a generation ended, in LoRAX's words (`details.finish_reason`)."""
+    """Why a generation ended, in LoRAX's words (`details.finish_reason`). The shard's enumeration has the wire's
+    values; both are named after the field that users read.
+    """
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"

@@ -156,6 +156,7 @@ class StreamDetails(_Sequence):
     receipt: Receipt | None = Field(None, description="Where asked for")
 
 
+# named as in LoRAX's specification: the names of these classes are those of `/openapi.json`
 class Details(StreamDetails):
     skipped_tokens: int
     prefill: list[PrefillToken]
@@ -490,6 +491,7 @@ class AnthropicErrorResponse(BaseModel):
     request_id: str
 
 
+# named as in OpenAI's specification: the names of these classes are those of `/openapi.json`
 class Model(BaseModel):
     id: str
     object: Literal["model"]

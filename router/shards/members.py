@@ -36,7 +36,7 @@ def is_fixed(source: str) -> bool:
     return not source.startswith((DNS, FILE))
 
 
-class Members:
+class ShardMembers:
     """Keeps a link for every address."""
 
     def __init__(self, config: RouterConfig) -> None:

@@ -15,7 +15,7 @@ from lorikeet.shard.model.adapters.loading import (
     NICENESS,
     AdapterContent,
     AdapterFiles,
-    Destination,
+    HostLayout,
     Opened,
     RowParallelSum,
     reading_threads,
@@ -33,7 +33,7 @@ class CheckedFiles(AdapterFiles):
     def __init__(
         self,
         targets: Mapping[str, Target],
-        destination: Destination,
+        destination: HostLayout,
         heads: HeadsPool | None = None,
         sum_over_ranks: RowParallelSum | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
-from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, RowParallelSum
+from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, HostLayout, RowParallelSum
 from lorikeet.shard.model.adapters.plan import Form
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
@@ -99,11 +99,11 @@ def prepare(
     return device, CheckedFiles(model.lora_targets, destination, model.heads, add_up), form
 
 
-def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, Destination, str]:
+def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, HostLayout, str]:
     dtype, on = model.info.dtype, model.info.device
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
-        return ModelSlots(model.heads), Destination(dtype, Arena(host_bytes)), form
+        return ModelSlots(model.heads), HostLayout(dtype, Arena(host_bytes)), form
     num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFT_TOKENS)
     max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
@@ -114,4 +114,4 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
         raise ValueError(f"adapters on {on} need the package triton: {missing}") from missing
     from lorikeet.shard.model.adapters.upload import DeviceSlots
 
-    return DeviceSlots(kernels, model.heads), Destination(dtype, PinnedMemory(host_bytes), kernels), "triton"
+    return DeviceSlots(kernels, model.heads), HostLayout(dtype, PinnedMemory(host_bytes), kernels), "triton"

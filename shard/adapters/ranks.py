@@ -17,7 +17,7 @@ To = TypeVar("To")
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """The first rank's part of an adapter that every rank holds."""
 
     digest: str
@@ -55,9 +55,9 @@ class CollectiveReader:
             raise ValueError(reason)
         return found
 
-    def read_first(self, path: Path) -> Part:
+    def read_first(self, path: Path) -> AdapterPart:
         """`read` on the first rank, which names adapters to the others by digest."""
-        return Part(path.stem, self.read(path))
+        return AdapterPart(path.stem, self.read(path))
 
 
 class BroadcastingSlots:
@@ -68,7 +68,7 @@ class BroadcastingSlots:
 
     def put(self, slot: int, content: Content) -> None:
         """Put `content` into `slot` on every rank."""
-        assert isinstance(content, Part)
+        assert isinstance(content, AdapterPart)
         self._leader.send(Put(slot, content.digest))
         self._own.put(slot, content.own)
 

@@ -76,7 +76,7 @@ class PagedKV(LayerKV):
 
 
 @dataclass(frozen=True)
-class Destination:
+class KvDestination:
     """Where the K and V of a step go."""
 
     # [T] page id * P + offset in page
@@ -150,7 +150,7 @@ class AttentionBackend(ABC):
         Returns [T, num_heads, value_dim].
         """
 
-    def destination(self, kv: LayerKV) -> Destination | None:
+    def destination(self, kv: LayerKV) -> KvDestination | None:
         """Where a kernel may write the step's K and V, to call `read` in place of `attend`; None if it may not."""
         return None
 

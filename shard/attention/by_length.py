@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, KvDestination, LayerKV, PagedKV
 from lorikeet.shard.attention.kernel_limits import BUILT_IN, KernelLimits
 from lorikeet.shard.attention.paged import PagedAttention, destination, store
 from lorikeet.shard.attention.varlen import VarlenAttention
@@ -86,7 +86,7 @@ class ByLengthAttention(AttentionBackend):
         store(kv, self._kv_slots, key, value)
         return self.read(spec, kv, query)
 
-    def destination(self, kv: LayerKV) -> Destination | None:
+    def destination(self, kv: LayerKV) -> KvDestination | None:
         return destination(kv, self._kv_slots)
 
     def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Layer(Structure):
     ]
 
 
-class Step(Structure):
+class AttentionStep(Structure):
     """`Step` of cpu.c."""
 
     _fields_ = [
@@ -110,10 +110,10 @@ class CpuAttention(AttentionBackend):
         self._attend = load(dtype == torch.bfloat16, paired).attend
         self._attend.restype = None
         self._attend.argtypes = [
-            POINTER(Layer), POINTER(Step), c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_void_p, c_int,
+            POINTER(Layer), POINTER(AttentionStep), c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_void_p, c_int,
         ]  # fmt: skip
         self._attend_address = cast(self._attend, c_void_p).value or 0
-        self._step = Step()
+        self._step = AttentionStep()
         self._strides = (c_int64 * 6)()
         self._memory = torch.empty(0)
         self._items = np.empty((0, 3), np.int32)
@@ -137,7 +137,7 @@ class CpuAttention(AttentionBackend):
         self._num_threads = torch.get_num_threads()
         self._items, most = self._tiles(inputs)
         self._reserve(most)
-        self._step = Step(
+        self._step = AttentionStep(
             num_segments=len(inputs.segments),
             num_tokens=inputs.kv_slots.shape[0],
             page_size=self.page_size,

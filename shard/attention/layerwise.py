@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, KvDestination, LayerKV
 from lorikeet.shard.attention.reference import ReferenceAttention
 from lorikeet.shard.attention.spans import SPAN
 from lorikeet.shard.batch.inputs import StepInputs
@@ -91,7 +91,7 @@ class LayerwiseAttention(AttentionBackend):
         assert isinstance(kv, PlacedKV)
         return kv.owner.attend(spec, kv.kv, query, key, value)
 
-    def destination(self, kv: LayerKV) -> Destination | None:
+    def destination(self, kv: LayerKV) -> KvDestination | None:
         assert isinstance(kv, PlacedKV)
         return kv.owner.destination(kv.kv)
 

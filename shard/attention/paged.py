@@ -7,9 +7,9 @@ of prompts. K and V may be kept in eight bits. Tables and launches are here, the
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, Destination, LayerKV, PagedKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, KvDestination, LayerKV, PagedKV
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from lorikeet.shard.attention.spans import SPAN, Kind, Rows, StepTables, capacity, pack, starts_of
+from lorikeet.shard.attention.spans import SPAN, LayerKind, SegmentRows, StepTables, capacity, pack, starts_of
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.system import gpu
@@ -44,7 +44,7 @@ class PagedAttention(AttentionBackend):
         self.kv_dtype = kv_dtype
         self._span = span
         self._num_programs = num_programs
-        self._kinds: dict[Kind, int] = {}
+        self._kinds: dict[LayerKind, int] = {}
         self._bounds: Bounds | None = None
         self._tables = StepTables(np.empty(0, np.int32), (), ())
         # int32 of `pack`, on the device
@@ -96,7 +96,7 @@ class PagedAttention(AttentionBackend):
         num_pages = -(-(inputs.starts + inputs.num_uncertain + inputs.counts) // self.page_size)
         offsets = (np.cumsum(num_pages) - num_pages).astype(np.int32)
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
-        rows = Rows(inputs.starts, inputs.counts, inputs.first_rows, offsets, inputs.num_uncertain)
+        rows = SegmentRows(inputs.starts, inputs.counts, inputs.first_rows, offsets, inputs.num_uncertain)
         self._tables = pack(list(self._kinds), rows, pages, self._num_programs, self._span)
         size = 0 if inputs.bounds is None else self.num_numbers(inputs.bounds)
         [self._numbers] = inputs.upload.add(self._tables.numbers, capacity=size)
@@ -110,7 +110,7 @@ class PagedAttention(AttentionBackend):
         store(kv, self._kv_slots, key, value)
         return self.read(spec, kv, query)
 
-    def destination(self, kv: LayerKV) -> Destination | None:
+    def destination(self, kv: LayerKV) -> KvDestination | None:
         return destination(kv, self._kv_slots)
 
     def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
@@ -135,11 +135,11 @@ class PagedAttention(AttentionBackend):
         return self._num_programs if self._bounds is not None else self._tables.num_items[kind] * num_kv_heads
 
 
-def destination(kv: LayerKV, slots: torch.Tensor) -> Destination | None:
+def destination(kv: LayerKV, slots: torch.Tensor) -> KvDestination | None:
     """Destination in KV memory that holds K and V as they are, of one head size. slots: [T]."""
     if not isinstance(kv, PagedKV) or kv.key_scales is not None or kv.keys.shape != kv.values.shape:
         return None
-    return Destination(slots, kv.keys, kv.values)
+    return KvDestination(slots, kv.keys, kv.values)
 
 
 def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -148,8 +148,8 @@ def store(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
     store_kv(key, value, slots, kv.keys, kv.values, kv.key_scales, kv.value_scales)
 
 
-def kind_of(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Kind:
+def kind_of(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> LayerKind:
     """The kind of a layer; layers of one kind share tables."""
     tile = tile_of(dtype, spec.key_dim, spec.value_dim, gpu.capability(device))
     room = PARTIAL_FLOATS // (spec.num_kv_heads * width_of(spec.value_dim))
-    return Kind(spec.group, spec.num_kv_heads, spec.window, tile.rows, room)
+    return LayerKind(spec.group, spec.num_kv_heads, spec.window, tile.rows, room)

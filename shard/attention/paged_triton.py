@@ -284,7 +284,7 @@ def width_of(dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The shape of a tile and its compiler options: one for each dtype and head size."""
 
     rows: int
@@ -293,21 +293,21 @@ class Tile:
     num_stages: int = 2
 
 
-def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[int, int]) -> Tile:
+def tile_of(dtype: torch.dtype, key_dim: int, value_dim: int, capability: tuple[int, int]) -> AttentionTile:
     """Every tile of a layer has this shape, on devices of this compute capability. docs/cuda-kernels.md has what each
     takes: none exceeds the shared memory of a multiprocessor, and registers suffice.
     """
     is_wide = max(key_dim, value_dim) > 128
     if dtype == torch.float32:  # matrix units do not support it
-        return Tile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
+        return AttentionTile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
     if capability < TENSOR_CORES:  # Triton does not use those of Turing
-        return Tile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
+        return AttentionTile(rows=16, columns=32, num_warps=8 if is_wide else 4, num_stages=1)
     if is_wide:
-        return Tile(rows=64, columns=32, num_warps=8)
+        return AttentionTile(rows=64, columns=32, num_warps=8)
     if capability in SMALL_MEMORY:
-        return Tile(rows=64, columns=32, num_stages=3)
+        return AttentionTile(rows=64, columns=32, num_stages=3)
     # with five there are three buffers of K and V: with fewer the copies of the next tile begin late in an iteration
-    return Tile(rows=64, columns=64, num_stages=5 if capability >= LARGE_MEMORY else 3)
+    return AttentionTile(rows=64, columns=64, num_stages=5 if capability >= LARGE_MEMORY else 3)
 
 
 @operator("store_kv", mutates_args=("keys", "values", "key_scales", "value_scales"))

@@ -35,7 +35,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """Layers that share their records."""
 
     group: int
@@ -48,7 +48,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SegmentRows:
     """The segments of a step. All are [R]."""
 
     starts: Numbers
@@ -83,7 +83,9 @@ def spans_at(positions: Numbers, span: int) -> Numbers:
     return np.where(positions < SHORT_SPANS * span, positions // short_span(span), late).astype(np.int32)
 
 
-def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, span: int = SPAN) -> StepTables:
+def pack(
+    kinds: Sequence[LayerKind], rows: SegmentRows, pages: Numbers, num_programs: int, span: int = SPAN
+) -> StepTables:
     """The records of every kind, then `pages`, the concatenated page ids of all segments."""
     plans = [plan(kind, rows, num_programs, span) for kind in kinds]
     header = np.zeros(header_size(len(kinds)), np.int32)
@@ -98,7 +100,7 @@ def pack(kinds: Sequence[Kind], rows: Rows, pages: Numbers, num_programs: int, s
     return StepTables(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
 
 
-def starts_of(tables: StepTables, rows: Rows) -> tuple[Indices, Indices]:
+def starts_of(tables: StepTables, rows: SegmentRows) -> tuple[Indices, Indices]:
     """Where `tables.numbers` has the first position of an uncertain segment: [n] indices, and [n] the segments."""
     places, segments = [], []
     for kind, num_items in enumerate(tables.num_items):
@@ -116,7 +118,7 @@ def header_size(num_kinds: int) -> int:
     return -(-num_kinds * HEADER // RECORD) * RECORD
 
 
-def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs: int, span: int = SPAN) -> int:
+def capacity(kinds: Sequence[LayerKind], bounds: Bounds, page_size: int, num_programs: int, span: int = SPAN) -> int:
     """The largest size of `StepTables.numbers` within `bounds`."""
     most_spans = int(spans_at(np.array([bounds.max_kv_len - 1]), span)[0]) + 1
     size = header_size(len(kinds)) + bounds.num_rows * -(-bounds.max_kv_len // page_size)
@@ -128,7 +130,7 @@ def capacity(kinds: Sequence[Kind], bounds: Bounds, page_size: int, num_programs
     return size
 
 
-def plan(kind: Kind, rows: Rows, num_programs: int, span: int) -> tuple[Numbers, Numbers]:
+def plan(kind: LayerKind, rows: SegmentRows, num_programs: int, span: int) -> tuple[Numbers, Numbers]:
     """[items, RECORD], the longest first, and [folds, RECORD]."""
     owners, first, count = _split(rows.counts * kind.group, kind.tile_rows)
     starts = rows.starts[owners]

@@ -18,7 +18,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
 from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
-from lorikeet.shard.attention.base import Destination
+from lorikeet.shard.attention.base import KvDestination
 from lorikeet.shard.batch.inputs import StepInputs
 
 NAME = "lorikeet"
@@ -49,7 +49,7 @@ class AttentionBinding(nn.Module):
         output = self.backend.attend(self.spec, self.kv, query[:num_tokens], key[:num_tokens], value[:num_tokens])
         return output.expand(query.shape[0], -1, -1)[None]
 
-    def destination(self) -> Destination | None:
+    def destination(self) -> KvDestination | None:
         """Where a kernel may write the step's K and V, to call `read` next; None where it may not."""
         return None if self.kv is None else self.backend.destination(self.kv)
 

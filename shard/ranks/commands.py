@@ -61,7 +61,7 @@ class WarmUpAdapters(NamedTuple):
     """Compile the kernels of adapters."""
 
 
-class Step(NamedTuple):
+class StepCommand(NamedTuple):
     """Compute a step. On CPU the command holds the tokens; on a device the first rank broadcasts them in the group."""
 
     segments: Sequence[Segment]
@@ -105,7 +105,7 @@ Command = (
     | WarmUpAdapters
     | Capture
     | AllocateAdapters
-    | Step
+    | StepCommand
     | Read
     | Put
     | Clear

@@ -26,7 +26,7 @@ from lorikeet.shard.ranks.commands import (
     EndMemory,
     FreeKv,
     Serve,
-    Step,
+    StepCommand,
 )
 from lorikeet.shard.system.process import end_process
 
@@ -85,7 +85,7 @@ class Leader:
         inputs.put_device_tokens()  # which the other ranks do not know
         on_cpu = inputs.device.type == "cpu"
         token_ids = inputs.input_ids.tolist() if on_cpu else None
-        self.send(Step(inputs.segments, len(inputs.input_ids), token_ids, list(inputs.host_rows), inputs.heads))
+        self.send(StepCommand(inputs.segments, len(inputs.input_ids), token_ids, list(inputs.host_rows), inputs.heads))
         if not on_cpu:
             self.group.broadcast(inputs.input_ids)
 

@@ -50,7 +50,9 @@ UNCONSTRAINED = Unconstrained()
 
 
 class FinishReason(IntEnum):
-    """Why a request ended."""
+    """Why a request ended, in the wire's values. The router's enumeration has LoRAX's words; both are named after the
+    field that users read.
+    """
 
     NONE = pb.FINISH_NONE
     LENGTH = pb.FINISH_LENGTH

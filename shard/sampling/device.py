@@ -62,7 +62,7 @@ class DeviceRows:
     def launch(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor
     ) -> None:
-        """Sample as `GraphSampling.launch` does. Raises ValueError for logits of another size than those that are kept."""
+        """Sample as `GraphSampling.launch` does. Raises ValueError for logits of another size than the kept ones."""
         if logits.shape != kept_logits.shape:
             raise ValueError(f"logits {tuple(logits.shape)} of a step that keeps {tuple(kept_logits.shape)}")
         if logits.stride(1) != 1:

@@ -12,7 +12,7 @@ from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.speculation.acceptance import DraftKind, DraftState
-from lorikeet.shard.speculation.history_index import History
+from lorikeet.shard.speculation.history_index import HistoryIndex
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class DraftSettings:
     ngram_long: int = 4
     """Matched tokens from which texts come before heads and draft model, with method `auto`."""
     has_draft_model: bool = False
-    history: History | None = None
+    history: HistoryIndex | None = None
     """The outputs of earlier requests."""
     most_on_device: int = 0
     """Maximum draft tokens of a step that the device makes for a request, 0 where the host makes all drafts."""

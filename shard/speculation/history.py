@@ -9,7 +9,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.speculation.acceptance import DraftKind
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
-from lorikeet.shard.speculation.history_index import CONTEXT, History, Pair
+from lorikeet.shard.speculation.history_index import CONTEXT, HistoryIndex, Pair
 from lorikeet.shard.speculation.lookup import reads_texts
 
 
@@ -18,7 +18,7 @@ class HistoryDrafter(Drafter):
 
     value = pb.SOURCE_HISTORY
 
-    def __init__(self, index: History, ngram_long: int) -> None:
+    def __init__(self, index: HistoryIndex, ngram_long: int) -> None:
         self._index, self._ngram_long = index, ngram_long
 
     @classmethod

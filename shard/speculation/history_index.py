@@ -57,7 +57,7 @@ class _Text:
     """Tokens in the newest block."""
 
 
-class History:
+class HistoryIndex:
     """The index of one shard, of at most `max_bytes` bytes. The pair that was not used for longest goes first."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -36,7 +36,7 @@ from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
 from lorikeet.shard.speculation.draft_network import DraftNetwork
 from lorikeet.shard.speculation.drafter import DraftSettings
-from lorikeet.shard.speculation.history_index import History
+from lorikeet.shard.speculation.history_index import HistoryIndex
 from lorikeet.shard.startup import prefill_calibration
 from lorikeet.shard.startup.capture import plan_capture
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -172,12 +172,12 @@ def pooling_of(model: Model) -> PooledRows | None:
     return PooledRows(Rows.FIRST if pooled.pooling == "cls" else Rows.LAST)
 
 
-def build_history(config: ShardConfig) -> History | None:
+def build_history(config: ShardConfig) -> HistoryIndex | None:
     """The index of history drafts. Raises CompilerMissing where every request needs it."""
     if not config.history_memory:
         return None
     try:
-        return History(config.history_memory)
+        return HistoryIndex(config.history_memory)
     except CompilerMissing as reason:
         if config.speculative_history:
             raise

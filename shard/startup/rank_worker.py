@@ -44,7 +44,7 @@ class RankWorker:
     def execute(self, command: commands.Command) -> None:
         """Execute one command. An error here desynchronises the ranks, and ends this one."""
         match command:
-            case commands.Step():
+            case commands.StepCommand():
                 self._step(command)
             case commands.AllocateKv(num_pages):
                 self._model.allocate_kv(num_pages)
@@ -68,7 +68,7 @@ class RankWorker:
             case _:
                 self._change_adapters(command)
 
-    def _step(self, step: commands.Step) -> None:
+    def _step(self, step: commands.StepCommand) -> None:
         device, inputs = self._model.info.device, self._model.inputs
         if self._device is not None:
             while self._copying:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.adapters.catalogue import CatalogueEntry, CatalogueError, Version, parse, read
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 
 WHOLE = """
 plain: {id: owner/plain}
@@ -30,13 +30,13 @@ def test_a_catalogue() -> None:
     catalogue = parse(WHOLE)
     assert catalogue.problems == {}
     entries = catalogue.entries
-    assert entries["plain"] == CatalogueEntry("plain", (Version(Ref(Source.HUB, "owner/plain"), 1.0),))
+    assert entries["plain"] == CatalogueEntry("plain", (Version(Ref(SourceKind.HUB, "owner/plain"), 1.0),))
     full = entries["full"]
-    assert full.versions[0].ref == Ref(Source.HUB, "owner/full", "v7")
+    assert full.versions[0].ref == Ref(SourceKind.HUB, "owner/full", "v7")
     assert (full.weight, full.pin, full.keys) == (3.0, True, frozenset({"team-a", "team-b"}))
     assert dict(full.parameters) == {"temperature": 0.2, "max_new_tokens": 64, "stop": ["END"], "do_sample": True}
     assert full.chat_template == "{{ messages }}"
-    assert entries["here"].versions[0].ref == Ref(Source.LOCAL, "folder/a@b")
+    assert entries["here"].versions[0].ref == Ref(SourceKind.LOCAL, "folder/a@b")
     assert [version.ref.revision for version in entries["rolled"].versions] == ["v7", "v8"]
     assert parse(f"adapters:\n  {WHOLE.strip().replace(chr(10), chr(10) + '  ')}").entries == entries
     assert parse("") == parse("{}") == parse("adapters: {}")

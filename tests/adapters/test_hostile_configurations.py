@@ -14,7 +14,7 @@ from lorikeet.adapters.check import AdapterValidator, Headers
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats.configuration import Tokenizers
-from lorikeet.adapters.refs import Merge, Pin, Source
+from lorikeet.adapters.refs import Merge, Pin, SourceKind
 from lorikeet.adapters.sources.base import FileHead
 from lorikeet.proto.config_file import is_number, whole_number
 from tests import tiny
@@ -50,7 +50,7 @@ def test_numbers_are_finite_and_in_range(field: str, number: str) -> None:
 def test_numbers_of_other_files_are_in_range_too(number: str) -> None:
     listed = catalogue.parse(f"a: {{id: a/b, weight: {number}}}\nb: {{id: a/b, parameters: {{top_p: {number}}}}}")
     assert set(listed.problems) == {"a", "b"}
-    pins = [Pin(Source.HUB, name, "1").as_dict() for name in ("a/a", "a/b")]
+    pins = [Pin(SourceKind.HUB, name, "1").as_dict() for name in ("a/a", "a/b")]
     with pytest.raises(AdapterInvalid):
         Merge.from_dict({"pins": pins, "weights": [1, json.loads(number)]})
     with pytest.raises(AdapterInvalid):

@@ -19,7 +19,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.loader import worker
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 from tests import tiny
 from tests.adapters import making
@@ -96,7 +96,7 @@ def of_loader(base: Path, root: Path, folder: Path, names: list[str]) -> dict[st
         work = folder / "work" / name
         work.mkdir(parents=True)
         try:
-            pin = asyncio.run(source.resolve(Ref(Source.LOCAL, name), None)).pin
+            pin = asyncio.run(source.resolve(Ref(SourceKind.LOCAL, name), None)).pin
             fetched = source.fetch(pin, None, work)
         except AdapterError as error:
             reasons[name] = str(error)

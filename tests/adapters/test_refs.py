@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.adapters import refs
-from lorikeet.adapters.refs import HUB_PREFIX, Ref, Source, is_plain, parse
+from lorikeet.adapters.refs import HUB_PREFIX, Ref, SourceKind, is_plain, parse
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from lorikeet.adapters.refs import HUB_PREFIX, Ref, Source, is_plain, parse
     ],
 )
 def test_hub_names(text: str, id: str, revision: str | None) -> None:
-    assert parse(text) == Ref(Source.HUB, id, revision)
+    assert parse(text) == Ref(SourceKind.HUB, id, revision)
     assert str(parse(text)) == text
 
 
@@ -35,14 +35,14 @@ def test_invalid_hub_names(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("source", [Source.LOCAL, Source.S3, Source.PBASE])
-def test_other_sources_keep_their_at(source: Source) -> None:
+@pytest.mark.parametrize("source", [SourceKind.LOCAL, SourceKind.S3, SourceKind.PBASE])
+def test_other_sources_keep_their_at(source: SourceKind) -> None:
     assert parse("some/key@home", source) == Ref(source, "some/key@home", None)
 
 
 def test_the_hub_s_own_name() -> None:
-    assert parse("hub:gpt2@main") == Ref(Source.HUB, "gpt2", "main")
-    assert parse("hub:x", Source.LOCAL) == Ref(Source.LOCAL, "hub:x", None)
+    assert parse("hub:gpt2@main") == Ref(SourceKind.HUB, "gpt2", "main")
+    assert parse("hub:x", SourceKind.LOCAL) == Ref(SourceKind.LOCAL, "hub:x", None)
     assert [is_plain(name) for name in ("gpt2", "gpt2@main", "a/b", "./a", "hub:gpt2", "")] == [
         True,
         True,
@@ -56,21 +56,21 @@ def test_a_path_is_not_a_hub_name(text: str) -> None:
         parse(text)
 
 
-@given(st.text(max_size=80), st.sampled_from(Source))
-def test_any_text_is_a_name_or_raises_value_error(text: str, source: Source) -> None:
+@given(st.text(max_size=80), st.sampled_from(SourceKind))
+def test_any_text_is_a_name_or_raises_value_error(text: str, source: SourceKind) -> None:
     try:
         ref = parse(text, source)
     except ValueError as error:
         assert str(error)
     else:
-        assert str(ref) == (text.removeprefix(HUB_PREFIX) if source is Source.HUB else text)
+        assert str(ref) == (text.removeprefix(HUB_PREFIX) if source is SourceKind.HUB else text)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "a\u202eb", "a\u200bb", "a\u2028b", "a\0", "\ud800"])
 def test_names_that_could_not_be_shown_are_no_aliases(name: str) -> None:
     with pytest.raises(ValueError, match="an alias must be a text of 1 to 256 characters"):
         refs.check_alias(name)
-    for source in Source if 0 < len(name) < 257 else ():
+    for source in SourceKind if 0 < len(name) < 257 else ():
         with pytest.raises(ValueError):
             refs.parse(f"owner/{name}", source)
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lorikeet.adapters.errors import AdapterTooLarge, LoaderFailed, StoreFull
 from lorikeet.adapters.formats import header
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.adapters.store import RECENT_S, Entry, Store
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 
@@ -53,7 +53,7 @@ def age(store: Store, number: int, age_s: float) -> None:
 
 
 def pin(number: int) -> Pin:
-    return Pin(Source.LOCAL, f"a{number}", "r")
+    return Pin(SourceKind.LOCAL, f"a{number}", "r")
 
 
 def test_the_least_recently_used_file_is_removed_first(tmp_path: Path) -> None:

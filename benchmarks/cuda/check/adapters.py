@@ -17,7 +17,7 @@ from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.model import Model
-from lorikeet.shard.model.adapters.loading import Destination
+from lorikeet.shard.model.adapters.loading import HostLayout
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from tests.shard.engine.harness import EngineHarness, EngineRequest
 
@@ -80,7 +80,7 @@ class Adapters:
         targets, dtype = self._model.lora_targets, self._model.info.dtype
         kernels = next(iter(targets.values())).kernels
         memory = Arena(READ_BYTES) if kernels is None else PinnedMemory(READ_BYTES, is_pinned=self._setup.is_cuda)
-        files = CheckedFiles(targets, Destination(dtype, memory, kernels))
+        files = CheckedFiles(targets, HostLayout(dtype, memory, kernels))
         times = []
         for _ in range(READS):
             start = time.monotonic()

@@ -102,7 +102,7 @@ class Kernels:
     ) -> Row:  # fmt: skip
         """One layer over pages from `page0` on. `span`, `stages`: another cut of the work than the usual one."""
         if stages:
-            tile = paged_triton.Tile(64, 64, 4, stages)
+            tile = paged_triton.AttentionTile(64, 64, 4, stages)
             with patch.object(paged_triton, "tile_of", lambda *_: tile):
                 return self._attend(step, spec, page0, span, kv_dtype=kv_dtype)
         backend = PagedAttention(PAGE, kv_dtype, span=span)

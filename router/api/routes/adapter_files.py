@@ -18,7 +18,7 @@ from lorikeet.adapters.sources.base import HEADS, SMALL_NAMES, WEIGHTS
 from lorikeet.router.api.answer_parts import json_response
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.service import Routes, Service
-from lorikeet.router.errors import BodyTooLarge, NotServed, ReloadRefused, ValidationError
+from lorikeet.router.errors import BodyTooLarge, ReloadRefused, RouteNotServed, ValidationError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _PART = re.compile(r"(adapter_model|model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|README\.md")
@@ -81,7 +81,7 @@ class AdapterFileRoutes(Routes):
     def _root(self) -> Path:
         roots = self._service.config.sources.local_roots
         if not roots:
-            raise NotServed("/admin/adapters/files", "start the server with --local-adapter-root FOLDER")
+            raise RouteNotServed("/admin/adapters/files", "start the server with --local-adapter-root FOLDER")
         return Path(os.path.realpath(roots[-1]))  # the first ones of the embedded model are in the package
 
 

@@ -27,8 +27,8 @@ from lorikeet.router.errors import (
     LoraNotFound,
     ModelNotFound,
     NoShard,
-    NotServed,
     ReloadRefused,
+    RouteNotServed,
     ValidationError,
     adapter_problem,
 )
@@ -197,7 +197,7 @@ class AdminRoutes(Routes):
         refusal = AdminOnly("this route needs the admin key: send it as Authorization: Bearer KEY")
         self._service.authentication.check_admin(request, refusal)
         if self._service.dispatcher.admission is None:
-            raise NotServed(request.url.path)
+            raise RouteNotServed(request.url.path)
 
     async def _read(self, request: Request, kind: type[BodyType]) -> BodyType:
         self.check(request)
@@ -231,7 +231,7 @@ class AdminRoutes(Routes):
 
     def _path_ref(self, path: str) -> Ref:
         """vLLM's path: a local folder where it starts with `/`, else an id as in requests."""
-        source = refs.Source.LOCAL if path.startswith("/") else self._service.selection.source(None)
+        source = refs.SourceKind.LOCAL if path.startswith("/") else self._service.selection.source(None)
         try:
             return refs.parse(path, source)
         except ValueError as error:

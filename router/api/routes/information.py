@@ -22,8 +22,8 @@ from lorikeet.router.errors import (
     AdminOnly,
     Failed,
     ModelNotFound,
-    NotServed,
     Refused,
+    RouteNotServed,
     ShuttingDown,
     StreamTrimmed,
     Unhealthy,
@@ -381,4 +381,4 @@ async def out_of_scope(request: Request) -> Response:
     """501, rather than 404, which would suggest a misspelt path."""
     path = request.url.path
     prefix = max((prefix for prefix in ALTERNATIVES if path.startswith(prefix)), key=len)
-    raise NotServed(prefix, ALTERNATIVES[prefix])
+    raise RouteNotServed(prefix, ALTERNATIVES[prefix])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet.shard.model.adapters.discovery import Target
-from lorikeet.shard.model.adapters.plan import NOWHERE, Form, Plan, plan_for, shapes
+from lorikeet.shard.model.adapters.plan import NOWHERE, Form, LayoutPlan, plan_for, shapes
 from lorikeet.shard.model.lora.memory import HostMemory
 from lorikeet.shard.model.lora.served_file import ServedFile, map_file
 from lorikeet.shard.model.lora.targets import Kernels, LoraTarget, SlotImage, SlotWeights, compiled, library_for
@@ -83,7 +83,7 @@ class AdapterContent:
 
 
 @dataclass(frozen=True)
-class Destination:
+class HostLayout:
     """The layout and place of adapters in host memory."""
 
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Opened:
     """An adapter's file, valid for the base, with its plan."""
 
     file: ServedFile
-    plan: Plan
+    plan: LayoutPlan
 
 
 class AdapterFiles:
@@ -111,7 +111,7 @@ class AdapterFiles:
     def __init__(
         self,
         targets: Mapping[str, Target],
-        destination: Destination,
+        destination: HostLayout,
         heads: HeadsPool | None = None,
         sum_over_ranks: RowParallelSum | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class AdapterFiles:
         self._sum_over_ranks = sum_over_ranks
         self._destination = destination
         self._form = destination.form
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, LayoutPlan] = {}
 
     def read(self, path: Path) -> AdapterContent:
         """Read an adapter's file. Raises ValueError with a reason, and FileNotFoundError."""
@@ -159,7 +159,7 @@ class AdapterFiles:
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
         return AdapterContent(plan.targets, entries, memory, self._form, destination.dtype, image, heads)
 
-    def _plan(self, file: ServedFile) -> Plan:
+    def _plan(self, file: ServedFile) -> LayoutPlan:
         plan = self._plans.get(file.likeness)
         if plan is None or file.num_bytes < plan.file_bytes:
             plan = plan_for(file, self._targets, self._form, self._destination.dtype)
@@ -174,7 +174,7 @@ def reading_threads() -> int:
     return min(MOST_THREADS, usable_cores())
 
 
-def _lay_out(plan: Plan, file: ServedFile, memory: torch.Tensor) -> None:
+def _lay_out(plan: LayoutPlan, file: ServedFile, memory: torch.Tensor) -> None:
     """Write the factors into memory, [bytes] uint8, as the kernels read them."""
     if not plan.pairs:
         return

@@ -60,7 +60,7 @@ class Vector:
 
 
 @dataclass
-class Plan:
+class LayoutPlan:
     """For all files with equal headers."""
 
     form: Form
@@ -150,9 +150,9 @@ def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tup
 KEYS = ("A", "B", "magnitude", "scale", "bias")
 
 
-def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> Plan:
+def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> LayoutPlan:
     """The plan for a file. Raises ValueError for tensors that this base, or this shard, does not support."""
-    plan, places = Plan(form, file_bytes=file.num_bytes), file.places()
+    plan, places = LayoutPlan(form, file_bytes=file.num_bytes), file.places()
     for name in _modules(file):
         target = targets.get(name)
         if target is None:
@@ -203,7 +203,7 @@ def _modules(file: ServedFile) -> list[str]:
         raise ValueError(f"the adapter's file does not list the modules it changes: {failure}") from failure
 
 
-def _add_experts(plan: Plan, targets: ExpertTargets, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+def _add_experts(plan: LayoutPlan, targets: ExpertTargets, places: Mapping[str, Place], dtype: torch.dtype) -> None:
     """The factors of a block's experts are stacked by expert."""
     num_experts = len(targets.experts)
     if set(places) != {"A", "B"} or any(place.shape[0] != num_experts for place in places.values()):

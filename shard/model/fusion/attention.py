@@ -72,7 +72,7 @@ def fuse_attention(
     first = parts.qkv[0]
     x, angles = verify.tokens(first.in_features, rotary_width or parts.head_dim, sample(first))
 
-    def make(plain: verify.Recorder) -> FusedAttention | None:
+    def make(plain: verify.AttentionRecorder) -> FusedAttention | None:
         shapes = [(seen.shape[1], seen.shape[3]) for seen in plain.seen]
         if shapes != [(parts.num_heads, parts.head_dim), *[(parts.num_kv_heads, parts.head_dim)] * 2]:
             return None

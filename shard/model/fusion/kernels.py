@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lorikeet.shard.attention.base import Destination
+from lorikeet.shard.attention.base import KvDestination
 from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts, Norm, NormForm, joined_bias
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings
@@ -67,7 +67,7 @@ class FusionKernels(Protocol):
         """
 
     def rotate(
-        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: KvDestination | None
     ) -> None:
         """Apply the norms of q's and k's heads, if any, then the rotary positions, in place. qkv: [T, columns]; shape:
         heads of q, heads of k, width of a head. With `into`, which is where k and v go, of q alone in place.
@@ -121,7 +121,7 @@ class CpuKernels(FusionKernels):
         return made
 
     def rotate(
-        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: KvDestination | None
     ) -> None:
         self.code.rotate(qkv, shape[0] + shape[1], *contiguous(angles))
 
@@ -218,7 +218,7 @@ class CudaKernels(FusionKernels):
         return self._triton.gate(products[0], is_tanh)
 
     def rotate(
-        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: Destination | None
+        self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: KvDestination | None
     ) -> None:
         cos, sin = contiguous(angles)
         slots, keys, values = (None, None, None) if into is None else (into.slots, into.keys, into.values)

@@ -23,7 +23,7 @@ PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, [1, T, R]: R is the width of a head, or the part of it that is rotated."""
 
 
-class Recorder:
+class AttentionRecorder:
     """Replaces a block's attention: records the arguments, returns values that depend on no implementation."""
 
     def __init__(self) -> None:
@@ -112,12 +112,15 @@ def _are_alike(expected: torch.Tensor, actual: torch.Tensor) -> bool:
 
 @torch.inference_mode()
 def matches_reference(
-    block: Any, make: Callable[[Recorder], Fused | None], x: torch.Tensor, position_embeddings: PositionEmbeddings
+    block: Any,
+    make: Callable[[AttentionRecorder], Fused | None],
+    x: torch.Tensor,
+    position_embeddings: PositionEmbeddings,
 ) -> Fused | None:
     """The fused attention block that `make` returns for the arguments that `block` passes to its attention; None where
     it returns none, or where the fused block passes other arguments or computes another output.
     """
-    plain, fused = Recorder(), Recorder()
+    plain, fused = AttentionRecorder(), AttentionRecorder()
     try:
         expected = attend(block, plain, x, position_embeddings)
     except (RuntimeError, TypeError):  # other arguments or other angles: another kind of block
@@ -130,7 +133,9 @@ def matches_reference(
     return made if all(close(one, other) for one, other in pairs) else None
 
 
-def attend(block: Any, recorder: Recorder, x: torch.Tensor, position_embeddings: PositionEmbeddings) -> torch.Tensor:
+def attend(
+    block: Any, recorder: AttentionRecorder, x: torch.Tensor, position_embeddings: PositionEmbeddings
+) -> torch.Tensor:
     """The output of an attention block for x [1, T, H], with the recorder as its attention. Raises TypeError or
     RuntimeError where it takes other arguments or angles, or does not return an output and weights.
     """

@@ -24,7 +24,7 @@ DTYPES = {0: "float32", 1: "float16"}
 
 
 @dataclass(frozen=True)
-class Request(ConfigFile):
+class FolderRequest(ConfigFile):
     """Which file, and where to write."""
 
     id: str
@@ -39,7 +39,7 @@ class Request(ConfigFile):
     """Write the weights in bfloat16, so that nothing needs the file any more."""
 
 
-def make_folder(request: Request) -> None:
+def make_folder(request: FolderRequest) -> None:
     """Raises ValueError with the reason why the file cannot be served."""
     from transformers import AutoConfig
 
@@ -102,7 +102,7 @@ def _write_weights(folder: Path, file: Path) -> None:
 
 def main(path: str) -> int:
     """Run the request in the file at `path`."""
-    request = Request.read(path)
+    request = FolderRequest.read(path)
     os.environ["TQDM_DISABLE"] = "1"  # a bar would be one endless line of a log
     try:
         make_folder(request)

@@ -195,7 +195,7 @@ def dequantise_integers(
 
 
 @dataclass(frozen=True)
-class Tile:
+class ProductTile:
     """How a program multiplies. None of it changes the order of a row's sum."""
 
     rows: int
@@ -206,10 +206,10 @@ class Tile:
 
 NARROW = 64
 """Outputs of the narrowest tile."""
-WIDE = Tile(64, 2 * NARROW, 4, 3)
+WIDE = ProductTile(64, 2 * NARROW, 4, 3)
 TILES = {
-    4: (Tile(8, NARROW, 2, 4), Tile(16, NARROW, 2, 4), Tile(64, NARROW, 4, 3)),
-    8: (Tile(8, NARROW, 4, 4), Tile(16, NARROW, 4, 4), Tile(64, NARROW, 4, 3)),
+    4: (ProductTile(8, NARROW, 2, 4), ProductTile(16, NARROW, 2, 4), ProductTile(64, NARROW, 4, 3)),
+    8: (ProductTile(8, NARROW, 4, 4), ProductTile(16, NARROW, 4, 4), ProductTile(64, NARROW, 4, 3)),
 }
 """By bits, from the fewest rows on."""
 LEAST_WIDE = 200
@@ -234,7 +234,7 @@ def num_splits_of(num_blocks: int, num_out: int, bits: int) -> int:
     return 1 << max(1, most).bit_length() - 1
 
 
-def tile_of(num_rows: int, num_out: int, num_splits: int, bits: int, device: torch.device) -> Tile:
+def tile_of(num_rows: int, num_out: int, num_splits: int, bits: int, device: torch.device) -> ProductTile:
     """For a product of so many rows, at most MOST_ROWS."""
     if gpu.capability(device) < MATRIX_UNITS:
         return TILES[bits][0]  # larger ones take too many registers

@@ -15,7 +15,7 @@ from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, layout
 from lorikeet.adapters.formats import weights as weight_files
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, merge
-from lorikeet.adapters.refs import Merge, Pin, Source
+from lorikeet.adapters.refs import Merge, Pin, SourceKind
 from tests import tiny
 from tests.adapters import making
 
@@ -41,7 +41,7 @@ class World:
             making.make_adapter(self.base, folder / name, LoraConfig(**setting), seed=number)
 
     def wanted(self, names: list[str], weights: list[float], strategy: str, density: float = 1.0, **more: Any) -> Merge:
-        pins = [Pin(Source.LOCAL, name, "r").as_dict() for name in names]
+        pins = [Pin(SourceKind.LOCAL, name, "r").as_dict() for name in names]
         return Merge.from_dict({"pins": pins, "weights": weights, "strategy": strategy, "density": density, **more})
 
     def merged(self, wanted: Merge, digest: str = DIGEST) -> layout.ServedLayout:
@@ -148,7 +148,7 @@ def test_a_merged_rank_above_the_limit_is_rejected(world: World) -> None:
         merge(big, world.wanted(["first", "second"], [1, 1], "cat"), DIGEST)
 
 
-PINS = [Pin(Source.LOCAL, name, "r").as_dict() for name in ("a", "b")]
+PINS = [Pin(SourceKind.LOCAL, name, "r").as_dict() for name in ("a", "b")]
 
 
 @pytest.mark.parametrize(

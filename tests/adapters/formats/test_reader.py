@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.adapters.errors import SourceUnreachable
 from lorikeet.adapters.loader.worker import WorkerJobs
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.adapters.sources.base import Within
 from lorikeet.adapters.store import Store
 
@@ -38,8 +38,8 @@ def alarms() -> Iterator[None]:
 def test_a_fetch_ends_at_the_time_limit_of_its_source(tmp_path: Path) -> None:
     jobs = object.__new__(WorkerJobs)  # a base is not needed to fetch
     jobs._store = Store(tmp_path / "store", 1, ("base", "weights", "float32"))
-    jobs._sources = {Source.HUB: Slow()}  # type: ignore[assignment]
+    jobs._sources = {SourceKind.HUB: Slow()}  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(SourceUnreachable, match="the source of a/slow takes too long to answer"):
-        jobs.fetch({"pin": Pin(Source.HUB, "a/slow", "main").as_dict(), "folder": str(tmp_path)})
+        jobs.fetch({"pin": Pin(SourceKind.HUB, "a/slow", "main").as_dict(), "folder": str(tmp_path)})
     assert time.monotonic() - began < LONGEST_S / 2

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 from tests import tiny
 from tests.adapters import making
@@ -49,7 +49,7 @@ class World:
     def pin(self, name: str) -> dict[str, str]:
         """Pin of an adapter below the local root."""
         source = LocalSource([self.roots], 1 << 40)
-        return asyncio.run(source.resolve(Ref(Source.LOCAL, name), None)).pin.as_dict()
+        return asyncio.run(source.resolve(Ref(SourceKind.LOCAL, name), None)).pin.as_dict()
 
     def at_hub(self, name: str, files: dict[str, bytes], **how: Any) -> dict[str, str]:
         """Pin of a repository with these files."""

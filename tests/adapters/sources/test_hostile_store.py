@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterError, InvalidAnswer
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.listed import S3Source
 
 STATUSES = {404, 422, 502, 503}
@@ -89,10 +89,10 @@ def outcomes(store: Store, folder: Path) -> list[str]:
     """What resolving, reading small files and fetching give: `read`, or the kind of the error."""
     (folder / "in").mkdir()
     source, found = S3Source(10_000, {"S3_ENDPOINT_URL": store.url}), []
-    ref = Ref(Source.S3, "b/p")
+    ref = Ref(SourceKind.S3, "b/p")
     calls: list[Callable[[], object]] = [
         lambda: asyncio.run(source.resolve(ref, None)),
-        lambda: asyncio.run(source.small_files(Pin(Source.S3, "b/p", "x"), None)),
+        lambda: asyncio.run(source.small_files(Pin(SourceKind.S3, "b/p", "x"), None)),
         lambda: source.fetch(asyncio.run(source.resolve(ref, None)).pin, None, folder / "in"),
     ]
     for call in calls:
@@ -116,7 +116,7 @@ def test_a_sound_store_is_read(store: Store, tmp_path: Path) -> None:
 def test_sizes_have_a_range(store: Store, tmp_path: Path, size: str) -> None:
     store.listing, store.headers, store.status = listing([SOUND[0], (SOUND[1][0], size, TIME, '"b"')]), {}, 200
     with pytest.raises(InvalidAnswer, match="`size`"):
-        asyncio.run(S3Source(10_000, {"S3_ENDPOINT_URL": store.url}).resolve(Ref(Source.S3, "b/p"), None))
+        asyncio.run(S3Source(10_000, {"S3_ENDPOINT_URL": store.url}).resolve(Ref(SourceKind.S3, "b/p"), None))
 
 
 VALUES = st.sampled_from(

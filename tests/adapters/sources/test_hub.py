@@ -19,7 +19,7 @@ from lorikeet.adapters.errors import (
     LoaderFailed,
     SourceUnreachable,
 )
-from lorikeet.adapters.refs import Pin, Ref, Source, parse
+from lorikeet.adapters.refs import Pin, Ref, SourceKind, parse
 from lorikeet.adapters.sources.hub import HubSource, _check
 from tests.hub_server import HubServer, Repository, Trouble, commit_of, hub
 
@@ -202,7 +202,7 @@ async def test_offline_uses_the_cache_only(server: HubServer, tmp_path: Path, mo
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     server.requests.clear()
     assert (await here.resolve(parse("a/public"), None)).pin == pin
-    assert (await here.resolve(Ref(Source.HUB, "a/public", pin.revision), None)).pin == pin
+    assert (await here.resolve(Ref(SourceKind.HUB, "a/public", pin.revision), None)).pin == pin
     assert here.fetch(pin, None, tmp_path).name == pin.revision
     with pytest.raises(AdapterNotFound, match="HF_HUB_OFFLINE"):
         await here.resolve(parse("a/private"), "hf_right")
@@ -292,10 +292,10 @@ async def test_the_size_of_a_small_file_is_checked(tmp_path: Path, says: int | N
     path.write_bytes(b'{"r": 8} ')
     file = SimpleNamespace(rfilename=path.name, size=says, lfs=None)
     if is_kept:
-        _check(path, file, Pin(Source.HUB, "a/public", "main"))
+        _check(path, file, Pin(SourceKind.HUB, "a/public", "main"))
     else:
         with pytest.raises(SourceUnreachable, match=r"what the hub sent for adapter_config\.json of a/public"):
-            _check(path, file, Pin(Source.HUB, "a/public", "main"))
+            _check(path, file, Pin(SourceKind.HUB, "a/public", "main"))
     assert path.exists() == is_kept
 
 

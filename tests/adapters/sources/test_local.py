@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ def source(*roots: Path, hidden: tuple[Path, ...] = (), limit: int = 1000) -> Lo
 
 
 def ref(id: str | Path) -> Ref:
-    return Ref(Source.LOCAL, str(id))
+    return Ref(SourceKind.LOCAL, str(id))
 
 
 async def test_an_adapter_is_found_by_name_and_by_path(tmp_path: Path) -> None:

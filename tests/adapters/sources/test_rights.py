@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNotFound, SourceUnreachable
-from lorikeet.adapters.refs import Pin, Ref, Source
+from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 from lorikeet.adapters.sources.listed import LocalSource
 from lorikeet.adapters.sources.registry import LOOKUP_S, Rights, rejected_versions
 
 pytestmark = pytest.mark.anyio
 
-PRIVATE = Ref(Source.HUB, "a/private")
-PUBLIC = Ref(Source.HUB, "a/public")
+PRIVATE = Ref(SourceKind.HUB, "a/private")
+PUBLIC = Ref(SourceKind.HUB, "a/public")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ class Hub:
     num_asked: int = 0
     gate: asyncio.Event | None = None
 
-    def __getitem__(self, source: Source) -> "Hub":
+    def __getitem__(self, source: SourceKind) -> "Hub":
         return self
 
     async def resolve(self, ref: Ref, token: str | None) -> Resolved:
@@ -47,9 +47,9 @@ class Hub:
         if not self.is_up:
             raise SourceUnreachable("no answer")
         if ref == PUBLIC:
-            return Resolved(Pin(Source.HUB, ref.id, self.commit), is_public=True)
+            return Resolved(Pin(SourceKind.HUB, ref.id, self.commit), is_public=True)
         if token in self.owners:
-            return Resolved(Pin(Source.HUB, ref.id, self.commit), is_public=False)
+            return Resolved(Pin(SourceKind.HUB, ref.id, self.commit), is_public=False)
         raise AdapterNotAllowed("no right", status=401) if token is None else AdapterNotFound("not found")
 
     async def small_files(
@@ -128,7 +128,7 @@ async def test_local_folders_are_looked_up_at_once(tmp_path: Path) -> None:
     """Neither what is missing nor what cannot be served is cached."""
     clock, rejected, registry = Clock(), rejected_versions(), Registry(LocalSource([tmp_path], 1000))
     rights = Rights(cast(Any, registry), clock=clock, rejected=rejected)
-    ref = Ref(Source.LOCAL, "a")
+    ref = Ref(SourceKind.LOCAL, "a")
     for _ in range(2):
         with pytest.raises(AdapterNotFound):
             await rights.resolve(ref, None)
@@ -147,7 +147,7 @@ class Registry:
     def __init__(self, source: LocalSource) -> None:
         self._source = source
 
-    def __getitem__(self, source: Source) -> LocalSource:
+    def __getitem__(self, source: SourceKind) -> LocalSource:
         return self._source
 
 

@@ -18,7 +18,7 @@ from lorikeet.adapters.errors import (
     AdapterTooLarge,
     SourceUnreachable,
 )
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import S3Source, is_below
 
 pytestmark = pytest.mark.anyio
@@ -78,7 +78,7 @@ def bucket(endpoint: str, account: dict[str, str]) -> S3Store:
 
 
 def ref(id: str) -> Ref:
-    return Ref(Source.S3, id)
+    return Ref(SourceKind.S3, id)
 
 
 @pytest.mark.parametrize("id", ["adapters/team/one", "s3://adapters/team/one", "s3://adapters/team/one/"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorikeet.launcher.cli import generate
-from lorikeet.launcher.cli.client import Token
+from lorikeet.launcher.cli.client import AnswerToken
 from lorikeet.launcher.cli.generate import main
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from tests.launcher.cli.test_client import Scripted, event, serving
@@ -92,9 +92,9 @@ def test_a_connection_error_is_printed(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_source_has_a_different_colour() -> None:
     paint = generate.painter(colours=True)
-    painted = {paint(Token(1, "x", None, False, False, name)) for name in generate.COLOURS}
+    painted = {paint(AnswerToken(1, "x", None, False, False, name)) for name in generate.COLOURS}
     assert len(painted) == len(generate.COLOURS) == len(SOURCE_NAMES)
-    assert paint(Token(1, "x", None, False, False, None)) == "x"
+    assert paint(AnswerToken(1, "x", None, False, False, None)) == "x"
 
 
 def test_the_server_is_that_of_the_variable(

@@ -7,7 +7,7 @@ import pytest
 import trustme
 
 from lorikeet.adapters.keys import sha256
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.rules import LoraModule
 from lorikeet.launcher.config.settings import Settings, read
@@ -50,9 +50,9 @@ def test_lora_modules_are_folders_and_ids(tmp_path: Path) -> None:
     as_json = json.dumps({"name": "b", "path": "owner/name", "base_model_name": "base"})
     values = settings("--model-id", "base", "--lora-modules", f"a={tmp_path}", as_json, "c=s3://bucket/c")
     assert rules.read_lora_modules(values) == [
-        LoraModule("a", Ref(Source.LOCAL, str(tmp_path))),
-        LoraModule("b", Ref(Source.HUB, "owner/name")),
-        LoraModule("c", Ref(Source.S3, "s3://bucket/c")),
+        LoraModule("a", Ref(SourceKind.LOCAL, str(tmp_path))),
+        LoraModule("b", Ref(SourceKind.HUB, "owner/name")),
+        LoraModule("c", Ref(SourceKind.S3, "s3://bucket/c")),
     ]
     assert settings(LORA_MODULES="a=x/y b=x/z")["lora-modules"] == ("a=x/y", "b=x/z")
 

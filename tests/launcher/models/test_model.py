@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.adapters.refs import Ref, Source
+from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.launcher.config.settings import Settings, read
 from lorikeet.launcher.exits import Exit, LauncherError
 from lorikeet.launcher.models import model
@@ -100,8 +100,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_may_include_a_revision() -> None:
-    assert model.named(settings("--model-id", "owner/name@v1")) == Ref(Source.HUB, "owner/name", "v1")
-    assert model.named(settings("--model-id", "owner/name", "--revision", "v2")) == Ref(Source.HUB, "owner/name", "v2")
+    assert model.named(settings("--model-id", "owner/name@v1")) == Ref(SourceKind.HUB, "owner/name", "v1")
+    assert model.named(settings("--model-id", "owner/name", "--revision", "v2")) == Ref(
+        SourceKind.HUB, "owner/name", "v2"
+    )
 
 
 @pytest.mark.parametrize("text", ["owner/name/more", "../x@y/..", "a b", "@main", "owner/name@", "-x/y"])
@@ -129,7 +131,7 @@ def test_a_file_and_an_adapter_are_no_model(tmp_path: Path) -> None:
 
 
 def test_a_revision_may_have_slashes() -> None:
-    assert model.named(settings("--model-id", "owner/name@refs/pr/1")) == Ref(Source.HUB, "owner/name", "refs/pr/1")
+    assert model.named(settings("--model-id", "owner/name@refs/pr/1")) == Ref(SourceKind.HUB, "owner/name", "refs/pr/1")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])

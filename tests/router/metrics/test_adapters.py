@@ -1,13 +1,13 @@
 """Metrics of adapters: each has its own label, and the number of labels is bounded."""
 
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.router.metrics.groups import MAX_LABELS, OTHER
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.request import Adapter
 
 
 def adapter(alias: str = "") -> Adapter:
-    return Adapter("name", (Pin(Source.HUB, "owner/secret", "1"),), alias=alias)
+    return Adapter("name", (Pin(SourceKind.HUB, "owner/secret", "1"),), alias=alias)
 
 
 def test_labels_are_bounded() -> None:

@@ -1,6 +1,6 @@
 """Metrics of draft tokens by method and adapter: they add up for any message."""
 
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.groups import BASE, MAX_LABELS, OTHER, num_verified
 from lorikeet.router.metrics.router import Metrics
@@ -23,7 +23,7 @@ def output(sources: list[int], ends: list[int], drafted: list[int], accepted: in
 
 
 def adapter(alias: str = "") -> Adapter:
-    return Adapter("name", (Pin(Source.HUB, "owner/secret", "1"),), alias=alias)
+    return Adapter("name", (Pin(SourceKind.HUB, "owner/secret", "1"),), alias=alias)
 
 
 def test_each_method_and_adapter_has_its_own_numbers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.adapters.refs import Pin, Source
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -32,7 +32,7 @@ class Replicas:
         self.shards = shards
 
     def submit(self, adapter: str | None = None, num_tokens: int = 2) -> Generation:
-        named = None if adapter is None else Adapter(adapter, (Pin(Source.LOCAL, adapter, "1"),))
+        named = None if adapter is None else Adapter(adapter, (Pin(SourceKind.LOCAL, adapter, "1"),))
         return self.dispatcher.submit(GenerationRequest([5, 6], num_tokens, adapter=named))
 
     def ask(self, prompt_ids: list[int], num_tokens: int = 2, **fields: Any) -> Generation:
@@ -207,7 +207,7 @@ async def test_a_new_loader_gets_the_holds(tmp_path: Path) -> None:
     async with replicas(tmp_path, 1) as here:
         admission = here.dispatcher.admission
         assert admission is not None
-        adapters = {name: Adapter(name, (Pin(Source.LOCAL, name, "1"),)) for name in "ab"}
+        adapters = {name: Adapter(name, (Pin(SourceKind.LOCAL, name, "1"),)) for name in "ab"}
         digests = {name: (await admission.content(adapter)).digest for name, adapter in adapters.items()}
         for name, adapter in adapters.items():
             admission.pin(digests[name], adapter)
@@ -223,7 +223,7 @@ async def test_pins_go_to_the_adapter_s_own_shard_and_unload_to_all(tmp_path: Pa
     async with replicas(tmp_path) as here:
         admission = here.dispatcher.admission
         assert admission is not None
-        adapter = Adapter("a", (Pin(Source.LOCAL, "a", "1"),))
+        adapter = Adapter("a", (Pin(SourceKind.LOCAL, "a", "1"),))
         content = await admission.content(adapter)
         admission.pin(content.digest, adapter)
         await here.shards[0].until(lambda: any(shard.commands for shard in here.shards))

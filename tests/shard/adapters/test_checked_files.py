@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from lorikeet.proto import digest
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.loading import AdapterContent, Destination, Opened
+from lorikeet.shard.model.adapters.loading import AdapterContent, HostLayout, Opened
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.served_file import FORMAT
 from lorikeet.shard.model.lora.targets import LoraTarget
@@ -30,7 +30,7 @@ def write(path: Path) -> bytes:
 
 def make_files() -> CheckedFiles:
     targets = {"linear": LoraTarget("linear", 24, 16, StepInputs(16, torch.device("cpu")))}
-    return CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16)))
+    return CheckedFiles(targets, HostLayout(torch.float32, Arena(1 << 16)))
 
 
 @pytest.mark.parametrize("piece", [64, digest.PIECE_BYTES])
@@ -61,7 +61,7 @@ def test_a_sound_file_for_another_base_keeps_its_reason(tmp_path: Path) -> None:
     write(path)
     targets = {"linear": LoraTarget("linear", 24, 32, StepInputs(16, torch.device("cpu")))}
     with pytest.raises(ValueError, match="do not fit"):
-        CheckedFiles(targets, Destination(torch.float32, Arena(1 << 16))).read(path)
+        CheckedFiles(targets, HostLayout(torch.float32, Arena(1 << 16))).read(path)
 
 
 def test_factors_are_copied_while_the_file_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

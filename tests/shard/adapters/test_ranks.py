@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader, Part
+from lorikeet.shard.adapters.ranks import AdapterPart, BroadcastingSlots, CollectiveReader
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Destination, Opened
+from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, HostLayout, Opened
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.partition import Partition
 from lorikeet.shard.model.lora.targets import LoraTarget
@@ -28,7 +28,7 @@ def files(rank: int, size: int = 2, group: Group | None = None) -> AdapterFiles:
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(4))[:, site.partition.columns]
     site.squared_norms = weight.square().sum(1)
     site.project = lambda x: x @ weight.t()
-    destination = Destination(torch.float32, Arena(1 << 16))
+    destination = HostLayout(torch.float32, Arena(1 << 16))
     return AdapterFiles({"linear": site}, destination, sum_over_ranks=None if group is None else group.add_up)
 
 
@@ -102,7 +102,7 @@ def test_every_rank_gets_every_change_of_a_slot(tmp_path: Path) -> None:
     own, leader = Recorder(), Recorder()
     slots = BroadcastingSlots(own, leader)  # type: ignore[arg-type]
     content = files(0, 1).read(adapter(tmp_path))
-    slots.put(3, Part("d", content))
+    slots.put(3, AdapterPart("d", content))
     slots.clear(3)
     slots.forget("d")
     assert leader.calls == [("send", Put(3, "d")), ("send", Clear(3)), ("send", Forget("d"))]

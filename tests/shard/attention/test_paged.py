@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lorikeet.shard.attention.spans import HEADER, RECORD, SPAN, Kind, Rows, capacity, header_size, pack, spans_at
+from lorikeet.shard.attention.spans import (
+    HEADER,
+    RECORD,
+    SPAN,
+    LayerKind,
+    SegmentRows,
+    capacity,
+    header_size,
+    pack,
+    spans_at,
+)
 from lorikeet.shard.batch.padding import Bounds
 from tests.shard.apart import KernelsApart
 
@@ -20,10 +30,10 @@ class TestPaged(KernelsApart):
     compiles = "tests.shard.attention.compile_paged"
 
 
-def rows_of(*segments: tuple[int, int]) -> Rows:
+def rows_of(*segments: tuple[int, int]) -> SegmentRows:
     """Start and tokens of each segment, with 100 pages each."""
     starts, counts = (np.array(each, np.int32) for each in zip(*segments, strict=True))
-    return Rows(starts, counts, np.cumsum(counts) - counts, 100 * np.arange(len(counts)), np.zeros_like(counts))
+    return SegmentRows(starts, counts, np.cumsum(counts) - counts, 100 * np.arange(len(counts)), np.zeros_like(counts))
 
 
 NO_PAGES = np.empty(0, np.int32)
@@ -42,7 +52,7 @@ def test_every_row_sees_every_span_once(
     window: int | None, group: int, num_programs: int, num_partial_rows: int
 ) -> None:
     segments = [(0, 300), (5000, 1), (511, 2), (3000, 17), (0, 1)]
-    kind = Kind(group, 2, window, 64, num_partial_rows)
+    kind = LayerKind(group, 2, window, 64, num_partial_rows)
     tables = pack([kind], rows_of(*segments), NO_PAGES, num_programs)
     numbers = tables.numbers
     at, num_items, folds_at, num_folds = numbers[:HEADER]
@@ -86,7 +96,7 @@ def _firsts(segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_no_step_exceeds_the_capacity_of_its_bounds(group: int, num_kv_heads: int) -> None:
     generator = np.random.default_rng(0)
-    kinds = [Kind(group, num_kv_heads, window, 64, 10**4) for window in (None, 128)]
+    kinds = [LayerKind(group, num_kv_heads, window, 64, 10**4) for window in (None, 128)]
     bounds = Bounds(num_rows=64, max_kv_len=32768)
     most = capacity(kinds, bounds, 64, 264)
     for _ in range(50):
@@ -100,7 +110,7 @@ def test_no_step_exceeds_the_capacity_of_its_bounds(group: int, num_kv_heads: in
 
 
 def test_programs_share_a_long_request_among_short_ones() -> None:
-    tables = pack([Kind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
+    tables = pack([LayerKind(4, 8, None, 64, 10**6)], rows_of((32767, 1), *[(100, 1)] * 31), NO_PAGES, 264)
     num_spans = 1024 // 128 + (32768 - 1024) // 512
     assert tables.num_items == [31 + num_spans] and tables.num_folds == [1]
     header = header_size(1)

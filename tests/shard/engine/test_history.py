@@ -10,7 +10,7 @@ from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.requests.request import Request, Source, Unconstrained
 from lorikeet.shard.speculation.drafter import DraftSettings, Pages
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
-from lorikeet.shard.speculation.history_index import MIN_BYTES, History
+from lorikeet.shard.speculation.history_index import MIN_BYTES, HistoryIndex
 from tests.shard.fake_model import DraftModel
 from tests.shard.rig import SAMPLED, Rig, Setup, copy_of, make_request
 
@@ -32,7 +32,7 @@ SAMPLE = (
 
 def rig(setup: Setup | None = None) -> Rig:
     setup = setup or Setup()
-    sources = DraftSettings(ngram_min=4, has_draft_model=setup.draft is not None, history=History(MIN_BYTES))
+    sources = DraftSettings(ngram_min=4, has_draft_model=setup.draft is not None, history=HistoryIndex(MIN_BYTES))
     return Rig(replace(setup, drafts=sources))
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_kept_of_requests_without_a_tenant_or_with_an_error() -> None
     engine.step(2)
     assert engine.outputs[2].error
     history = engine.scheduler.proposer.drafters.settings.history
-    assert isinstance(history, History) and len(history) == 0
+    assert isinstance(history, HistoryIndex) and len(history) == 0
 
 
 def test_the_output_of_an_aborted_request_is_kept() -> None:
@@ -128,7 +128,7 @@ def test_the_output_of_an_aborted_request_is_kept() -> None:
 
 
 def test_a_longer_match_goes_before_a_shorter_one_of_lookup() -> None:
-    sources = Drafters(DraftSettings(history=History(MIN_BYTES)), Pages(4, []))
+    sources = Drafters(DraftSettings(history=HistoryIndex(MIN_BYTES)), Pages(4, []))
     ended = make_request(1, [1, 2], 40, tenant="one")
     ended.token_ids += [10, 11, 12, 13, 14, 15]
     sources.finished(ended)

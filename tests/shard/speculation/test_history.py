@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.shard.speculation.history_index import BLOCK, CONTEXT, LENGTHS, MIN_BYTES, History
+from lorikeet.shard.speculation.history_index import BLOCK, CONTEXT, LENGTHS, MIN_BYTES, HistoryIndex
 
 PAIR = ("tenant", "digest")
 OUTPUTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)
@@ -31,8 +31,8 @@ def newest(outputs: Sequence[list[int]], suffix: list[int]) -> list[int] | None:
     return None
 
 
-def filled(outputs: Sequence[list[int]]) -> History:
-    history = History(64 << 20)  # little of it is written: a collision is improbable
+def filled(outputs: Sequence[list[int]]) -> HistoryIndex:
+    history = HistoryIndex(64 << 20)  # little of it is written: a collision is improbable
     for output in outputs:
         history.add(PAIR, output)
     return history
@@ -60,7 +60,7 @@ def test_a_draft_follows_its_match_in_an_output(outputs: list[list[int]], text: 
 
 
 def test_pairs_do_not_see_each_other() -> None:
-    history, output = History(MIN_BYTES), list(range(100, 140))
+    history, output = HistoryIndex(MIN_BYTES), list(range(100, 140))
     history.add(("one", "a"), output)
     for pair in (("two", "a"), ("one", "b"), ("", "")):
         assert history.propose(pair, output[:10], 4) == ([], 0)
@@ -87,7 +87,7 @@ def test_a_draft_stops_at_the_end_of_its_output() -> None:
 
 
 def test_the_pair_that_was_not_used_for_longest_goes_first() -> None:
-    history = History(MIN_BYTES)
+    history = HistoryIndex(MIN_BYTES)
     num_pairs = history.num_bytes // (4 * (1 + 2 * len(LENGTHS)) * BLOCK)
     output = list(range(BLOCK // 2))
     for pair in range(num_pairs):
@@ -101,7 +101,7 @@ def test_the_pair_that_was_not_used_for_longest_goes_first() -> None:
 
 
 def test_a_pair_that_has_all_memory_forgets_its_oldest_outputs() -> None:
-    history = History(MIN_BYTES)
+    history = HistoryIndex(MIN_BYTES)
     num_bytes, num_outputs = history.num_bytes, 4 * MIN_BYTES // BLOCK // 64
     outputs = [[1_000_000 + number * BLOCK + at for at in range(BLOCK // 2)] for number in range(num_outputs)]
     for output in outputs:

@@ -133,10 +133,10 @@ def asked(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _recorded(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from lorikeet.adapters.errors import AdapterNotFound
-    from lorikeet.adapters.refs import Source
+    from lorikeet.adapters.refs import SourceKind
 
     asked: list[str] = []
-    for source in (Source.HUB, Source.S3):
+    for source in (SourceKind.HUB, SourceKind.S3):
 
         async def resolve(ref: Any, token: str | None) -> Any:
             asked.append(ref.source.value)

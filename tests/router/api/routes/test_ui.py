@@ -158,7 +158,7 @@ async def test_models_tell_where_adapters_are(tmp_path: Path, anyio_backend: str
             return shown
 
         server.adapter("near")
-        server.service.selection.directory.add(single("near", refs.parse("near", refs.Source.LOCAL)))
+        server.service.selection.directory.add(single("near", refs.parse("near", refs.SourceKind.LOCAL)))
         assert await tier() is None
         server.says("ab")
         await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"adapter_id": "near"}})

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters import loading as adapter_file
-from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
 from lorikeet.shard.model.adapters.plan import Form
 from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.memory import Arena
@@ -55,7 +55,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], digest: str = "d", **met
 
 
 def read(path: Path, targets: dict[str, LoraTarget], dtype: torch.dtype) -> dict[str, SlotWeights]:
-    content = AdapterFiles(targets, Destination(dtype, Arena(1 << 22))).read(path)
+    content = AdapterFiles(targets, HostLayout(dtype, Arena(1 << 22))).read(path)
     return {target.name: content.weights(index) for index, target in enumerate(content.targets)}
 
 
@@ -155,7 +155,7 @@ def test_a_rank_rejects_tensors_that_do_not_fit_the_whole_module(tmp_path: Path,
 
 def test_files_with_equal_headers_share_only_the_plan(tmp_path: Path) -> None:
     targets = make_targets([(40, 24)])
-    files = AdapterFiles(targets, Destination(torch.float32, Arena(1 << 20)))
+    files = AdapterFiles(targets, HostLayout(torch.float32, Arena(1 << 20)))
     contents = []
     for digest in ("one", "two"):
         tensors = make_tensors(targets, 8, torch.float32)
@@ -169,7 +169,7 @@ def test_files_with_equal_headers_share_only_the_plan(tmp_path: Path) -> None:
 def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_file, "MOST_PLANS", 2)
     targets = make_targets([(40, 24)])
-    files = AdapterFiles(targets, Destination(torch.float32, Arena(1 << 20)))
+    files = AdapterFiles(targets, HostLayout(torch.float32, Arena(1 << 20)))
     for rank in (1, 2, 3, 1):
         tensors = make_tensors(targets, rank, torch.float32)
         content = files.read(write(tmp_path / "file", tensors))
@@ -179,7 +179,7 @@ def test_plans_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_memory_comes_back(tmp_path: Path) -> None:
     targets, arena = make_targets(), Arena(1 << 22)
-    files = AdapterFiles(targets, Destination(torch.float32, arena))
+    files = AdapterFiles(targets, HostLayout(torch.float32, arena))
     content = files.read(write(tmp_path / "file", make_tensors(targets, 4, torch.float32)))
     assert content.form is Form.BLOCKS and 0 < content.num_bytes <= arena.num_used
     del content

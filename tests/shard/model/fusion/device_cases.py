@@ -31,7 +31,7 @@ from lorikeet.shard.model.fusion.attention import FusedAttention
 from lorikeet.shard.model.fusion.kernels import CudaKernels
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 from lorikeet.shard.model.fusion.patterns import FORMS
-from lorikeet.shard.model.fusion.verify import Recorder, attend, close
+from lorikeet.shard.model.fusion.verify import AttentionRecorder, attend, close
 from lorikeet.shard.model.kernels import triton as device_kernels
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -176,7 +176,7 @@ def test_the_attention_gets_the_same_arguments(name: str, dtype: torch.dtype) ->
     assert (module.qkv.out_features, module.qkv.in_features) == (8 * 24, 48)
     x = drawn(1, 5, 48, dtype=dtype)
     angles = drawn(1, 5, (width or 24) // 2, dtype=torch.float32, seed=8).repeat(1, 1, 2)
-    plain, fused = Recorder(), Recorder()
+    plain, fused = AttentionRecorder(), AttentionRecorder()
     for chosen in ([0, 1, 2, 3, 4], [3]):
         turned = (angles[:, chosen].cos().to(dtype), angles[:, chosen].sin().to(dtype))
         wanted = attend(block, plain, x[:, chosen], turned)

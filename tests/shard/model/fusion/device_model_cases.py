@@ -28,7 +28,7 @@ from lorikeet.shard.model.fusion.kernels import FusedMatrix
 from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.fusion.parts import FusedMlp, FusedNorm
 from lorikeet.shard.model.fusion.select import choose
-from lorikeet.shard.model.fusion.verify import Recorder
+from lorikeet.shard.model.fusion.verify import AttentionRecorder
 from lorikeet.shard.model.kernels import triton as device_kernels
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.model import Model
@@ -167,7 +167,7 @@ def test_no_weight_is_held_twice() -> None:
     network = network_of("llama", torch.float32, **ONE)
     wanted = sum(parameter.numel() for parameter in network.parameters())
     layer = network.model.layers[0]
-    layer.self_attn.lorikeet_binding = Recorder()
+    layer.self_attn.lorikeet_binding = AttentionRecorder()
     parts = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
     dropped = [weakref.ref(part.weight) for part in parts]
     del layer, parts

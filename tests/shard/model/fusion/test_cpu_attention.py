@@ -23,7 +23,7 @@ from lorikeet.shard.model.attention_binding import NAME, AttentionBinding
 from lorikeet.shard.model.fusion.attention import FusedAttention
 from lorikeet.shard.model.fusion.attention import fuse_attention as fuse_for
 from lorikeet.shard.model.fusion.kernels import CpuKernels
-from lorikeet.shard.model.fusion.verify import Recorder, attend
+from lorikeet.shard.model.fusion.verify import AttentionRecorder, attend
 from lorikeet.shard.model.kernels import cpu as kernels
 from tests import tiny
 from tests.shard.near import worst_share
@@ -69,7 +69,7 @@ def inputs_of(num_tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.
 def test_the_attention_gets_the_same_arguments(kind: Any, config_kind: Any, more: dict[str, Any]) -> None:
     block = block_of(kind, config_kind, **more)
     binding, (x, angles) = block.lorikeet_binding, inputs_of(40)
-    plain, fused = Recorder(), Recorder()
+    plain, fused = AttentionRecorder(), AttentionRecorder()
     wanted = attend(block, plain, x, angles)
     module = fuse_attention(block, set())
     assert isinstance(module, FusedAttention)
@@ -78,7 +78,7 @@ def test_the_attention_gets_the_same_arguments(kind: Any, config_kind: Any, more
     assert fused.options == plain.options
     for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
         assert worst_share(other, one) <= 2**-6
-    few = Recorder()
+    few = AttentionRecorder()
     attend(module, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
     for all_rows, some_rows in zip(fused.seen, few.seen, strict=True):
         assert torch.equal(all_rows[:, :, 10:13], some_rows)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lorikeet.shard.model.gguf import tokenizer as tokenizers
-from lorikeet.shard.model.gguf.folder import Request, main
+from lorikeet.shard.model.gguf.folder import FolderRequest, main
 from lorikeet.shard.model.gguf.header import TYPES
 
 needs_tokenizers = pytest.mark.skipif(
@@ -195,7 +195,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
 def answer_of(path: Path, folder: Path, needs_tokenizer: bool = True) -> dict[str, Any]:
     """What the process that makes a folder for a file answers."""
     answer = folder.with_suffix(".answer")
-    request = Request("tiny", str(path), str(folder), str(answer), needs_tokenizer)
+    request = FolderRequest("tiny", str(path), str(folder), str(answer), needs_tokenizer)
     folder.with_suffix(".json").write_text(json.dumps(vars(request)))
     code = main(str(folder.with_suffix(".json")))
     found: dict[str, Any] = json.loads(answer.read_text())

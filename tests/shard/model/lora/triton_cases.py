@@ -18,7 +18,7 @@ from benchmarks.kernels import lora
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.segments import Segment
-from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.lora.memory import PinnedMemory
@@ -340,7 +340,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     metadata = {"format": FORMAT, "digest": "d", "modules": json.dumps({"linear": {"kind": "linear", "rank": 3}})}
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
-    destination = Destination(dtype, memory, bench.kernels)
+    destination = HostLayout(dtype, memory, bench.kernels)
     content = AdapterFiles({each.name: each for each in bench.targets}, destination).read(tmp_path / "file")
     slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
     slots.put(3, content)
@@ -377,7 +377,7 @@ def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
     facts = {"format": FORMAT, "modules": "{}", "heads": json.dumps({"count": 2, "version": 1, "layers": 1})}
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), facts)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
-    content = AdapterFiles({}, Destination(dtype, memory, bench.kernels), pool).read(tmp_path / "file")
+    content = AdapterFiles({}, HostLayout(dtype, memory, bench.kernels), pool).read(tmp_path / "file")
     slots = DeviceSlots(bench.kernels, pool)
     slots.put(6, content)
     while not slots.is_ready(6):

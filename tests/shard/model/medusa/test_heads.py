@@ -19,7 +19,7 @@ from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.model.adapters.loading import AdapterFiles, Destination
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.served_file import FORMAT, ServedFile, map_file
 from lorikeet.shard.model.medusa.loading import read_heads
@@ -144,7 +144,7 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     model = load_model(ShardConfig("llama", str(folder), "unix:/dev/null", dtype="float32"))
     model.allocate_kv(32)
     model.allocate_adapters(8)
-    reading = AdapterFiles(model.lora_targets, Destination(torch.float32, Arena(1 << 20)), model.heads)
+    reading = AdapterFiles(model.lora_targets, HostLayout(torch.float32, Arena(1 << 20)), model.heads)
     slots = ModelSlots(model.heads)
     for slot, name in ((3, "both"), (5, "alone")):
         with layout.open_adapter(tmp_path / name, making.LIMIT) as opened:
@@ -223,7 +223,7 @@ def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: P
     model = worlds().model
     model.allocate_adapters(8)
     write(tmp_path / "file", small.heads(MedusaShape(2, 1, 64)))
-    destination = Destination(torch.float32, Arena(1 << 20))
+    destination = HostLayout(torch.float32, Arena(1 << 20))
     content = AdapterFiles(model.lora_targets, destination, model.heads).read(tmp_path / "file")
     assert content.num_heads == 2 and content.num_bytes >= 2 * 4 * (64 * 64 + 64)
     slots = ModelSlots(model.heads)
