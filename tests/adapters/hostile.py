@@ -36,9 +36,9 @@ def config(**changes: Any) -> Change:
 
 def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
     def change(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS)
-        edit(found)
-        save_file(found, folder / WEIGHTS)
+        values = load_file(folder / WEIGHTS)
+        edit(values)
+        save_file(values, folder / WEIGHTS)
 
     return change
 
@@ -102,12 +102,12 @@ def link_out(folder: Path) -> None:
 
 
 def first(entries: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = entries[min(key for key in entries if key != "__metadata__")]
-    return found
+    values: dict[str, Any] = entries[min(key for key in entries if key != "__metadata__")]
+    return values
 
 
 def put(key: str, value: torch.Tensor) -> Change:
-    return tensors(lambda found: found.update({key: value}))
+    return tensors(lambda values: values.update({key: value}))
 
 
 def nested(depth: int) -> bytes:
@@ -233,9 +233,9 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
         NotServed,
         "model.norm",
     ),
-    "a tensor too few": (tensors(lambda found: found.pop(f"{Q0}.lora_B.weight")), AdapterInvalid, "lacks.*q_proj"),
+    "a tensor too few": (tensors(lambda values: values.pop(f"{Q0}.lora_B.weight")), AdapterInvalid, "lacks.*q_proj"),
     "no tensor of a module": (
-        tensors(lambda found: [found.pop(key) for key in list(found) if key.startswith(Q0)]),
+        tensors(lambda values: [values.pop(key) for key in list(values) if key.startswith(Q0)]),
         AdapterInvalid,
         "lacks.*q_proj",
     ),

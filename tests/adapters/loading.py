@@ -95,7 +95,7 @@ class Running:
 
 def children(pid: int) -> list[int]:
     with suppress(FileNotFoundError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 

@@ -73,8 +73,8 @@ def randomise(model: Any, config: peft.LoraConfig) -> None:
 def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     """[2, 20, V]."""
     with torch.no_grad():
-        found: torch.Tensor = model(tokens, use_cache=False).logits
-    return found
+        logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits
 
 
 def of_peft(base: Path, folder: Path) -> torch.Tensor:
@@ -99,9 +99,9 @@ def lay_out(reader: PlannedReader, facts: layout.Base, folder: Path) -> layout.S
         return detached(layout.lay_out(layout.decide(reader.read(values, opened), facts), facts))
 
 
-def detached(found: layout.ServedLayout) -> layout.ServedLayout:
+def detached(served: layout.ServedLayout) -> layout.ServedLayout:
     """The same without the mapped file."""
-    return layout.ServedLayout({name: tensor.clone() for name, tensor in found.tensors.items()}, found.modules)
+    return layout.ServedLayout({name: tensor.clone() for name, tensor in served.tensors.items()}, served.modules)
 
 
 def read_served(path: Path) -> layout.ServedLayout:
@@ -167,6 +167,6 @@ def _linear(
     if "magnitude" in parts:
         weight = weight * (parts["magnitude"] / weight.norm(dim=1))[:, None]
     y = x @ weight.t() * parts.get("scale", torch.ones(()))
-    for each in (bias, parts.get("bias")):
-        y = y if each is None else y + each
+    for part in (bias, parts.get("bias")):
+        y = y if part is None else y + part
     return y

@@ -82,11 +82,11 @@ def test_a_header_with_changed_bytes_is_valid_or_rejected(data: Any, sound: Path
         place = data.draw(st.integers(0, 8 + length - 1))
         content[place] = data.draw(st.integers(0, 255))
     try:
-        found = header.parse(bytes(content), len(content), "it")
+        entries = header.parse(bytes(content), len(content), "it")
     except AdapterError:
         return
     reached = 8 + int.from_bytes(content[:8], "little")
-    for info in sorted(found.values(), key=lambda each: each.start):
+    for info in sorted(entries.values(), key=lambda entry: entry.start):
         assert info.start == reached
         reached += info.num_bytes
     assert reached == len(content)

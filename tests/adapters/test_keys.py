@@ -27,8 +27,8 @@ def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
 def test_the_administrator_s_own_key() -> None:
     assert not Keys().has_admin
     keys = Keys(admin_sha256=sha256("mine"))
-    found = keys.find("mine")
-    assert found is not None and found.admin and keys.find("yours") is None
+    key = keys.find("mine")
+    assert key is not None and key.admin and keys.find("yours") is None
 
 
 @pytest.mark.parametrize(

@@ -339,9 +339,9 @@ class StoreMachine(RuleBasedStateMachine):
         size = len(content(num_values))
         left = dict(self.there)
         excess = sum(size for size, _ in left.values()) + size - self.capacity
-        for each, (num_bytes, _) in sorted(self.there.items(), key=lambda item: item[1][1]):
-            if excess > 0 and each not in self.held:
-                del left[each]
+        for digest, (num_bytes, _) in sorted(self.there.items(), key=lambda item: item[1][1]):
+            if excess > 0 and digest not in self.held:
+                del left[digest]
                 excess -= num_bytes
         if excess > 0:
             with pytest.raises(StoreFull):
@@ -377,8 +377,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_files_are_those_of_the_model(self) -> None:
-        found = {int(path.stem, 16) for path in Path(self.folder.name).glob("*.safetensors")}
-        assert found == set(self.there)
+        digests = {int(path.stem, 16) for path in Path(self.folder.name).glob("*.safetensors")}
+        assert digests == set(self.there)
         assert self.store.usage() == (len(self.there), sum(size for size, _ in self.there.values()))
 
     def teardown(self) -> None:

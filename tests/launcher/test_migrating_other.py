@@ -15,11 +15,11 @@ def test_every_row_names_a_test_that_exists() -> None:
     assert len(ROWS) > 50
     for theirs, ours, test in ROWS:
         assert theirs and ours
-        found = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
-        assert found is not None, test
-        path = ROOT / found[1]
+        match = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", test)
+        assert match is not None, test
+        path = ROOT / match[1]
         assert path.is_file(), test
-        assert re.search(rf"^(async )?def {found[2]}\(", path.read_text(), re.MULTILINE), test
+        assert re.search(rf"^(async )?def {match[2]}\(", path.read_text(), re.MULTILINE), test
 
 
 def test_every_named_flag_exists() -> None:

@@ -219,10 +219,10 @@ class _Stream:
             self._send(output)
 
     async def _recite(self, submit: shard_pb2.Submit, outputs: Sequence[shard_pb2.RequestOutput]) -> None:
-        for given in outputs:
+        for sent in outputs:
             await asyncio.sleep(0)
             output = shard_pb2.RequestOutput(id=submit.id)
-            output.MergeFrom(given)
+            output.MergeFrom(sent)
             if output.finish_reason:
                 self._shard.finished_ids.append(submit.id)
                 self.tasks.pop(submit.id, None)
@@ -263,14 +263,14 @@ def pooled_values(ids: Sequence[int], size: int) -> list[float]:
 def _pooled(submit: shard_pb2.Submit, model: shard_pb2.PooledModel) -> shard_pb2.RequestOutput:
     """Output for a whole prompt, or for every token."""
     ids = list(submit.prompt_ids)
-    parts = [[each] for each in ids] if submit.pooling.per_token else [ids]
+    parts = [[token_id] for token_id in ids] if submit.pooling.per_token else [ids]
     values = [value for part in parts for value in pooled_values(part, model.size)]
     return shard_pb2.RequestOutput(pooled=array.array("f", values).tobytes(), finish_reason=shard_pb2.FINISH_LENGTH)
 
 
 def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: range) -> shard_pb2.RequestOutput:
     """The part of a request's answer that one step gives."""
-    wanted = submit.logprobs
+    requested = submit.logprobs
     output = shard_pb2.RequestOutput(id=submit.id, token_ids=[ids[index] for index in indices])
     num_accepted = max(0, len(indices) - 1)
     own = shard_pb2.SOURCE_BONUS if num_accepted else shard_pb2.SOURCE_TARGET
@@ -280,22 +280,22 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
     output.num_accepted = num_accepted
     output.step_ends = bytes([0] * (len(indices) - 1) + [1]) if len(indices) else b""
     logprobs = script.logprobs or [_default_logprob(index) for index in range(len(ids))]
-    if wanted.wanted:
+    if requested.wanted:
         output.logprobs.extend(logprobs[index] for index in indices)
     for index in indices:
-        if wanted.alternative_ids:
-            output.alternative_ids.extend(wanted.alternative_ids)
-            output.alternative_logprobs.extend(-float(each) for each in wanted.alternative_ids)
+        if requested.alternative_ids:
+            output.alternative_ids.extend(requested.alternative_ids)
+            output.alternative_logprobs.extend(-float(token_id) for token_id in requested.alternative_ids)
             continue
-        for rank in range(wanted.alternatives):
+        for rank in range(requested.alternatives):
             output.alternative_ids.append(ids[index] + rank)
             output.alternative_logprobs.append(logprobs[index] - rank)
-    if indices.start == 0 and wanted.prefill:
+    if indices.start == 0 and requested.prefill:
         num_prompt = len(submit.prompt_ids)
         output.prefill_logprobs.extend(-0.5 for _ in range(num_prompt - 1))
-        output.prefill_ranks.extend(1 for _ in range(num_prompt - 1) if wanted.prefill_ranks)
+        output.prefill_ranks.extend(1 for _ in range(num_prompt - 1) if requested.prefill_ranks)
         for position in range(1, num_prompt):
-            for rank in range(wanted.prefill_alternatives):
+            for rank in range(requested.prefill_alternatives):
                 output.prefill_alternative_ids.append(submit.prompt_ids[position] + rank)
                 output.prefill_alternative_logprobs.append(-0.5 - rank)
     return output

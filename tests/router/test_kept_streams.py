@@ -212,15 +212,15 @@ def test_counts_are_exact_and_bounds_hold(steps: list[tuple[str, int, int]]) -> 
                 streams.cancel(stream)
             await asyncio.sleep(0)
             kept = list(streams._streams.values())
-            assert streams.num_bytes == sum(each.num_bytes for each in kept) >= 0
+            assert streams.num_bytes == sum(stream.num_bytes for stream in kept) >= 0
             assert len(kept) <= LIMITS.num_total
-            for owner in {each.owner for each in kept}:
-                own = [each for each in kept if each.owner == owner]
+            for owner in {stream.owner for stream in kept}:
+                own = [stream for stream in kept if stream.owner == owner]
                 most = max(size_of(b"x" * 302), LIMITS.bytes_per_caller)
                 assert len(own) <= LIMITS.num_per_caller
-                assert sum(each.num_bytes for each in own) <= most + len(own) * size_of(b"x" * 302)
-        for each in list(streams._streams.values()):
-            streams.cancel(each)
+                assert sum(stream.num_bytes for stream in own) <= most + len(own) * size_of(b"x" * 302)
+        for kept_stream in list(streams._streams.values()):
+            streams.cancel(kept_stream)
         await asyncio.gather(*adding)
         assert streams.num_bytes == 0 and not streams._num_of and not streams._timers
 

@@ -14,7 +14,7 @@ class Clock:
 
 
 def counts(failures: RecentFailures) -> list[Any]:
-    return [(each["kind"], each["last_minute"], each["count"]) for each in failures.shown()]
+    return [(failure["kind"], failure["last_minute"], failure["count"]) for failure in failures.shown()]
 
 
 def test_failures_leave_the_minute_then_the_table() -> None:
@@ -37,7 +37,7 @@ def test_the_latest_kind_is_first() -> None:
     failures = RecentFailures(Clock())
     for kind in ("one", "two", "one"):
         failures.add(kind, 500)
-    assert [each["kind"] for each in failures.shown()] == ["one", "two"]
+    assert [failure["kind"] for failure in failures.shown()] == ["one", "two"]
 
 
 def test_memory_is_bounded_in_kinds_and_in_time() -> None:
@@ -47,7 +47,7 @@ def test_memory_is_bounded_in_kinds_and_in_time() -> None:
         failures.add(f"kind {number % (2 * MAX_KINDS)}", 500)
         clock.now += 7
     assert len(failures.shown()) <= MAX_KINDS == len(failures._found)
-    assert all(len(each.slots) <= WINDOW + 1 for each in failures._found.values())
+    assert all(len(failure.slots) <= WINDOW + 1 for failure in failures._found.values())
     for _ in range(10_000):
         failures.add("one", 500)
         clock.now += 1

@@ -52,8 +52,8 @@ async def test_every_finished_text_has_a_line_without_tokens(tmp_path: Path) -> 
         await server.client.post("/generate", json={"inputs": "Hi"})
         server.says("the end")
         await generate(server, max_new_tokens=9, stop=["e"])
-        found = await lines(server, path, 7)
-    first, *rest = found
+        logged = await lines(server, path, 7)
+    first, *rest = logged
     assert first == {"of": "an earlier run"} and len(rest) == 6
     del whole["prompt"]["token_ids"], whole["output"]["token_ids"]
     assert rest[0] == whole
@@ -111,8 +111,8 @@ async def test_a_torn_line_is_ended_before_the_next(
     async with serving(tmp_path, receipts_path=str(path)) as server:
         monkeypatch.setattr("lorikeet.router.usage_log.os.write", limited)
         server.says("ab")
-        for each, num_lines in ((1 << 20, 1), (20, 1), (0, 1), (1 << 20, 3)):
-            room[0] = each
+        for max_bytes, num_lines in ((1 << 20, 1), (20, 1), (0, 1), (1 << 20, 3)):
+            room[0] = max_bytes
             await generate(server, max_new_tokens=2)
             await server.shard.until(lambda: not server.service.receipts.is_writing)
             assert path.read_text().count("\n") == num_lines

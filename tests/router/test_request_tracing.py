@@ -45,10 +45,10 @@ async def traced(folder: Path, **fields: Any) -> AsyncIterator[Serving]:
 
 
 def by_name(exporter: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
-    found: dict[str, list[ReadableSpan]] = {}
+    spans: dict[str, list[ReadableSpan]] = {}
     for span in exporter.get_finished_spans():
-        found.setdefault(span.name, []).append(span)
-    return found
+        spans.setdefault(span.name, []).append(span)
+    return spans
 
 
 def test_an_endpoint_that_does_not_answer_logs_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,15 +217,15 @@ def documented() -> set[str]:
     """Names in the table of docs/tracing.md; `.b` after `a.c` is short for `a.b`."""
     text = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
     table = text.split("## Attributes of the request")[1].split("\n## ")[0]
-    found, prefix = set(), ""
+    names, prefix = set(), ""
     for line in table.splitlines():
         for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
             if name.startswith("."):
-                found.add(prefix + name)
+                names.add(prefix + name)
             elif "." in name:
                 prefix = name.rpartition(".")[0]
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 async def test_the_documented_attributes_are_those_that_requests_have(

@@ -30,7 +30,7 @@ def test_nothing_is_lost(steps: list[tuple[str, str, int]]) -> None:
             first, _ = turns.first()
             item = turns.pop()
             assert item == first
-            owner = next(each for each, items in waiting.items() if items and items[0] == item)
+            owner = next(name for name, items in waiting.items() if items and items[0] == item)
             left.append((owner, waiting[owner].pop(0)))
         elif step == "remove" and waiting[caller]:
             assert turns.remove(caller, waiting[caller].pop())

@@ -45,17 +45,17 @@ class Base:
         model = making.load_base(self.folder)
         self.logits = making.logits(model)
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        named = [(each, module) for each, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-        self.leaves = sorted({each.rpartition(".")[2] for each, module in named if module is not head})
-        self.head = next(each for each, module in model.named_modules() if module is head)
-        self.embedding = next(each for each, module in model.named_modules() if module is embedding)
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        self.leaves = sorted({name.rpartition(".")[2] for name, module in named if module is not head})
+        self.head = next(name for name, module in model.named_modules() if module is head)
+        self.embedding = next(name for name, module in model.named_modules() if module is embedding)
 
     def check(self, adapter: Path) -> None:
         """What PEFT computes is what the layout computes, and another thing than the base."""
         expected = making.of_peft(self.folder, adapter)
-        found = making.of_layout(self.folder, making.lay_out(self.reader, self.facts, adapter))
+        served_layout = making.of_layout(self.folder, making.lay_out(self.reader, self.facts, adapter))
         assert (expected - self.logits).abs().mean() > 1e-3
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(served_layout, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,9 @@ def test_a_bin_file_is_read_as_safetensors_are(parts: int, bases: Any, tmp_path:
         torch.save(tensors, adapter / "adapter_model.bin")
     else:
         split(tensors, parts, adapter)
-    found = making.lay_out(base.reader, base.facts, adapter)
-    assert found.modules == expected.modules
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    served_layout = making.lay_out(base.reader, base.facts, adapter)
+    assert served_layout.modules == expected.modules
+    assert all(torch.equal(served_layout.tensors[name], tensor) for name, tensor in expected.tensors.items())
 
 
 def split(tensors: dict[str, torch.Tensor], parts: int, folder: Path) -> None:
@@ -269,9 +269,9 @@ def test_a_layout_is_cast_once_to_the_bases_dtype(dtype: torch.dtype, bases: Any
         base.folder, tmp_path / "adapter", LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"])
     )
     exact = making.lay_out(base.reader, base.facts, adapter)
-    found = making.lay_out(base.reader, replace(base.facts, dtype=dtype), adapter)
+    served_layout = making.lay_out(base.reader, replace(base.facts, dtype=dtype), adapter)
     for name, tensor in exact.tensors.items():
-        assert torch.equal(found.tensors[name], tensor.to(dtype))
+        assert torch.equal(served_layout.tensors[name], tensor.to(dtype))
 
 
 def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
@@ -286,10 +286,10 @@ def test_the_written_file_is_what_safetensors_reads(tmp_path: Path) -> None:
     facts = layout.Base("b" * 64, "w" * 64, torch.bfloat16, frozenset(), values=None)  # type: ignore[arg-type]
     with (tmp_path / "ours").open("wb") as file:
         layout.served_file(made, "d" * 64, facts).write(file)
-    found = load_file(tmp_path / "ours")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    served_layout = load_file(tmp_path / "ours")
+    assert served_layout.keys() == tensors.keys()
+    assert all(torch.equal(served_layout[name], tensor) for name, tensor in tensors.items())
+    assert all(served_layout[name].dtype == tensor.dtype for name, tensor in tensors.items())
     with safe_open(tmp_path / "ours", "pt") as file:
         metadata = file.metadata()
     assert (metadata["rank"], json.loads(metadata["heads"])["count"]) == (str(made.rank), made.num_heads)

@@ -42,9 +42,9 @@ class Base:
 
     def lay_out(self, folder: Path, limit: int = making.LIMIT) -> tuple[ServedLayout, tuple[str, ...]]:
         with layout.open_adapter(folder, limit) as opened:
-            served, found = opened.lay_out(self.reader, self.facts)
-            tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
-            return ServedLayout(tensors, found.modules, found.heads), served.warnings
+            served, heads_layout = opened.lay_out(self.reader, self.facts)
+            tensors = {name: tensor.clone() for name, tensor in heads_layout.tensors.items()}
+            return ServedLayout(tensors, heads_layout.modules, heads_layout.heads), served.warnings
 
     def digest(self, folder: Path) -> str:
         with layout.open_adapter(folder, making.LIMIT) as opened:
@@ -66,27 +66,29 @@ def lora(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_head_of_a_file_is_laid_out(base: Base, tmp_path: Path, shape: MedusaShape) -> None:
     heads = small.heads(shape)
     files.write(tmp_path, heads)
-    found, warnings = base.lay_out(tmp_path)
-    assert found.heads == {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
-    assert not found.modules and found.rank == 0 and not warnings
-    wanted = {}
+    heads_layout, warnings = base.lay_out(tmp_path)
+    assert heads_layout.heads == {"count": shape.num_heads, "version": shape.version, "layers": shape.num_layers}
+    assert not heads_layout.modules and heads_layout.rank == 0 and not warnings
+    expected = {}
     for name, tensor in heads.tensors.items():
         head, block, *rest = name.split(".")
         middle = f".{block}" if shape.num_layers > 1 else ""
-        wanted[f"heads.{head}.output" if rest == ["weight"] else f"heads.{head}{middle}.{rest[1]}"] = tensor
-    assert found.tensors.keys() == wanted.keys()
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in wanted.items())
+        expected[f"heads.{head}.output" if rest == ["weight"] else f"heads.{head}{middle}.{rest[1]}"] = tensor
+    assert heads_layout.tensors.keys() == expected.keys()
+    assert all(torch.equal(heads_layout.tensors[name], tensor) for name, tensor in expected.items())
 
 
 def test_heads_and_a_lora_in_one_folder_are_one_adapter(base: Base, lora: Path, tmp_path: Path) -> None:
     files.write(tmp_path, small.heads(SHAPES[0]))
     alone = base.digest(tmp_path)
     files.join(tmp_path, lora)
-    found, _ = base.lay_out(tmp_path)
+    heads_layout, _ = base.lay_out(tmp_path)
     expected, _ = base.lay_out(lora)
-    assert found.modules == expected.modules and found.heads is not None and expected.heads is None
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
-    assert {name for name in found.tensors if name.startswith("heads.")} == found.tensors.keys() - expected.tensors
+    assert heads_layout.modules == expected.modules and heads_layout.heads is not None and expected.heads is None
+    assert all(torch.equal(heads_layout.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    assert {
+        name for name in heads_layout.tensors if name.startswith("heads.")
+    } == heads_layout.tensors.keys() - expected.tensors
     assert len({alone, base.digest(tmp_path), base.digest(lora)}) == 3
     again = base.digest(tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 7}')
@@ -106,8 +108,8 @@ def test_the_digest_of_an_adapter_without_heads_is_unchanged(base: Base, lora: P
 def test_output_matrices_are_resized_to_the_vocabulary(base: Base, tmp_path: Path, num_rows: int) -> None:
     heads = small.heads(MedusaShape(2, 1, 64, num_rows))
     files.write(tmp_path, heads)
-    found, warnings = base.lay_out(tmp_path)
-    output, whole = found.tensors["heads.1.output"], heads.tensors["1.1.weight"]
+    heads_layout, warnings = base.lay_out(tmp_path)
+    output, whole = heads_layout.tensors["heads.1.output"], heads.tensors["1.1.weight"]
     common = min(num_rows, tiny.VOCAB)
     assert output.shape == (tiny.VOCAB, 64) and torch.equal(output[:common], whole[:common])
     rows = -torch.ones(3, 64) * whole.mean(0).sign()
@@ -137,8 +139,8 @@ def test_a_configuration_that_contradicts_the_tensors_causes_a_warning(
 ) -> None:
     files.write(tmp_path, small.heads(SHAPES[2]))
     (tmp_path / "config.json").unlink() if config is None else (tmp_path / "config.json").write_text(json.dumps(config))
-    found, warnings = base.lay_out(tmp_path)
-    assert found.heads == {"count": 5, "version": 1, "layers": 1}
+    heads_layout, warnings = base.lay_out(tmp_path)
+    assert heads_layout.heads == {"count": 5, "version": 1, "layers": 1}
     assert len(warnings) == len(expected) and all(map(operator.contains, warnings, expected))
     assert all(len(warning) < 300 for warning in warnings)
 
@@ -146,8 +148,8 @@ def test_a_configuration_that_contradicts_the_tensors_causes_a_warning(
 def test_pickled_heads_give_their_tensors(base: Base, tmp_path: Path) -> None:
     heads = small.heads(SHAPES[2])
     torch.save(heads.tensors, tmp_path / "medusa_lm_head.pt")
-    found, _ = base.lay_out(tmp_path)
-    assert torch.equal(found.tensors["heads.4.output"], heads.tensors["4.1.weight"])
+    heads_layout, _ = base.lay_out(tmp_path)
+    assert torch.equal(heads_layout.tensors["heads.4.output"], heads.tensors["4.1.weight"])
 
 
 def test_heads_under_another_file_name_are_found_by_content(base: Base, tmp_path: Path) -> None:
@@ -155,8 +157,8 @@ def test_heads_under_another_file_name_are_found_by_content(base: Base, tmp_path
     with pytest.raises(AdapterInvalid, match=r"no adapter_config\.json and no medusa_lm_head\.safetensors"):
         base.lay_out(tmp_path)
     save_file(small.heads(SHAPES[0]).tensors, tmp_path / "some_name.safetensors")
-    found, _ = base.lay_out(tmp_path)
-    assert found.heads is not None and found.heads["count"] == 3
+    heads_layout, _ = base.lay_out(tmp_path)
+    assert heads_layout.heads is not None and heads_layout.heads["count"] == 3
 
 
 def put(name: str, tensor: torch.Tensor) -> Callable[[Path], object]:
@@ -317,8 +319,8 @@ def test_the_store_records_the_number_of_heads(base: Base, lora: Path, tmp_path:
     store = Store(tmp_path / "store", 1 << 30, names)
     files.write(tmp_path / "heads", small.heads(SHAPES[0]))
     for folder, num_heads, rank in ((tmp_path / "heads", 3, 0), (lora, 0, 4)):
-        digest, (found, _) = base.digest(folder), base.lay_out(folder)
-        file = layout.served_file(found, digest, base.facts)
+        digest, (heads_layout, _) = base.digest(folder), base.lay_out(folder)
+        file = layout.served_file(heads_layout, digest, base.facts)
         store.add(digest, file.num_bytes, file.write)
         entry = store.entry(digest)
         assert (entry.num_heads, entry.rank) == (num_heads, rank) and store.touch(digest)

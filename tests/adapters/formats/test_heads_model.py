@@ -24,15 +24,15 @@ def rows(count: int = 7) -> Tensor:
 )
 def test_a_head_is_residual_blocks_and_the_output_head(shape: MedusaShape) -> None:
     file, matrix = small.heads(shape, scale=0.3), output_head()
-    found = MedusaHeads.of(file).logits(rows(), lambda x: x @ matrix.T)
-    assert found.shape == (7, shape.num_heads, VOCAB)
+    actual = MedusaHeads.of(file).logits(rows(), lambda x: x @ matrix.T)
+    assert actual.shape == (7, shape.num_heads, VOCAB)
     for s, row in enumerate(rows()):
         for head in range(shape.num_heads):
             x = row
             for block in range(shape.num_layers):
                 inner = file.tensors[f"{head}.{block}.linear.weight"] @ x + file.tensors[f"{head}.{block}.linear.bias"]
                 x = x + inner * torch.sigmoid(inner)
-            torch.testing.assert_close(found[s, head], matrix @ x, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual[s, head], matrix @ x, rtol=1e-4, atol=1e-4)
 
 
 def test_new_heads_propose_what_the_base_predicts() -> None:
@@ -58,8 +58,8 @@ def test_version_1_with_the_base_models_matrix_proposes_what_version_2_does() ->
 
 def test_heads_of_matrices_alone() -> None:
     file = small.heads(MedusaShape(2, 0, HIDDEN, VOCAB))
-    found = MedusaHeads.of(file).logits(rows(), lambda x: x)
-    torch.testing.assert_close(found[:, 1], rows() @ file.tensors["1.0.weight"].T)
+    actual = MedusaHeads.of(file).logits(rows(), lambda x: x)
+    torch.testing.assert_close(actual[:, 1], rows() @ file.tensors["1.0.weight"].T)
 
 
 def test_tokens_outside_the_bases_vocabulary_are_never_proposed() -> None:

@@ -44,33 +44,33 @@ class World:
         pins = [Pin(SourceKind.LOCAL, name, "r").as_dict() for name in names]
         return Merge.from_dict({"pins": pins, "weights": weights, "strategy": strategy, "density": density, **more})
 
-    def merged(self, wanted: Merge, digest: str = DIGEST) -> layout.ServedLayout:
+    def merged(self, merging: Merge, digest: str = DIGEST) -> layout.ServedLayout:
         parts = []
-        for pin in wanted.pins:
+        for pin in merging.pins:
             values = configuration.parse(weight_files.read_small(self.folder / pin.id / "adapter_config.json"))
             with weight_files.opened(self.folder / pin.id, making.LIMIT) as opened:
-                found = layout.without_unchanged(self.reader.read(values, opened), self.facts)
-                parts.append([detached(each) for each in found])
-        return layout.lay_out(layout.decide(merge(parts, wanted, digest), self.facts), self.facts)
+                changes = layout.without_unchanged(self.reader.read(values, opened), self.facts)
+                parts.append([detached(change) for change in changes])
+        return layout.lay_out(layout.decide(merge(parts, merging, digest), self.facts), self.facts)
 
-    def by_peft(self, wanted: Merge) -> torch.Tensor:
-        names = [pin.id for pin in wanted.pins]
+    def by_peft(self, merge: Merge) -> torch.Tensor:
+        names = [pin.id for pin in merge.pins]
         model = peft.PeftModel.from_pretrained(making.load_base(self.base), self.folder / names[0], names[0])
         for name in names[1:]:
             model.load_adapter(self.folder / name, name)
         model.add_weighted_adapter(
-            names, list(wanted.weights), "merged", wanted.strategy, density=wanted.density,
-            majority_sign_method=wanted.majority_sign_method,
+            names, list(merge.weights), "merged", merge.strategy, density=merge.density,
+            majority_sign_method=merge.majority_sign_method,
         )  # fmt: skip
         model.set_adapter("merged")
         return making.logits(model.eval())
 
 
-def detached(found: ModuleChange) -> ModuleChange:
+def detached(change: ModuleChange) -> ModuleChange:
     tensors: dict[str, Any] = {
-        field: tensor.clone() for field in TENSORS if (tensor := getattr(found, field)) is not None
+        field: tensor.clone() for field in TENSORS if (tensor := getattr(change, field)) is not None
     }
-    return replace(found, **tensors)
+    return replace(change, **tensors)
 
 
 @pytest.fixture(scope="module")
@@ -82,30 +82,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.mark.parametrize("strategy", ["linear", "ties", "cat"])
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.6, -0.3, 0.2]])
 def test_a_merge_computes_what_pefts_does(strategy: str, weights: list[float], method: str, world: World) -> None:
-    wanted = world.wanted(["first", "second", "third"], weights, strategy, 0.4, majority_sign_method=method)
-    served = making.of_layout(world.base, world.merged(wanted))
-    torch.testing.assert_close(served, world.by_peft(wanted), rtol=1e-4, atol=1e-4)
+    merging = world.wanted(["first", "second", "third"], weights, strategy, 0.4, majority_sign_method=method)
+    served = making.of_layout(world.base, world.merged(merging))
+    torch.testing.assert_close(served, world.by_peft(merging), rtol=1e-4, atol=1e-4)
     assert (served - making.logits(making.load_base(world.base))).abs().mean() > 1e-3
 
 
 def test_cat_accepts_any_ranks_and_is_the_exact_sum(world: World) -> None:
-    wanted = world.wanted(["first", "narrow"], [0.5, 2.0], "cat")
-    served = world.merged(wanted)
+    merging = world.wanted(["first", "narrow"], [0.5, 2.0], "cat")
+    served = world.merged(merging)
     name = "model.layers.1.self_attn.q_proj"
     assert served.modules[name]["rank"] == 11
-    parts = [making.lay_out(world.reader, world.facts, world.folder / each).tensors for each in ("first", "narrow")]
+    parts = [making.lay_out(world.reader, world.facts, world.folder / name).tensors for name in ("first", "narrow")]
     expected = 0.5 * parts[0][f"{name}.B"] @ parts[0][f"{name}.A"] + 2.0 * parts[1][f"{name}.B"] @ parts[1][f"{name}.A"]
     torch.testing.assert_close(served.tensors[f"{name}.B"] @ served.tensors[f"{name}.A"], expected)
 
 
 @pytest.mark.parametrize("strategy", ["dare_linear", "dare_ties"])
 def test_the_mask_of_dare_depends_on_the_digest(strategy: str, world: World) -> None:
-    wanted = world.wanted(["first", "third"], [1.0, 1.0], strategy, 0.5)
+    merging = world.wanted(["first", "third"], [1.0, 1.0], strategy, 0.5)
     torch.manual_seed(1)
-    first = world.merged(wanted)
+    first = world.merged(merging)
     state = torch.random.get_rng_state()
     torch.manual_seed(2)
-    again, other = world.merged(wanted), world.merged(wanted, "e" * 64)
+    again, other = world.merged(merging), world.merged(merging, "e" * 64)
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in first.tensors.items())
     assert not any(torch.equal(other.tensors[name], tensor) for name, tensor in first.tensors.items())
     torch.manual_seed(1)
@@ -113,9 +113,9 @@ def test_the_mask_of_dare_depends_on_the_digest(strategy: str, world: World) -> 
 
 
 def test_dare_keeps_a_share_and_scales_it_up(world: World) -> None:
-    wanted = world.wanted(["first"], [1.0], "dare_linear", 0.25)
+    merging = world.wanted(["first"], [1.0], "dare_linear", 0.25)
     whole = world.merged(world.wanted(["first"], [1.0], "linear"))
-    pruned = world.merged(wanted)
+    pruned = world.merged(merging)
     name = "model.layers.0.self_attn.q_proj.A"
     kept = pruned.tensors[name] != 0
     assert 0.15 < kept.float().mean() < 0.35
@@ -124,8 +124,8 @@ def test_dare_keeps_a_share_and_scales_it_up(world: World) -> None:
 
 
 def test_dare_without_pruning_equals_pefts(world: World) -> None:
-    wanted = world.wanted(["first", "second"], [0.3, 0.9], "dare_linear", 1.0)
-    served = making.of_layout(world.base, world.merged(wanted))
+    merging = world.wanted(["first", "second"], [0.3, 0.9], "dare_linear", 1.0)
+    served = making.of_layout(world.base, world.merged(merging))
     linear = world.by_peft(world.wanted(["first", "second"], [0.3, 0.9], "linear"))
     torch.testing.assert_close(served, linear, rtol=1e-4, atol=1e-4)
 
@@ -195,7 +195,7 @@ def test_the_digest_covers_what_the_strategy_uses() -> None:
 )
 def test_arbitrary_merge_parameters_raise_only_adapter_errors(values: dict[str, Any]) -> None:
     try:
-        wanted = Merge.from_dict({"pins": PINS, **values})
+        merge = Merge.from_dict({"pins": PINS, **values})
     except AdapterInvalid:
         return
-    assert Merge.from_dict(wanted.as_dict()) == wanted
+    assert Merge.from_dict(merge.as_dict()) == merge

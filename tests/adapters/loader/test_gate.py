@@ -27,7 +27,7 @@ def test_an_urgent_ticket_gets_an_extra_slot_when_all_slots_are_taken() -> None:
     async def test() -> None:
         gate, calls = Gate(1, 1), []
         inside, waiting, urgent = Ticket(lambda: calls.append("in")), Ticket(), Ticket(lambda: calls.append("urgent"))
-        tasks = [asyncio.create_task(gate.enter(each)) for each in (inside, waiting, urgent)]
+        tasks = [asyncio.create_task(gate.enter(ticket)) for ticket in (inside, waiting, urgent)]
         await run_pending()
         assert (inside.is_inside, waiting.is_inside, urgent.is_inside) == (True, False, False)
         gate.prioritize(urgent)
@@ -61,34 +61,34 @@ def test_an_owner_that_used_slots_for_long_waits_and_holds_few() -> None:
         now = [0.0]
         gate = Gate(4, 2, Uses(lambda: now[0]))
         hostile = [Ticket(owners=("key:bad", f"local:{number}")) for number in range(8)]
-        tasks = [asyncio.create_task(gate.enter(each)) for each in hostile]
+        tasks = [asyncio.create_task(gate.enter(ticket)) for ticket in hostile]
         await run_pending()
-        assert sum(each.is_inside for each in hostile) == 4
+        assert sum(ticket.is_inside for ticket in hostile) == 4
         now[0] = 3.0
         for ticket in hostile[:4]:
             gate.leave(ticket)
             await run_pending()
-        assert [each.is_inside for each in hostile] == [False] * 4 + [True] + [False] * 3
+        assert [ticket.is_inside for ticket in hostile] == [False] * 4 + [True] + [False] * 3
         for ticket in hostile[4:]:
             gate.prioritize(ticket)
-        assert [each.is_fast for each in hostile[4:]] == [True, False, False, False]
+        assert [ticket.is_fast for ticket in hostile[4:]] == [True, False, False, False]
         honest = [Ticket(owners=("key:good",)) for _ in range(5)]
-        tasks += [asyncio.create_task(gate.enter(each)) for each in honest]
+        tasks += [asyncio.create_task(gate.enter(ticket)) for ticket in honest]
         await run_pending()
-        assert [each.is_inside for each in honest] == [True] * 4 + [False]
+        assert [ticket.is_inside for ticket in honest] == [True] * 4 + [False]
         gate.share(hostile[7], ("key:good", "local:7"))
         gate.leave(hostile[4])
         await run_pending()
         assert hostile[7].is_inside and hostile[7].is_fast, "it is wanted by somebody else too"
-        assert [each.is_inside for each in hostile[5:7]] == [True, False]
+        assert [ticket.is_inside for ticket in hostile[5:7]] == [True, False]
         gate.leave(hostile[5])
         assert hostile[6].is_inside
         for ticket in hostile[6], hostile[7], *honest:
             gate.leave(ticket)
         now[0] += 10 * HALF_LIFE_S
-        tasks += [asyncio.create_task(gate.enter(each)) for each in hostile[:3]]
+        tasks += [asyncio.create_task(gate.enter(ticket)) for ticket in hostile[:3]]
         await run_pending()
-        assert all(each.is_inside for each in hostile[:3]), "use is forgotten"
+        assert all(ticket.is_inside for ticket in hostile[:3]), "use is forgotten"
         for task in tasks:
             task.cancel()
 
@@ -120,15 +120,15 @@ def test_slots_and_order_hold_for_any_events(num_slots: int, num_fast: int, even
             elif event == "c" and number in tasks and not ticket.is_inside:
                 tasks.pop(number).cancel()
             await run_pending()
-            come = [tickets[each] for each in tasks]
-            slow = [each for each in come if each.is_inside and not each.is_fast]
-            fast = [each for each in come if each.is_fast]
-            waiting = [each for each in come if not each.is_inside]
+            come = [tickets[task] for task in tasks]
+            slow = [ticket for ticket in come if ticket.is_inside and not ticket.is_fast]
+            fast = [ticket for ticket in come if ticket.is_fast]
+            waiting = [ticket for ticket in come if not ticket.is_inside]
             assert len(slow) <= num_slots and len(fast) <= num_fast
             assert not waiting or len(slow) == num_slots
-            assert len(fast) == min(num_fast, sum(each.is_urgent for each in come))
+            assert len(fast) == min(num_fast, sum(ticket.is_urgent for ticket in come))
             assert (gate.num_inside, gate.num_waiting) == (len(slow) + len(fast), len(waiting))
-            assert not any(each.is_inside for each in tickets if each not in come)
+            assert not any(ticket.is_inside for ticket in tickets if ticket not in come)
         for task in tasks.values():
             task.cancel()
 

@@ -98,8 +98,8 @@ def changed(files: dict[str, bytes], **settings: Any) -> dict[str, bytes]:
 def local_copy(world: World, name: str, files: dict[str, bytes]) -> dict[str, str]:
     folder = world.roots / name
     folder.mkdir()
-    for each, data in files.items():
-        (folder / each).write_bytes(data)
+    for entry, data in files.items():
+        (folder / entry).write_bytes(data)
     return world.pin(name)
 
 
@@ -139,8 +139,8 @@ def test_heads_are_counted_alone_and_with_a_lora(world: World, caller: Caller) -
     again = caller.call(fetch=world.pin("joined"))
     assert again == {**joined, "call": again["call"], "tier": "disk"}
     for name, rank in (("heads", 0), ("joined", 8)):
-        found = caller.call(check=world.pin(name))
-        assert found["num_heads"] == 3 and found["rank"] == rank
+        actual = caller.call(check=world.pin(name))
+        assert actual["num_heads"] == 3 and actual["rank"] == rank
     merged = caller.call(merge={"pins": [world.pin("a0"), world.pin("joined")], "weights": [1, 1]})
     assert merged["error"]["status"] == 422 and "Medusa heads" in merged["error"]["message"]
     files.write(world.roots / "narrow", small.heads(MedusaShape(3, 1, 32)))

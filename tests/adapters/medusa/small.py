@@ -48,11 +48,11 @@ def target(base_folder: Path, adapter: Path | None = None, place: DevicePlacemen
 
 def texts(of: Target, num_tokens: int = 12, prompts: list[str] | None = None) -> list[Text]:
     """What the target writes after a few prompts, one at a time."""
-    found = []
+    written = []
     for prompt in prompts or PROMPTS:
         ids = tuple(of.tokenizer(prompt)["input_ids"])
-        found.append(Text(ids, tuple(of.write([ids], num_tokens)[0])))
-    return found
+        written.append(Text(ids, tuple(of.write([ids], num_tokens)[0])))
+    return written
 
 
 def recorder() -> tuple[list[str], object]:

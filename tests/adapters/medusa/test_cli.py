@@ -129,7 +129,7 @@ LATE: list[tuple[tuple[str, ...], str]] = [
     ("arguments", "sentence"),
     [
         (("train", "--model-id", "base"), "are required: --out"),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in LATE),
+        *(pytest.param(*entry, marks=pytest.mark.long) for entry in LATE),
     ],
 )
 def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -144,8 +144,8 @@ def test_errors_are_one_sentence_with_exit_code_2(models: Path, arguments: tuple
 
 def last(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ def live(target: Target, heads: MedusaHeads, text: Text) -> tuple[int, int, list
     """Decode with a chain, by whole forward passes: tokens and steps after the first token, and the ids."""
     model = target.model
     known = list(text.prompt_ids)
-    wanted = len(text.output_ids)
+    length = len(text.output_ids)
 
     def forward(ids: list[int]) -> tuple[list[int], torch.Tensor]:
         seen: list[torch.Tensor] = []
@@ -31,7 +31,7 @@ def live(target: Target, heads: MedusaHeads, text: Text) -> tuple[int, int, list
         best, rows = forward(known)
         known.append(best[-1])
         row, steps = rows[-1], 0
-        while len(known) < len(text.prompt_ids) + wanted:
+        while len(known) < len(text.prompt_ids) + length:
             drafts = heads.propose(row[None], target.logits)[0].tolist()
             best, rows = forward(known + drafts)
             place = len(known) - 1
@@ -40,8 +40,8 @@ def live(target: Target, heads: MedusaHeads, text: Text) -> tuple[int, int, list
                 accepted += 1
             known += best[place : place + accepted + 1]
             row, steps = rows[place + accepted], steps + 1
-    output = known[len(text.prompt_ids) :][:wanted]
-    return wanted - 1, steps, output
+    output = known[len(text.prompt_ids) :][:length]
+    return length - 1, steps, output
 
 
 def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_tokens_per_step_is_what_a_live_chain_takes(tmp_path: Path) -> None:
     heads = MedusaHeads.of(small.heads(MedusaShape(3, 1, target.hidden_size), scale=0.02))
     counted = [live(target, heads, text) for text in texts]
     assert [tuple(output) for _, _, output in counted] == [text.output_ids for text in texts]
-    found = training.measure(target, heads, texts)
+    actual = training.measure(target, heads, texts)
     tokens, steps = sum(t for t, _, _ in counted), sum(s for _, s, _ in counted)
-    assert found.tokens_per_step == tokens / steps
-    assert found.num_texts == len(texts)
-    assert found.num_tokens == 20 * len(texts)
-    assert found.greedy_agreement == 1
+    assert actual.tokens_per_step == tokens / steps
+    assert actual.num_texts == len(texts)
+    assert actual.num_tokens == 20 * len(texts)
+    assert actual.greedy_agreement == 1
 
 
 def test_top1_is_each_heads_share_of_right_positions(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_replay_counts_every_token_once_and_stays_within_bounds(data: st.DataObj
     output = data.draw(st.lists(st.integers(0, 1), min_size=num, max_size=num))
     rows = st.lists(st.integers(0, 1), min_size=num_heads, max_size=num_heads)
     proposals = data.draw(st.lists(rows, min_size=num, max_size=num))
-    found = replay(output, proposals)
-    assert found.tokens == num - 1
-    assert found.steps <= found.tokens <= found.steps * (num_heads + 1)
+    actual = replay(output, proposals)
+    assert actual.tokens == num - 1
+    assert actual.steps <= actual.tokens <= actual.steps * (num_heads + 1)
     positions = [0]
     while positions[-1] < num - 1:  # the same by looking for the first wrong token
         at = positions[-1]
         ahead = list(zip(proposals[at], output[at + 1 :], strict=False))
         right = next((i for i, (a, b) in enumerate(ahead) if a != b), len(ahead))
         positions.append(min(at + right + 1, num - 1))
-    assert found.steps == len(positions) - 1
+    assert actual.steps == len(positions) - 1

@@ -26,8 +26,8 @@ def server(answer: Answer) -> Iterator[str]:
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            status, found = answer(body) if self.path == "/generate" else (404, {})
-            data = json.dumps(found).encode()
+            status, content = answer(body) if self.path == "/generate" else (404, {})
+            data = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -90,12 +90,12 @@ def test_requests_are_greedy_with_the_adapter_and_only_for_missing_texts(target:
     with server(answer) as url:
         ask(target, url, store, "owner/adapter")
         assert {body["inputs"] for body in bodies} == set(small.PROMPTS) - {small.PROMPTS[0], small.PROMPTS[2]}
-        wanted = {"max_new_tokens": 6, "do_sample": False, "details": True}
-        hub = wanted | {"adapter_id": "owner/adapter", "adapter_source": "hub"}
+        parameters = {"max_new_tokens": 6, "do_sample": False, "details": True}
+        hub = parameters | {"adapter_id": "owner/adapter", "adapter_source": "hub"}
         assert all(body["parameters"] == hub for body in bodies)
         bodies.clear()
         ask(target, url, TextStore(None, {}), str(tmp_path))
-        local = wanted | {"adapter_id": str(tmp_path), "adapter_source": "local"}
+        local = parameters | {"adapter_id": str(tmp_path), "adapter_source": "local"}
         assert all(body["parameters"] == local for body in bodies)
 
 

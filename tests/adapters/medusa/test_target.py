@@ -30,8 +30,8 @@ def test_rows_through_the_output_head_give_the_models_logits(tmp_path: Path, cas
     for text, rows in zip(texts, target.rows(texts), strict=True):
         assert rows.shape == (len(text), target.hidden_size)
         with torch.inference_mode():
-            wanted = model(torch.tensor([text])).logits[0]
-        torch.testing.assert_close(target.logits(rows), wanted, rtol=1e-4, atol=1e-4)
+            expected = model(torch.tensor([text])).logits[0]
+        torch.testing.assert_close(target.logits(rows), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unsupported_transform_of_the_logits_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +57,9 @@ def test_the_adapters_target_is_what_peft_computes(tmp_path: Path, targets: tupl
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = PeftModel.from_pretrained(model, str(adapter)).eval()
-        wanted = model(torch.tensor([text])).logits[0]
-    torch.testing.assert_close(target.logits(rows), wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(wanted, bare, rtol=1e-2, atol=1e-2)
+        expected = model(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(target.logits(rows), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, bare, rtol=1e-2, atol=1e-2)
 
 
 def test_a_batch_writes_what_each_prompt_gets_alone_and_stops_after_the_end(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_greedy_text_ignores_the_checkpoints_sampling_settings(tmp_path: Path) -
     folder = small.base(tmp_path / "base")
     target = small.target(folder)
     prompt = list(target.tokenizer("the lazy dog")["input_ids"])
-    wanted = target.write([prompt], 8)
+    expected = target.write([prompt], 8)
     config = target.model.generation_config
     config.do_sample, config.temperature, config.repetition_penalty = True, 5.0, 3.0
-    assert target.write([prompt], 8) == wanted
+    assert target.write([prompt], 8) == expected
 
 
 def test_an_adapter_that_does_not_fit_is_rejected(tmp_path: Path) -> None:

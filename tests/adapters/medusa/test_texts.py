@@ -60,10 +60,10 @@ def test_messages_go_through_the_chat_template(target: Target) -> None:
     with pytest.raises(HeadsError, match="neither base nor adapter has a chat template"):
         texts.encode_prompts([MESSAGES], target.tokenizer)
     target.tokenizer.chat_template = TEMPLATE
-    (found,) = texts.encode_prompts([MESSAGES], target.tokenizer)
-    assert target.tokenizer.decode(found.ids) == "<|endoftext|>hello. "
-    assert found.inputs is not None
-    assert tuple(target.tokenizer(found.inputs)["input_ids"]) == found.ids
+    (prompt,) = texts.encode_prompts([MESSAGES], target.tokenizer)
+    assert target.tokenizer.decode(prompt.ids) == "<|endoftext|>hello. "
+    assert prompt.inputs is not None
+    assert tuple(target.tokenizer(prompt.inputs)["input_ids"]) == prompt.ids
 
 
 def writing(batch_size: int = 2, num: int = 6) -> Writing:
@@ -111,7 +111,7 @@ def test_prompts_that_leave_no_room_are_left_out(target: Target) -> None:
 
 
 def test_a_target_samples_prompts(target: Target) -> None:
-    found = texts.own_prompts(target, 5, batch_size=4, seed=3)
-    assert len({prompt.ids for prompt in found}) == 5
-    assert found == texts.own_prompts(target, 5, batch_size=4, seed=3)
-    assert found != texts.own_prompts(target, 5, batch_size=4, seed=4)
+    prompts = texts.own_prompts(target, 5, batch_size=4, seed=3)
+    assert len({prompt.ids for prompt in prompts}) == 5
+    assert prompts == texts.own_prompts(target, 5, batch_size=4, seed=3)
+    assert prompts != texts.own_prompts(target, 5, batch_size=4, seed=4)

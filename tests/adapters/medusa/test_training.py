@@ -52,13 +52,13 @@ def test_a_shard_holds_the_row_and_labels_of_each_generated_token(
     files = rows_of(target, texts, tmp_path)
     shard = files.load(0, torch.device("cpu"))
     labels = shard.labels(3)
-    wanted = {}
+    expected = {}
     for text in texts:
         for place, token in enumerate(text.output_ids):
-            wanted[token, *text.output_ids[place + 1 : place + 4]] = None
+            expected[token, *text.output_ids[place + 1 : place + 4]] = None
     assert len(shard.rows) == sum(len(text.output_ids) for text in texts) == files.num_rows[0]
-    found = zip(shard.output_ids.tolist(), labels.tolist(), strict=True)
-    assert {(token, *(label for label in row if label != NOTHING)) for token, row in found} == set(wanted)
+    actual = zip(shard.output_ids.tolist(), labels.tolist(), strict=True)
+    assert {(token, *(label for label in row if label != NOTHING)) for token, row in actual} == set(expected)
     agree = (target.logits(shard.rows.float()).argmax(-1) == shard.output_ids).float().mean()
     assert agree > 0.95, "a row is the one that the output head turned into its token"
 
@@ -90,14 +90,14 @@ def test_the_loss_is_cross_entropy_and_its_gradient_that_of_the_plain_computatio
     rows, labels = shard.rows[:32], shard.labels(2)[:32]
     loss = HeadsOptimizer(heads, RECIPE, target.logits, target.vocab_size).loss(rows, labels)
     loss.backward()
-    found = [parameter.grad.clone() for parameter in heads.parameters()]
+    actual = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
     matrix = target.model.get_output_embeddings().weight.clone()
     logits = heads.logits(rows.float(), lambda x: x @ matrix.T)
     plain = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOTHING)
     plain.backward()
     torch.testing.assert_close(loss, plain)
-    for ours, parameter in zip(found, heads.parameters(), strict=True):
+    for ours, parameter in zip(actual, heads.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-6)
     assert (labels == NOTHING).any()
 

@@ -88,7 +88,7 @@ def listing(objects: list[tuple[str, str, str, str]]) -> bytes:
 def outcomes(store: Store, folder: Path) -> list[str]:
     """What resolving, reading small files and fetching give: `read`, or the kind of the error."""
     (folder / "in").mkdir()
-    source, found = S3Source(10_000, {"S3_ENDPOINT_URL": store.url}), []
+    source, outcome_names = S3Source(10_000, {"S3_ENDPOINT_URL": store.url}), []
     ref = Ref(SourceKind.S3, "b/p")
     calls: list[Callable[[], object]] = [
         lambda: asyncio.run(source.resolve(ref, None)),
@@ -98,12 +98,12 @@ def outcomes(store: Store, folder: Path) -> list[str]:
     for call in calls:
         try:
             call()
-            found.append("read")
+            outcome_names.append("read")
         except AdapterError as error:
             assert error.status in STATUSES and len(str(error)) < 1000
-            found.append(type(error).__name__)
+            outcome_names.append(type(error).__name__)
     assert [path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / "in")] == []
-    return found
+    return outcome_names
 
 
 def test_a_sound_store_is_read(store: Store, tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ VALUES = st.sampled_from(
      "9999999-01-01T00:00:00Z", "&lt;", str((1 << 64) - 1), "0"]
 )  # fmt: skip
 OBJECTS = st.one_of(
-    *(st.just(each) for each in SOUND),
+    *(st.just(entry) for entry in SOUND),
     st.tuples(VALUES | st.just("p/adapter_config.json"), st.just("8"), st.just(TIME), st.just('"a"')),
-    st.tuples(st.sampled_from([each[0] for each in SOUND]), VALUES | st.just("8"), VALUES | st.just(TIME), VALUES),
+    st.tuples(st.sampled_from([entry[0] for entry in SOUND]), VALUES | st.just("8"), VALUES | st.just(TIME), VALUES),
 )
 CASES = st.tuples(
     st.lists(OBJECTS, max_size=4),

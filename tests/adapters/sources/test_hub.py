@@ -60,9 +60,9 @@ def source(server: HubServer, tmp_path: Path, limit: int = 10_000) -> HubSource:
 
 async def test_a_public_adapter(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
-    found = await here.resolve(parse("a/public"), None)
-    assert found.is_public and found.pin.revision == commit_of(FILES)
-    folder = here.fetch(found.pin, None, tmp_path / "own")
+    resolution = await here.resolve(parse("a/public"), None)
+    assert resolution.is_public and resolution.pin.revision == commit_of(FILES)
+    folder = here.fetch(resolution.pin, None, tmp_path / "own")
     assert {file.name for file in folder.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -70,16 +70,16 @@ async def test_a_public_adapter(server: HubServer, tmp_path: Path) -> None:
     }
     assert folder.is_relative_to(tmp_path / "cache")
     asked = len(server.requests)
-    assert here.fetch(found.pin, None, tmp_path / "own") == folder
+    assert here.fetch(resolution.pin, None, tmp_path / "own") == folder
     assert len(server.requests) == asked, "what the cache holds whole needs no hub"
-    assert (await here.small_files(found.pin, None))["chat_template.jinja"] == b"{{ messages }}"
+    assert (await here.small_files(resolution.pin, None))["chat_template.jinja"] == b"{{ messages }}"
 
 
 async def test_a_revision_is_a_version(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
-    found = await here.resolve(parse("a/public@v1"), None)
-    assert found.pin.revision == commit_of(OLD)
-    folder = here.fetch(found.pin, None, tmp_path)
+    resolution = await here.resolve(parse("a/public@v1"), None)
+    assert resolution.pin.revision == commit_of(OLD)
+    folder = here.fetch(resolution.pin, None, tmp_path)
     assert (folder / "adapter_model.safetensors").read_bytes() == b"old"
     with pytest.raises(AdapterNotFound, match="has no revision v2"):
         await here.resolve(parse("a/public@v2"), None)
@@ -87,22 +87,22 @@ async def test_a_revision_is_a_version(server: HubServer, tmp_path: Path) -> Non
 
 async def test_a_private_adapter_is_for_holders_of_its_token(server: HubServer, tmp_path: Path) -> None:
     here = source(server, tmp_path)
-    found = await here.resolve(parse("a/private"), "hf_right")
-    assert not found.is_public
+    resolution = await here.resolve(parse("a/private"), "hf_right")
+    assert not resolution.is_public
     (tmp_path / "own").mkdir()
-    folder = here.fetch(found.pin, "hf_right", tmp_path / "own")
+    folder = here.fetch(resolution.pin, "hf_right", tmp_path / "own")
     assert folder == tmp_path / "own"
     assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
-    assert await here.small_files(found.pin, "hf_right", frozenset({"chat_template.jinja"})) == {
+    assert await here.small_files(resolution.pin, "hf_right", frozenset({"chat_template.jinja"})) == {
         "chat_template.jinja": b"{{ messages }}"
     }
     for token in ("hf_wrong", None):
         with pytest.raises(AdapterNotFound, match="has no access to it"):
             await here.resolve(parse("a/private"), token)
         with pytest.raises(AdapterNotFound):
-            here.fetch(found.pin, token, tmp_path / "other")
+            here.fetch(resolution.pin, token, tmp_path / "other")
         with pytest.raises(AdapterNotFound):
-            await here.small_files(found.pin, token)
+            await here.small_files(resolution.pin, token)
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] if (tmp_path / "cache").exists() else []
     assert not any(b"weights" in path.read_bytes() for path in kept), "the shared cache never holds what is private"
 
@@ -113,15 +113,15 @@ async def test_a_gated_adapter_is_reported_as_gated(server: HubServer, tmp_path:
         with pytest.raises(AdapterNotAllowed, match="is gated") as caught:
             await here.resolve(parse("a/gated"), token)
         assert caught.value.status == status
-    found = await here.resolve(parse("a/gated"), "hf_right")
-    assert not found.is_public
+    resolution = await here.resolve(parse("a/gated"), "hf_right")
+    assert not resolution.is_public
 
 
 async def test_a_public_adapter_does_not_need_a_token_that_the_hub_accepts(server: HubServer, tmp_path: Path) -> None:
     server.rejected.add("EMPTY")
     here = source(server, tmp_path)
-    found = await here.resolve(parse("a/public"), "EMPTY")
-    assert found.is_public and found.pin.revision == commit_of(FILES)
+    resolution = await here.resolve(parse("a/public"), "EMPTY")
+    assert resolution.is_public and resolution.pin.revision == commit_of(FILES)
     for name in ("a/private", "a/gated", "a/none"):
         with pytest.raises(AdapterNotAllowed, match="does not accept the token") as caught:
             await here.resolve(parse(name), "EMPTY")
@@ -315,18 +315,18 @@ async def test_a_hub_that_hangs_times_out(
     """Neither one that sends nothing, which the library detects, nor one that trickles."""
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     here = source(server, tmp_path)
-    found = await here.resolve(parse("a/public"), None) if is_known else None
+    resolution = await here.resolve(parse("a/public"), None) if is_known else None
     server.repositories["a/public"].trouble = Trouble.MUTE
     monkeypatch.setattr("lorikeet.adapters.sources.hub.TIMEOUTS_PER_ANSWER", timeouts)
     began = time.monotonic()
-    if found is None:
+    if resolution is None:
         with pytest.raises(SourceUnreachable):
             await here.resolve(parse("a/public"), None)
     else:
-        assert await here.resolve(parse("a/public"), None) == found
+        assert await here.resolve(parse("a/public"), None) == resolution
         server.repositories["a/public"].trouble = Trouble.SILENT
         with pytest.raises(SourceUnreachable):
-            await here.small_files(found.pin, None)
+            await here.small_files(resolution.pin, None)
     assert time.monotonic() - began < 5
 
 

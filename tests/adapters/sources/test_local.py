@@ -176,8 +176,8 @@ async def test_files_that_link_out_are_not_fetched(tmp_path: Path, name: str) ->
     pin = (await local.resolve(ref("a"), None)).pin
     (tmp_path / "own").mkdir()
     fetched = local.fetch(pin, None, tmp_path / "own")
-    found = sorted(path.name for path in fetched.iterdir())
-    assert found == ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
+    names = sorted(path.name for path in fetched.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
 
 
 async def test_files_that_link_within_the_roots_are_served(tmp_path: Path) -> None:

@@ -39,12 +39,12 @@ def endpoint() -> Iterator[str]:
     assert process.stderr is not None
     try:
         for line in process.stderr:
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            if found:
+            answer = re.search(r"http://127\.0\.0\.1:\d+", line)
+            if answer:
                 break
         else:
             pytest.fail("the store did not start")
-        yield found[0]
+        yield answer[0]
     finally:
         process.terminate()
         process.wait()
@@ -84,15 +84,15 @@ def ref(id: str) -> Ref:
 @pytest.mark.parametrize("id", ["adapters/team/one", "s3://adapters/team/one", "s3://adapters/team/one/"])
 async def test_an_adapter_is_fetched(bucket: S3Store, account: dict[str, str], tmp_path: Path, id: str) -> None:
     source = S3Source(10_000_000, account)
-    found = await source.resolve(ref(id), None)
-    folder = source.fetch(found.pin, None, tmp_path)
+    answer = await source.resolve(ref(id), None)
+    folder = source.fetch(answer.pin, None, tmp_path)
     assert {file.name for file in folder.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
         "chat_template.jinja",
     }
     assert (folder / "adapter_model.safetensors").read_bytes() == WEIGHTS
-    assert (await source.small_files(found.pin, None))["chat_template.jinja"] == b"{{ messages }}"
+    assert (await source.small_files(answer.pin, None))["chat_template.jinja"] == b"{{ messages }}"
 
 
 async def test_a_write_creates_a_new_version(bucket: S3Store, account: dict[str, str], tmp_path: Path) -> None:

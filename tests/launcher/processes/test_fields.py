@@ -56,25 +56,25 @@ def test_custom_kernels_can_be_disabled(tmp_path: Path) -> None:
 
 
 def test_the_draft_model_reaches_shard_and_router(tmp_path: Path) -> None:
-    given = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
-    given = dataclasses.replace(given, draft=ModelFolder("owner/small", tmp_path / "small"))
-    read_back = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
+    launch_plan = plan(tmp_path, "--draft-dtype", "float32", "--ngram-long", "6")
+    launch_plan = dataclasses.replace(launch_plan, draft=ModelFolder("owner/small", tmp_path / "small"))
+    read_back = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(launch_plan)))
     assert (read_back.draft_model, read_back.draft_model_id) == (str(tmp_path / "small"), "owner/small")
     assert (read_back.draft_dtype, read_back.ngram_long) == ("float32", 6)
-    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(launch_plan)))
     assert router.draft_model_id == "owner/small"
     assert router.speculative_tokens is None  # the default is four with a draft model, as in download.py
 
 
 @pytest.mark.parametrize("arguments", [("--quantize", "fp8-kv"), ("--kv-cache-dtype", "fp8")], ids=str)
 def test_both_flags_set_an_fp8_kv_cache(tmp_path: Path, arguments: tuple[str, str]) -> None:
-    given = plan(tmp_path, *arguments)
-    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
+    launch_plan = plan(tmp_path, *arguments)
+    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(launch_plan)))
     assert (shard.kv_cache_dtype, shard.quantize) == ("fp8", None)
 
 
 def test_speculation_flags_reach_the_router(tmp_path: Path) -> None:
-    given = plan(
+    launch_plan = plan(
         tmp_path,
         "--speculative-method",
         "ngram",
@@ -83,14 +83,16 @@ def test_speculation_flags_reach_the_router(tmp_path: Path) -> None:
         "--speculative-verification",
         "google",
     )
-    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
-    found = (router.speculative_method, router.speculative_schedule, router.speculative_verification)
-    assert found == ("lookup", "constant", "rejection")
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(launch_plan)))
+    speculation = (router.speculative_method, router.speculative_schedule, router.speculative_verification)
+    assert speculation == ("lookup", "constant", "rejection")
 
 
 def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
-    given = plan(tmp_path, "--cors-allow-origin", "a", "--shard-address", "127.0.0.1:50051", "--ngrok-authtoken", "x9")
-    path = serving.write(tmp_path / "router.json", serving.router_fields(given))
+    launch_plan = plan(
+        tmp_path, "--cors-allow-origin", "a", "--shard-address", "127.0.0.1:50051", "--ngrok-authtoken", "x9"
+    )
+    path = serving.write(tmp_path / "router.json", serving.router_fields(launch_plan))
     read_back = RouterConfig.read(path)
     assert read_back.shard_addresses == ("127.0.0.1:50051",)
     assert read_back.cors_allow_origin == ("a",)
@@ -105,51 +107,51 @@ def test_a_router_reads_what_is_written(tmp_path: Path) -> None:
 
 def test_destinations_of_usage_records_reach_the_router(tmp_path: Path) -> None:
     destinations = UsageDestinations("/var/log/usage.jsonl", "http://me:secret@a.example")
-    given = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
-    path = serving.write(tmp_path / "router.json", serving.router_fields(given))
+    launch_plan = dataclasses.replace(plan(tmp_path, "--usage-log", "usage.jsonl", "--log-texts"), usage=destinations)
+    path = serving.write(tmp_path / "router.json", serving.router_fields(launch_plan))
     router = RouterConfig.read(path)
     assert router.usage_log == "/var/log/usage.jsonl"
-    assert json.loads(serving.router_secrets(given))["request_logger_url"] == "http://me:secret@a.example"
+    assert json.loads(serving.router_secrets(launch_plan))["request_logger_url"] == "http://me:secret@a.example"
     assert "me:secret" not in path.read_text()
     assert router.log_texts
-    assert "me:secret" not in repr(router) + str(serving.effective(given))
+    assert "me:secret" not in repr(router) + str(serving.effective(launch_plan))
 
 
 def test_a_loader_reads_what_is_written(tmp_path: Path) -> None:
-    given = plan(tmp_path, "--local-adapter-root", str(tmp_path), "--max-adapter-size", "1MiB")
-    loader = LoaderConfig.read(serving.write(tmp_path / "loader.json", serving.loader_fields(given)))
-    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
+    launch_plan = plan(tmp_path, "--local-adapter-root", str(tmp_path), "--max-adapter-size", "1MiB")
+    loader = LoaderConfig.read(serving.write(tmp_path / "loader.json", serving.loader_fields(launch_plan)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(launch_plan)))
     assert loader.sources == router.sources
     assert loader.sources.local_roots == (str(tmp_path),)
     assert loader.sources.max_adapter_bytes == 2**20
     assert loader.socket == router.loader_address
     assert Path(loader.adapter_store).is_dir()
     assert Path(loader.adapter_store).is_relative_to(loader.sources.hidden[0])
-    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(given)))
+    shard = ShardConfig.read(serving.write(tmp_path / "shard.json", serving.shard_fields(launch_plan)))
     assert shard.adapter_store == loader.adapter_store
 
 
 def test_replicas_share_the_machine(tmp_path: Path) -> None:
-    given = plan(tmp_path, "--replicas", "2")
+    launch_plan = plan(tmp_path, "--replicas", "2")
     shards = [
-        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(given, index)))
+        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(launch_plan, index)))
         for index in range(2)
     ]
-    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(launch_plan)))
     assert router.shard_addresses == tuple(shard.listen for shard in shards)
     assert len(set(router.shard_addresses)) == 2
     alone = ShardConfig.read(serving.write(tmp_path / "alone.json", serving.shard_fields(plan(tmp_path))))
     assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 2 for shard in shards)
     assert alone.threads is None and all(shard.threads for shard in shards)
-    cuda = dataclasses.replace(given, device="cuda:1")
+    cuda = dataclasses.replace(launch_plan, device="cuda:1")
     assert [serving.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:2"]
 
 
 def test_ranks_share_the_machine_and_a_rendezvous_port(tmp_path: Path) -> None:
     split = plan(tmp_path, "--num-shard", "2", "--replicas", "2", "--master-port", "29600")
-    given = dataclasses.replace(split, num_ranks=2)
+    launch_plan = dataclasses.replace(split, num_ranks=2)
     shards = [
-        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(given, index)))
+        ShardConfig.read(serving.write(tmp_path / f"shard-{index}.json", serving.shard_fields(launch_plan, index)))
         for index in range(2)
     ]
     assert [(shard.num_ranks, shard.master_addr, shard.master_port) for shard in shards] == [
@@ -159,20 +161,20 @@ def test_ranks_share_the_machine_and_a_rendezvous_port(tmp_path: Path) -> None:
     alone = ShardConfig.read(serving.write(tmp_path / "alone.json", serving.shard_fields(plan(tmp_path))))
     assert (alone.num_ranks, alone.master_port) == (1, 0)
     assert all(shard.memory_wiggle_room == alone.memory_wiggle_room / 4 for shard in shards)
-    cuda = dataclasses.replace(given, device="cuda:1")
+    cuda = dataclasses.replace(launch_plan, device="cuda:1")
     assert [serving.shard_fields(cuda, index)["device"] for index in range(2)] == ["cuda:1", "cuda:3"]
-    assert serving.effective(given)["num_shard"] == 2
+    assert serving.effective(launch_plan)["num_shard"] == 2
     on_ray = dataclasses.replace(plan(tmp_path, "--engine", "ray"), device="cuda:0", num_ranks=4)
     assert RayConfig(**serving.ray_fields(on_ray, ())).bundle == {"CPU": 1, "GPU": 4}
 
 
 def test_configurations_of_shards_on_ray(tmp_path: Path) -> None:
-    given = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
-    ray = RayConfig.read(serving.write(tmp_path / "ray.json", serving.ray_fields(given, ["HF_TOKEN"])))
+    launch_plan = dataclasses.replace(plan(tmp_path, "--engine", "ray", "--replicas", "3"), device="cuda:0")
+    ray = RayConfig.read(serving.write(tmp_path / "ray.json", serving.ray_fields(launch_plan, ["HF_TOKEN"])))
     assert (ray.num_shards, ray.bundle, ray.hidden) == (3, {"CPU": 1, "GPU": 1}, ("HF_TOKEN",))
     shard = ShardConfig(listen="10.0.0.1:9000", **ray.shard)
     assert (shard.device, shard.model_id, shard.parent_pid) == ("cuda:0", "owner/name", None)
-    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(given)))
+    router = RouterConfig.read(serving.write(tmp_path / "router.json", serving.router_fields(launch_plan)))
     assert router.shard_addresses == (f"file:{ray.addresses_path}",)
     assert router.shard_secret_path == ray.secret_path
     assert router.stuck_files == ()
@@ -185,10 +187,10 @@ def test_shards_on_ray_reserve_a_cpu_per_thread(tmp_path: Path) -> None:
 
 
 def test_the_operator_s_token_reaches_only_the_router(tmp_path: Path) -> None:
-    given = plan(tmp_path)
-    assert json.loads(serving.router_secrets(given))["hub_token"] == "hf_own"
-    files = (serving.router_fields(given), serving.loader_fields(given), serving.shard_fields(given))
-    assert "hf_own" not in str(files) + repr(given)
+    launch_plan = plan(tmp_path)
+    assert json.loads(serving.router_secrets(launch_plan))["hub_token"] == "hf_own"
+    files = (serving.router_fields(launch_plan), serving.loader_fields(launch_plan), serving.shard_fields(launch_plan))
+    assert "hf_own" not in str(files) + repr(launch_plan)
 
 
 def test_defaults_are_the_same_on_both_sides(tmp_path: Path) -> None:
@@ -253,16 +255,16 @@ COMPUTED: dict[str, tuple[str, ...]] = {
 """A value of each computed flag that is not the default; else a file."""
 
 
-@pytest.mark.parametrize(("flag", "process"), ARRIVALS, ids=lambda each: getattr(each, "name", ""))
+@pytest.mark.parametrize(("flag", "process"), ARRIVALS, ids=lambda row: getattr(row, "name", ""))
 def test_a_flag_reaches_its_processes(flag: Flag, process: Process, tmp_path: Path) -> None:
     fields, config = READERS[process]
     if not flag.computed:
         assert flag.field in config.__dataclass_fields__
         made = plan(tmp_path)
-        given = dataclasses.replace(
+        launch_plan = dataclasses.replace(
             made, settings=made.settings.with_values(**{flag.name.replace("-", "_"): "sentinel"})
         )
-        assert fields(given)[flag.field] == "sentinel"
+        assert fields(launch_plan)[flag.field] == "sentinel"
         return
     (tmp_path / "admin.key").write_text("secret")
     words = [f"--{flag.name}", *COMPUTED.get(flag.name, (str(tmp_path / "file"),))]
@@ -306,8 +308,8 @@ def test_flags_without_effect_if_a_process_is_remote() -> None:
 )
 def test_the_launcher_says_who_may_use_the_server(tmp_path: Path, host: str, keys: bool, parts: list[str]) -> None:
     (tmp_path / "keys.yaml").write_text("[]")
-    given = plan(tmp_path, *(["--api-keys", str(tmp_path / "keys.yaml")] if keys else []))
-    shown = serving._try_it(given, Address(host, 3000))
+    launch_plan = plan(tmp_path, *(["--api-keys", str(tmp_path / "keys.yaml")] if keys else []))
+    shown = serving._try_it(launch_plan, Address(host, 3000))
     assert all(part in shown for part in parts), shown
     assert f"{Address(host, 3000).url}/generate " in shown
     assert f"open {Address(host, 3000).url}/ in a browser" in shown
@@ -317,18 +319,18 @@ def test_a_chat_model_is_tried_with_a_chat(tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "chat_template.jinja").write_text("x")
-    given = dataclasses.replace(
+    launch_plan = dataclasses.replace(
         plan(tmp_path, "--model-id", str(folder)), model=ModelFolder("x/llama", folder, is_local=True)
     )
-    shown = serving._try_it(given, Address("127.0.0.1", 3000))
+    shown = serving._try_it(launch_plan, Address("127.0.0.1", 3000))
     assert "/v1/chat/completions " in shown and '"model": "llama"' in shown
 
 
 def test_a_shard_lowers_the_length_of_requests_unless_it_was_set(tmp_path: Path) -> None:
     for arguments, fits, default in (([], True, 4096), (["--max-total-tokens", "9000"], False, None)):
-        given = plan(tmp_path, *arguments)
-        assert serving.shard_fields(given)["fits_kv_memory"] == fits
-        assert serving.router_fields(given)["default_total_tokens"] == default
+        launch_plan = plan(tmp_path, *arguments)
+        assert serving.shard_fields(launch_plan)["fits_kv_memory"] == fits
+        assert serving.router_fields(launch_plan)["default_total_tokens"] == default
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ class Engine:
     @property
     def addresses(self) -> list[str]:
         path = self.folder / "shards.json"
-        found: list[str] = json.loads(path.read_text()) if path.exists() else []
-        return found
+        addresses: list[str] = json.loads(path.read_text()) if path.exists() else []
+        return addresses
 
     @property
     def pids(self) -> list[int]:

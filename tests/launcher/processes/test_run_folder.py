@@ -32,4 +32,4 @@ def test_only_folders_of_dead_launchers_are_removed(tmp_path: Path) -> None:
         assert others.exists()
         with run_folder(str(tmp_path), "run-"):
             assert not others.exists()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["other-1", "run-foreign"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other-1", "run-foreign"]

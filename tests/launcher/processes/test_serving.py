@@ -18,10 +18,10 @@ def test_secrets_that_others_can_read_are_warned_of(tmp_path: Path, name: str, m
     path.chmod(mode)
     os.chown(path, -1, os.getgid())
     settings: Any = dict.fromkeys(serving._SECRET_FILES) | {name: str(path)}
-    found = serving.exposed_secrets(settings)
-    assert len(found) == is_exposed
+    secrets = serving.exposed_secrets(settings)
+    assert len(secrets) == is_exposed
     if is_exposed:
-        assert found == [f"others can read --{name} {path} (mode {mode:04o}): run chmod 600 on it"]
+        assert secrets == [f"others can read --{name} {path} (mode {mode:04o}): run chmod 600 on it"]
     assert serving.exposed_secrets({**settings, name: str(tmp_path / "absent")}) == []
 
 

@@ -18,40 +18,40 @@ class Clock:
         return self.now
 
 
-def order(found: Popularity) -> list[str]:
-    return [pin.digest for pin, _ in found.most_used()]
+def order(popularity: Popularity) -> list[str]:
+    return [pin.digest for pin, _ in popularity.most_used()]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 3 * HALF_LIFE_S)), max_size=40))
 def test_older_uses_count_less(uses: list[tuple[str, float]]) -> None:
     clock = Clock()
-    found, exact = Popularity(clock), dict[str, float]()
+    popularity, exact = Popularity(clock), dict[str, float]()
     for digest, later in uses:
         clock.now += later
         exact = {name: score * 0.5 ** (later / HALF_LIFE_S) for name, score in exact.items()}
         exact[digest] = exact.get(digest, 0.0) + 1.0
-        found.add(pb.AdapterPin(digest=digest), digest)
-    assert set(order(found)) == set(exact)
-    assert all(exact[first] >= exact[second] * (1 - 1e-6) for first, second in pairwise(order(found)))
+        popularity.add(pb.AdapterPin(digest=digest), digest)
+    assert set(order(popularity)) == set(exact)
+    assert all(exact[first] >= exact[second] * (1 - 1e-6) for first, second in pairwise(order(popularity)))
 
 
 def test_scores_of_years_do_not_overflow() -> None:
     clock = Clock()
-    found = Popularity(clock)
-    found.add(pb.AdapterPin(digest="old"), "old")
+    popularity = Popularity(clock)
+    popularity.add(pb.AdapterPin(digest="old"), "old")
     clock.now = 10 * 365 * 86400.0
-    found.add(pb.AdapterPin(digest="new"), "new")
-    assert order(found) == ["new", "old"]
+    popularity.add(pb.AdapterPin(digest="new"), "new")
+    assert order(popularity) == ["new", "old"]
 
 
 def test_few_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN", 4)
-    found = Popularity(Clock())
+    popularity = Popularity(Clock())
     for number in range(30):
-        found.add(pb.AdapterPin(digest=f"{number}"), "")
-        found.add(pb.AdapterPin(digest="popular"), "")
-        assert len(order(found)) <= 8
-    assert order(found)[0] == "popular"
-    found.remove("popular")
-    assert "popular" not in order(found)
+        popularity.add(pb.AdapterPin(digest=f"{number}"), "")
+        popularity.add(pb.AdapterPin(digest="popular"), "")
+        assert len(order(popularity)) <= 8
+    assert order(popularity)[0] == "popular"
+    popularity.remove("popular")
+    assert "popular" not in order(popularity)

@@ -18,19 +18,19 @@ def results(base_url: str) -> dict[str, Any]:
 
     chat = ChatOpenAI(model="test/model", base_url=base_url, api_key="none", max_tokens=200, max_retries=0)
     bound = chat.bind_tools([Weather], tool_choice="any")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     question = HumanMessage("Paris?")
     answer = bound.invoke([question])
-    found["call"] = [(call["name"], call["args"]) for call in answer.tool_calls]
+    results["call"] = [(call["name"], call["args"]) for call in answer.tool_calls]
     whole: Any = None
     for chunk in bound.stream([question]):
         whole = chunk if whole is None else whole + chunk
-    found["streamed"] = [(call["name"], call["args"]) for call in whole.tool_calls]
+    results["streamed"] = [(call["name"], call["args"]) for call in whole.tool_calls]
     turns = [question, answer, ToolMessage("rain", tool_call_id=answer.tool_calls[0]["id"])]
-    found["second"] = [call["name"] for call in chat.bind_tools([Weather]).invoke(turns).tool_calls]
+    results["second"] = [call["name"] for call in chat.bind_tools([Weather]).invoke(turns).tool_calls]
     for method in ("function_calling", "json_schema", "json_mode"):
-        found[method] = chat.with_structured_output(Weather, method=method).invoke([question]).model_dump()
-    return found
+        results[method] = chat.with_structured_output(Weather, method=method).invoke([question]).model_dump()
+    return results
 
 
 if __name__ == "__main__":

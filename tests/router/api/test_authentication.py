@@ -212,8 +212,8 @@ def test_rates_refill() -> None:
 async def test_keys_share_prefixes_only_where_a_flag_says_so(tmp_path: Path, share: bool) -> None:
     async with closed(tmp_path, share_prefixes=share) as server:
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-            for given, salt in ((None, ""), ("mine", "\0mine")):
-                request = body(path, MODEL_ID, **({} if given is None else {"cache_salt": given}))
+            for cache_salt, salt in ((None, ""), ("mine", "\0mine")):
+                request = body(path, MODEL_ID, **({} if cache_salt is None else {"cache_salt": cache_salt}))
                 answer = await server.client.post(path, json=request, headers=bearer("secret one"))
                 assert answer.status_code == 200, answer.text
                 assert "cache_salt" not in answer.headers.get("x-ignored-fields", "")
@@ -241,8 +241,8 @@ async def test_which_bearer_tokens_go_to_the_hub(
     async with closed(tmp_path, keys, keys_optional=True, forward_bearer=forward) as server:
         selection = server.service.selection
         tokens = ("hf_x", "other", "sk-x", "own", "former")
-        found = {selection._token(AdapterFields("a/b"), Caller("id", token=token)) for token in tokens}
-        assert found - {None} == sent
+        chosen = {selection._token(AdapterFields("a/b"), Caller("id", token=token)) for token in tokens}
+        assert chosen - {None} == sent
         for token in ("sk-x", "other"):  # in the body, any token that is not the server's
             assert selection._token(AdapterFields("a/b", token=token), Caller("id")) == token
         for token in ("own", "former"):

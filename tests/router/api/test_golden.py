@@ -125,8 +125,8 @@ async def test_an_answer_of_a_model_without_text(task: str, tmp_path: Path) -> N
     size = 3 if task == "embed" else 2
     model = PooledModel(task=task, pooling="mean", size=size, is_encoder=True, is_whole=True)
     async with serving(tmp_path, pooled_model=model) as server:
-        for name, (wanted, path, body) in POOLED.items():
-            if wanted == task:
+        for name, (golden, path, body) in POOLED.items():
+            if golden == task:
                 response = await server.client.post(path, json=body)
                 compare(name, shown(response.status_code, dict(response.headers), response.text))
 

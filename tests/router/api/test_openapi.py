@@ -55,7 +55,9 @@ def confirm_unloads(server: Serving, num_read: int) -> int:
     commands = server.shard.commands
     for command in commands[num_read:]:
         absent = shard_pb2.AdapterState.ABSENT
-        server.shard.tell(*(shard_pb2.AdapterState(digest=each, residency=absent) for each in command.unload_digests))
+        server.shard.tell(
+            *(shard_pb2.AdapterState(digest=digest, residency=absent) for digest in command.unload_digests)
+        )
     return len(commands)
 
 
@@ -65,8 +67,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("openapi")
     with hub({}) as source, pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", source.url)
-        with Server(folder, adapters=True, admin_key_sha256=sha256(ADMIN_KEY)) as found:
-            yield found
+        with Server(folder, adapters=True, admin_key_sha256=sha256(ADMIN_KEY)) as running:
+            yield running
 
 
 def no_server_error(context: Any, response: Any, case: Any) -> None:
@@ -96,8 +98,10 @@ def check(url: str, num_cases: int, *, in_turns: bool = False) -> Counter[int]:
     schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
     answers: Counter[int] = Counter()
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    operations = [found.ok() for found in schema.get_all_operations()]
-    assert {each.label for each in operations} == {f"{each.method.upper()} {each.path}" for each in openapi.OPERATIONS}
+    operations = [operation.ok() for operation in schema.get_all_operations()]
+    assert {operation.label for operation in operations} == {
+        f"{operation.method.upper()} {operation.path}" for operation in openapi.OPERATIONS
+    }
     for number, operation in enumerate(operations):
         if operation.path in ENDLESS:
             continue
@@ -130,10 +134,10 @@ def test_all_drawn_requests_get_documented_answers(server: Server) -> None:
 
 
 def test_the_document_lists_every_route(server: Server) -> None:
-    listed = {(each.method.upper(), each.path) for each in openapi.OPERATIONS}
-    routes = [each for each in server.app.routes if isinstance(each, Route)]
-    served = {(method, each.path.replace(":any}", "}")) for each in routes for method in each.methods or ()}
-    assert {each for each in served if each[0] != "HEAD"} == listed
+    listed = {(operation.method.upper(), operation.path) for operation in openapi.OPERATIONS}
+    routes = [route for route in server.app.routes if isinstance(route, Route)]
+    served = {(method, route.path.replace(":any}", "}")) for route in routes for method in route.methods or ()}
+    assert {operation for operation in served if operation[0] != "HEAD"} == listed
 
 
 def test_every_error_is_documented_somewhere() -> None:

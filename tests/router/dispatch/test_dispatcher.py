@@ -397,6 +397,6 @@ async def test_a_full_server_accepts_a_caller_with_fewer_requests(tmp_path: Path
         assert here.dispatcher.num_active == 6
         here.shard.may_end.set()
         results = await asyncio.gather(*map(ids_of, [*flood, *others, third]), return_exceptions=True)
-        assert sum(isinstance(each, Overloaded) for each in results) == 4
+        assert sum(isinstance(result, Overloaded) for result in results) == 4
         assert not isinstance(results[-1], BaseException)
         assert not isinstance(results[0], BaseException)

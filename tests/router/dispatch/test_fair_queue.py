@@ -49,13 +49,13 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def pop(self) -> None:
-        found = self.queue.pop()
-        if found is None:
+        popped = self.queue.pop()
+        if popped is None:
             assert not any(self.waiting.values())
             return
-        key = next(key for key, ids in self.waiting.items() if found in ids)
-        assert self.waiting[key].pop(0) == found
-        self.left[found] = key
+        key = next(key for key, ids in self.waiting.items() if popped in ids)
+        assert self.waiting[key].pop(0) == popped
+        self.left[popped] = key
 
     @precondition(lambda self: self.left)
     @rule(data=st.data(), tokens=st.integers(0, 100))
@@ -73,10 +73,10 @@ class QueueMachine(RuleBasedStateMachine):
         first = self.queue.first()
         assert first == self.queue.first()
         if first is not None:
-            found = self.queue.pop()
-            assert found == first
-            key = next(key for key, ids in self.waiting.items() if found in ids)
-            assert self.waiting[key].pop(0) == found
+            popped = self.queue.pop()
+            assert popped == first
+            key = next(key for key, ids in self.waiting.items() if popped in ids)
+            assert self.waiting[key].pop(0) == popped
 
     @precondition(lambda self: any(self.waiting.values()))
     @rule(data=st.data())
@@ -142,12 +142,12 @@ def test_charged_tokens_follow_the_weights_at_any_time(data: st.DataObject, weig
     # One turn's quantum, the request that a key may be short of, and what was charged after the fact.
     bound = QUANTUM + 3 * most / lightest
     for _ in range(60):
-        found = queue.pop()
-        assert found is not None
-        key = key_of[found]
+        popped = queue.pop()
+        assert popped is not None
+        key = key_of[popped]
         emitted = data.draw(st.integers(0, most))
         queue.charge(key, emitted)
-        spent[key] += cost_of[found] + emitted
+        spent[key] += cost_of[popped] + emitted
         push(key)
         shares = [spent[key] / weight for key, weight in zip(keys, weights, strict=True)]
         assert max(shares) - min(shares) <= 2 * bound
@@ -168,9 +168,9 @@ def test_flows_of_short_requests_alternate_often() -> None:
         queue.push("light", 1000 + request_id, 32)
     keys = []
     for _ in range(120):
-        found = queue.pop()
-        assert found is not None
-        keys.append("heavy" if found < 1000 else "light")
+        popped = queue.pop()
+        assert popped is not None
+        keys.append("heavy" if popped < 1000 else "light")
         queue.charge(keys[-1], 16)
     for start in range(100):
         assert 3 <= keys[start : start + 20].count("light") <= 7
@@ -184,9 +184,9 @@ def test_emitted_tokens_count() -> None:
         queue.push("short", 1000 + request_id, 10)
     sent = {"long": 0, "short": 0}
     for _ in range(500):
-        found = queue.pop()
-        assert found is not None
-        key = "long" if found < 1000 else "short"
+        popped = queue.pop()
+        assert popped is not None
+        key = "long" if popped < 1000 else "short"
         sent[key] += 1
         queue.charge(key, 90 if key == "long" else 10)
     assert 4 <= sent["short"] / sent["long"] <= 6

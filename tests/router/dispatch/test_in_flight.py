@@ -24,9 +24,9 @@ ROOM = 8
 @settings(max_examples=300, deadline=None)
 def test_limits_are_max_min_fair(asked: dict[str, int], weights: dict[str, float], room: int) -> None:
     limits = fair_limits(asked, weights, room)
-    given = {name: min(number, limits.get(name, number)) for name, number in asked.items()}
+    shares = {name: min(number, limits.get(name, number)) for name, number in asked.items()}
     assert all(1 <= limit <= asked[name] for name, limit in limits.items())
-    assert sum(given.values()) <= max(room, 0) + len(asked)
+    assert sum(shares.values()) <= max(room, 0) + len(asked)
     if sum(asked.values()) <= room:
         assert not limits
     per_weight = {name: limits[name] / weights.get(name, 1.0) for name in limits}

@@ -105,7 +105,7 @@ async def test_requests_of_a_lost_shard_continue_elsewhere(tmp_path: Path) -> No
         lost = [generation for generation in made if generation.routing.shard_address == here.addresses[0]]
         assert 0 < len(lost) < 12
         await here.end(0)
-        assert [await each for each in reading] == [text_of(seed, 200) for seed in range(12)]
+        assert [await task for task in reading] == [text_of(seed, 200) for seed in range(12)]
         moved = [submit for submit in here.submits[1] if submit.num_emitted]
         assert len(moved) == len(lost)
         for submit in moved:
@@ -293,5 +293,5 @@ async def test_a_lost_finish_reason_is_derived_from_the_tokens(tmp_path: Path) -
         here.dispatcher.on_output(here.dispatcher.links[0], pb.StepOutput(outputs=outputs))
         shard.may_end.set()
         await here.end(0)
-        reasons = [[chunk.finish_reason async for chunk in each][-1] for each in (full, ended)]
+        reasons = [[chunk.finish_reason async for chunk in generation][-1] for generation in (full, ended)]
         assert reasons == [FinishReason.LENGTH, FinishReason.EOS_TOKEN]

@@ -72,8 +72,14 @@ async def test_a_first_router_has_no_shards_to_wait_for(tmp_path: Path) -> None:
 def made(kind: type[errors.RouterError]) -> errors.RouterError:
     """An error with any arguments."""
     parameters = list(inspect.signature(kind).parameters.values())
-    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return kind(*(1.0 if each.annotation is float else 1 if each.annotation is int else "x" for each in needed))
+    needed = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return kind(
+        *(1.0 if parameter.annotation is float else 1 if parameter.annotation is int else "x" for parameter in needed)
+    )
 
 
 def test_every_503_says_when_to_repeat() -> None:

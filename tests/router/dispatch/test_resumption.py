@@ -200,10 +200,10 @@ class ResumptionMachine(RuleBasedStateMachine):
                 self.lose(shard)
 
     def before_step(self, shard: Shard, ids: list[int]) -> None:
-        found = [submitted for wire_id in ids if (submitted := self.find(shard.link, wire_id)) is not None]
-        if any(submitted.fault == "crashes" for submitted in found):
+        running = [submitted for wire_id in ids if (submitted := self.find(shard.link, wire_id)) is not None]
+        if any(submitted.fault == "crashes" for submitted in running):
             raise Died
-        if any(submitted.fault == "fails" for submitted in found):
+        if any(submitted.fault == "fails" for submitted in running):
             self.count(shard, shard.begun)
             raise RuntimeError("a bad step")
 
@@ -230,7 +230,7 @@ class ResumptionMachine(RuleBasedStateMachine):
 
     def lose(self, shard: Shard, is_taken_out: bool = False) -> None:
         self.count(shard, {*shard.begun, *shard.reported})
-        was_ready = any(each.link.ready for each in self.shards)
+        was_ready = any(shard.link.ready for shard in self.shards)
         shard.end(is_taken_out=is_taken_out)
         if was_ready and not self.dispatcher.ready:
             self.none_since = self.fleet.clock.now
@@ -287,14 +287,17 @@ class ResumptionMachine(RuleBasedStateMachine):
         if not hasattr(self, "fleet"):
             return
         dispatcher = self.dispatcher
-        places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
-        assert {id(each) for each in places} == {id(submitted.generation) for submitted in self.living}
+        places = [
+            *dispatcher._queued.values(),
+            *(place for link in dispatcher.links for place in link.running.values()),
+        ]
+        assert {id(place) for place in places} == {id(submitted.generation) for submitted in self.living}
         assert len(places) == len(self.living) == dispatcher.num_active
         assert len(dispatcher.queue) == len(dispatcher._queued)
         for link in dispatcher.links:
             assert all(
-                (each.routing.shard_address, each.routing.wire_id) == (link.address, wire_id)
-                for wire_id, each in link.running.items()
+                (submitted.routing.shard_address, submitted.routing.wire_id) == (link.address, wire_id)
+                for wire_id, submitted in link.running.items()
             )
             assert link.num_by_affinity.total() == len(link.running)
             assert link.client.connected or not link.running

@@ -75,42 +75,42 @@ def test_retries_placements_batches_and_idle_time_have_one_name_each() -> None:
     metrics.routing_decisions.add(2, "overflow")
     metrics.device_idle_seconds.add(0.5)
     metrics.batch_left(4)
-    found = samples(metrics)
-    assert found["lorikeet_requests_retried_total"] == 3
-    assert found['lorikeet_routing_decisions_total{reason="overflow"}'] == 2
-    assert found["lorikeet_device_idle_seconds_total"] == 0.5
-    assert found['lorikeet_dispatch_batch_size_bucket{le="4"}'] == 1
+    values = samples(metrics)
+    assert values["lorikeet_requests_retried_total"] == 3
+    assert values['lorikeet_routing_decisions_total{reason="overflow"}'] == 2
+    assert values["lorikeet_device_idle_seconds_total"] == 0.5
+    assert values['lorikeet_dispatch_batch_size_bucket{le="4"}'] == 1
     former = ("requests_moved", "placements", "batch_sent", "step_gap")
-    assert not [name for name in found if name.startswith(tuple(f"lorikeet_{name}" for name in former))]
+    assert not [name for name in values if name.startswith(tuple(f"lorikeet_{name}" for name in former))]
 
 
 def test_names_are_lorax_s_own() -> None:
-    found = samples(filled())
-    names = {name.split("{")[0] for name in found}
+    values = samples(filled())
+    names = {name.split("{")[0] for name in values}
     assert names >= LORAX_COUNTERS
     assert names >= {f"{name}_{suffix}" for name in LORAX_HISTOGRAMS for suffix in ("bucket", "sum", "count")}
     assert names >= {f"{name}_{suffix}" for name in LORAX_SUMMARIES for suffix in ("sum", "count")}
     assert names >= LORAX_GAUGES
-    assert found['lorax_batch_inference_failure{method="prefill"}'] == 0
-    assert found['lorax_batch_concat{reason="backpressure"}'] == 1
-    assert found["lorax_request_count"] == 2
-    assert found['lorax_request_failure{err="validation"}'] == 1
-    assert found['lorax_batch_inference_count{method="prefill"}'] == 1
-    assert found["lorax_request_skipped_tokens_sum"] == 3
-    assert found["lorax_batch_current_size"] == 2
-    assert found["lorax_batch_current_max_tokens"] == 5 * 16
+    assert values['lorax_batch_inference_failure{method="prefill"}'] == 0
+    assert values['lorax_batch_concat{reason="backpressure"}'] == 1
+    assert values["lorax_request_count"] == 2
+    assert values['lorax_request_failure{err="validation"}'] == 1
+    assert values['lorax_batch_inference_count{method="prefill"}'] == 1
+    assert values["lorax_request_skipped_tokens_sum"] == 3
+    assert values["lorax_batch_current_size"] == 2
+    assert values["lorax_batch_current_max_tokens"] == 5 * 16
     assert not any(name.endswith("_total") and name.startswith("lorax") for name in names)
 
 
 def test_our_own_metrics() -> None:
-    found = samples(filled())
-    assert found["lorikeet_generated_tokens_total"] == 2
-    assert found["lorikeet_preemptions_total"] == 1
-    assert found["lorikeet_kv_pages_used"] == 5
-    assert found["lorikeet_kv_pages_cached"] == 7
-    assert found["lorikeet_kv_pages"] == 100
-    assert found["lorikeet_inter_token_latency_count"] == 4
-    assert found["lorikeet_inter_token_latency_sum"] == pytest.approx(0.05)
+    values = samples(filled())
+    assert values["lorikeet_generated_tokens_total"] == 2
+    assert values["lorikeet_preemptions_total"] == 1
+    assert values["lorikeet_kv_pages_used"] == 5
+    assert values["lorikeet_kv_pages_cached"] == 7
+    assert values["lorikeet_kv_pages"] == 100
+    assert values["lorikeet_inter_token_latency_count"] == 4
+    assert values["lorikeet_inter_token_latency_sum"] == pytest.approx(0.05)
 
 
 def test_the_text_form_can_be_parsed() -> None:
@@ -123,10 +123,10 @@ def test_the_text_form_can_be_parsed() -> None:
 
 
 def test_the_json_form_is_lorax_s() -> None:
-    found = json.loads(filled().lorax_json())
-    assert found["lorax_request_count"] == {"type": "counter", "data": [{"key": "", "value": 2.0}]}
-    assert found["lorax_request_failure"]["data"] == [{"key": 'lorax_request_failure{err="validation"}', "value": 1.0}]
-    duration = {entry["key"]: entry["value"] for entry in found["lorax_request_duration"]["data"]}
+    values = json.loads(filled().lorax_json())
+    assert values["lorax_request_count"] == {"type": "counter", "data": [{"key": "", "value": 2.0}]}
+    assert values["lorax_request_failure"]["data"] == [{"key": 'lorax_request_failure{err="validation"}', "value": 1.0}]
+    duration = {entry["key"]: entry["value"] for entry in values["lorax_request_duration"]["data"]}
     assert (duration["sum"], duration["count"]) == (0.25, 1.0)
 
 

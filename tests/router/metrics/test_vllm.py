@@ -50,9 +50,9 @@ async def families(server: Serving) -> dict[str, Metric]:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def value(found: dict[str, Metric], name: str, **labels: str) -> float:
-    samples = [each for family in found.values() for each in family.samples if each.name == f"vllm:{name}"]
-    [sample] = [each for each in samples if labels.items() <= each.labels.items()]
+def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
+    samples = [sample for family in metrics.values() for sample in family.samples if sample.name == f"vllm:{name}"]
+    [sample] = [sample for sample in samples if labels.items() <= sample.labels.items()]
     return float(sample.value)
 
 
@@ -61,19 +61,19 @@ async def test_names_types_and_labels_are_vllm_s(tmp_path: Path, anyio_backend: 
         server.says("abcd")
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}
         assert (await server.client.post("/generate", json=body)).status_code == 200
-        found = await families(server)
-        assert {name: found[f"vllm:{name}"].type for name in TYPES} == TYPES
+        metrics = await families(server)
+        assert {name: metrics[f"vllm:{name}"].type for name in TYPES} == TYPES
         for name in TYPES.keys() - {"cache_config_info", "lora_requests_info"}:
-            for sample in found[f"vllm:{name}"].samples:
+            for sample in metrics[f"vllm:{name}"].samples:
                 assert sample.labels.keys() >= COMMON
                 assert (sample.labels["model_name"], sample.labels["engine"]) == (MODEL_ID, "0")
-        assert value(found, "generation_tokens_total") == 4
-        assert value(found, "request_success_total", finished_reason="length") == 1
+        assert value(metrics, "generation_tokens_total") == 4
+        assert value(metrics, "request_success_total", finished_reason="length") == 1
         for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_generation_tokens"):
-            assert value(found, f"{name}_count") == 1
-        assert value(found, "inter_token_latency_seconds_count") == 3
-        assert value(found, "cache_config_info", block_size="16", num_gpu_blocks="4096") == 1
-        assert "lorax_request_count" in found  # LoRAX's names stay
+            assert value(metrics, f"{name}_count") == 1
+        assert value(metrics, "inter_token_latency_seconds_count") == 3
+        assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="4096") == 1
+        assert "lorax_request_count" in metrics  # LoRAX's names stay
 
 
 async def test_the_way_a_request_ends_is_counted(tmp_path: Path, anyio_backend: str) -> None:
@@ -86,12 +86,12 @@ async def test_the_way_a_request_ends_is_counted(tmp_path: Path, anyio_backend: 
         async with server.client.stream("POST", "/generate_stream", json={"inputs": "Hello"}) as response:
             await anext(response.aiter_lines())
         await server.idle()
-        found = await families(server)
+        metrics = await families(server)
         reasons = {
-            reason: value(found, "request_success_total", finished_reason=reason) for reason in ("stop", "error")
+            reason: value(metrics, "request_success_total", finished_reason=reason) for reason in ("stop", "error")
         }
         assert reasons == {"stop": 1, "error": 1}
-        assert value(found, "request_success_total", finished_reason="abort") == 1
+        assert value(metrics, "request_success_total", finished_reason="abort") == 1
 
 
 async def test_adapters_with_requests_are_listed(tmp_path: Path, anyio_backend: str) -> None:

@@ -30,9 +30,9 @@ Pause = tuple[asyncio.Semaphore, asyncio.Event]
 
 
 def template() -> dict[str, Any]:
-    found = format_of(HERMES)
-    assert found is not None
-    return found.template
+    tool_format = format_of(HERMES)
+    assert tool_format is not None
+    return tool_format.template
 
 
 def output(number: int) -> str:

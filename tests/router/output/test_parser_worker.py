@@ -31,9 +31,9 @@ HARMONY = "<|channel|> <|message|> to=functions."
 
 
 def format_named(source: str) -> ResponseTemplate:
-    found = format_of(source)
-    assert found is not None
-    return found
+    tool_format = format_of(source)
+    assert tool_format is not None
+    return tool_format
 
 
 def parse(source: str, text: str, size: int = 0, prompt: str = "") -> list[list[str]]:
@@ -132,7 +132,7 @@ CASES: list[tuple[str, str, str, list[list[str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "text", "expected"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
+@pytest.mark.parametrize(("source", "text", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_an_output_is_parsed_alike_in_any_parts(source: str, text: str, expected: list[list[str]]) -> None:
     for size in (0, 1, 2, 3, 7):
         assert parse(source, text, size) == expected, size

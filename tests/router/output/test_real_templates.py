@@ -87,16 +87,16 @@ def source(path: str) -> str:
 def own_templates() -> dict[str, Any]:
     """Assignments of dictionaries in a module, which is not executed."""
     tree = ast.parse(source("trl/chat_template_utils.py"))
-    found: dict[str, Any] = {}
+    templates: dict[str, Any] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
-        kinds = {type(each) for each in ast.walk(node.value)}
+        kinds = {type(node_type) for node_type in ast.walk(node.value)}
         if kinds <= {ast.Dict, ast.List, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.Add}:
             code = compile(ast.Expression(node.value), "templates", "eval")
             with contextlib.suppress(NameError):
-                found[node.targets[0].id] = eval(code, {"__builtins__": {}}, found)  # noqa: S307 - no calls
-    return found
+                templates[node.targets[0].id] = eval(code, {"__builtins__": {}}, templates)  # noqa: S307 - no calls
+    return templates
 
 
 def rendered(template: ChatTemplate, messages: list[dict[str, Any]], *, prompts: bool = True) -> str:

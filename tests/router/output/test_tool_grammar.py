@@ -127,9 +127,9 @@ def wanted(*tools: dict[str, Any], **more: Any) -> ToolFields:
 
 
 def form_of(family: str) -> ResponseTemplate:
-    found = format_of(FAMILIES[family])
-    assert found is not None
-    return found
+    tool_format = format_of(FAMILIES[family])
+    assert tool_format is not None
+    return tool_format
 
 
 def grammar_of(outputs: Outputs, family: str, tools: ToolFields, content: GrammarFields | None = None) -> GrammarFields:

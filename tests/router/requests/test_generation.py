@@ -196,7 +196,7 @@ def test_a_stop_token_ends_the_text(tokenizer: Tokenizer, include: bool, text: s
     fed = Fed(tokenizer, stop_token_ids=(last[-1],), include_stop_token=include)
     fed.feed([*ids, *last], finish_reason=pb.FINISH_EOS)
     chunk = fed.chunk()
-    shown = text if include else "the fox" + "".join(tokenizer.token_text(each) for each in last[:-1])
+    shown = text if include else "the fox" + "".join(tokenizer.token_text(token_id) for token_id in last[:-1])
     assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == (shown, FinishReason.STOP_SEQUENCE, last[-1])
     assert [token.hidden for token in chunk.tokens][-1] is not include
 
@@ -366,7 +366,7 @@ def test_a_stop_string_matches_a_hidden_token_and_its_letters(
     """The token's text is not part of the output, and that of the letters is."""
     fed = Fed(tokenizer, stop_strings=("fox<|turn|>",), include_stop=include_stop)
     turn = tokenizer.vocabulary.backend.token_to_id("<|turn|>")
-    letters = [each for letter in "<|turn|>" for each in fed.ids(letter)]
+    letters = [token_id for letter in "<|turn|>" for token_id in fed.ids(letter)]
     assert turn not in letters
     fed.feed([turn, *fed.ids("the fo"), turn, *fed.ids(" fox"), *(letters if is_spelled else [turn]), *fed.ids("dog")])
     chunk = fed.chunk()

@@ -25,7 +25,7 @@ def step(draw: random.Random, backend_ids: list[int]) -> tuple[list[int], list[i
     source = draw.choice(DRAFTS)
     own = pb.SOURCE_TARGET if not drafted else pb.SOURCE_BONUS if accepted == drafted else pb.SOURCE_RESAMPLE
     tokens = [draw.choice(backend_ids) for _ in range(accepted + 1)]
-    return tokens, [source] * accepted + [own], [drafted * (source == each) for each in DRAFTS]
+    return tokens, [source] * accepted + [own], [drafted * (source == draft_source) for draft_source in DRAFTS]
 
 
 def message(steps: list[tuple[list[int], list[int], list[int]]]) -> pb.RequestOutput:

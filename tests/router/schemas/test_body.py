@@ -28,7 +28,7 @@ BODIES = {
 def memory_of(value: Any) -> int:
     size = sys.getsizeof(value)
     if isinstance(value, dict):
-        return size + sum(sys.getsizeof(name) + memory_of(each) for name, each in value.items())
+        return size + sum(sys.getsizeof(name) + memory_of(field) for name, field in value.items())
     return size + sum(map(memory_of, value)) if isinstance(value, list) else size
 
 

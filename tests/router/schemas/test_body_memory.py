@@ -42,8 +42,8 @@ async def test_small_bodies_have_room_of_their_own() -> None:
     with pytest.raises(BodyMemoryFull):
         await memory.body("e").resize(1 * MIB)
     small = [memory.body("f") for _ in range(100)]
-    for each in small:
-        await each.resize(SMALL_BYTES)
+    for reservation in small:
+        await reservation.resize(SMALL_BYTES)
 
 
 async def test_a_body_waits_until_there_is_room() -> None:
@@ -51,7 +51,9 @@ async def test_a_body_waits_until_there_is_room() -> None:
     first = memory.body("a")
     await first.resize(14 * MIB)
     large, short = memory.body("a"), memory.body("a")
-    waiting = [asyncio.create_task(each.resize(size)) for each, size in ((large, 12 * MIB), (short, 4 * MIB))]
+    waiting = [
+        asyncio.create_task(reservation.resize(size)) for reservation, size in ((large, 12 * MIB), (short, 4 * MIB))
+    ]
     await asyncio.sleep(0)
     assert memory.num_waiting == 2
     first.shrink(9 * MIB)

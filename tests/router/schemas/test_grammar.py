@@ -79,8 +79,8 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("body", "expected"), READ, ids=range(len(READ)))
 def test_a_grammar_is_read(body: dict[str, Any], expected: tuple[str, Any] | None) -> None:
-    found = StructuredGroup.read(body).grammar_fields()
-    assert (None if found is None else (found.kind, found.value)) == expected
+    fields = StructuredGroup.read(body).grammar_fields()
+    assert (None if fields is None else (fields.kind, fields.value)) == expected
 
 
 @pytest.mark.parametrize(("body", "words"), REJECTED, ids=range(len(REJECTED)))

@@ -216,8 +216,11 @@ class ShardMessagesMachine(RuleBasedStateMachine):
             if reader.done():
                 reader.result()
         living = {made.routing.number for made in self.all if not made.is_over}
-        places = [*dispatcher._queued.values(), *(each for link in dispatcher.links for each in link.running.values())]
-        assert sorted(each.routing.number for each in places) == sorted(living)
+        places = [
+            *dispatcher._queued.values(),
+            *(place for link in dispatcher.links for place in link.running.values()),
+        ]
+        assert sorted(place.routing.number for place in places) == sorted(living)
         assert self.ends == {made.routing.number: 1 for made in self.all if made.routing.number not in living}
         for link in dispatcher.links:
             assert link.num_by_affinity.total() == len(link.running)

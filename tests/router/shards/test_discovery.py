@@ -75,8 +75,8 @@ async def test_an_only_shard_may_return_with_another_model(tmp_path: Path) -> No
         other, _, other_steps = await simulated_shard.start(addresses[1], SimulatedModel(vocab_size=99))
         await asyncio.sleep(1.0)
         assert [link.ready for link in dispatcher.links] == [True, False]
-        for each in (steps, other_steps):
-            each.cancel()
+        for service in (steps, other_steps):
+            service.cancel()
         await asyncio.gather(server.stop(0), other.stop(0))
         await until(lambda: not dispatcher.ready)
     await dispatcher.stop()
@@ -110,12 +110,12 @@ def info(**values: object) -> pb.ShardInfo:
 
 async def test_adjacent_versions_are_compatible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.shards.members.version", lambda: "1.4.2")
-    found = {
+    addresses = {
         text: incompatibility(info(version=text), None)
         for text in ("1.4.9", "1.3.0", "1.5.0", "1.2.9", "1.6", "2.4.2", "x")
     }
-    assert [text for text, reason in found.items() if reason] == ["1.2.9", "1.6", "2.4.2", "x"]
-    assert found["2.4.2"] == "the shard's version 2.4.2 and this router's, 1.4.2, don't fit together"
+    assert [text for text, reason in addresses.items() if reason] == ["1.2.9", "1.6", "2.4.2", "x"]
+    assert addresses["2.4.2"] == "the shard's version 2.4.2 and this router's, 1.4.2, don't fit together"
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ class Replicas:
     @property
     def where(self) -> dict[str, Counter[int]]:
         """By adapter: how many of its requests each shard got."""
-        found: dict[str, Counter[int]] = defaultdict(Counter)
+        counters: dict[str, Counter[int]] = defaultdict(Counter)
         for index, shard in enumerate(self.shards):
             for submit in shard.submits:
-                found[submit.adapter.id][index] += 1
-        return found
+                counters[submit.adapter.id][index] += 1
+        return counters
 
 
 async def whole(generation: Generation) -> None:
@@ -227,12 +227,12 @@ async def test_pins_go_to_the_adapter_s_own_shard_and_unload_to_all(tmp_path: Pa
         content = await admission.content(adapter)
         admission.pin(content.digest, adapter)
         await here.shards[0].until(lambda: any(shard.commands for shard in here.shards))
-        pinned = [index for index, shard in enumerate(here.shards) if any(each.pins for each in shard.commands)]
+        pinned = [index for index, shard in enumerate(here.shards) if any(command.pins for command in shard.commands)]
         await here.run("a")
         assert [*here.where["a"]] == pinned
         task = asyncio.create_task(admission.unload(content.digest))
         await here.shards[0].until(
-            lambda: all(any(each.unload_digests for each in shard.commands) for shard in here.shards)
+            lambda: all(any(command.unload_digests for command in shard.commands) for shard in here.shards)
         )
         for shard in here.shards:
             assert not task.done()
@@ -262,10 +262,10 @@ async def test_a_shard_that_was_replaced_loads_the_most_used_adapters_one_by_one
         def loaded() -> list[str]:
             return [pin.id for command in shard.commands for pin in command.prefetches]
 
-        for wanted in (["b"], ["b", "c"], ["b", "c", "a"]):
-            await shard.until(lambda wanted=wanted: loaded() == wanted)  # type: ignore[misc]
+        for names in (["b"], ["b", "c"], ["b", "c", "a"]):
+            await shard.until(lambda names=names: loaded() == names)  # type: ignore[misc]
             await asyncio.sleep(0.05)
-            assert loaded() == wanted
+            assert loaded() == names
             digest = [pin.digest for command in shard.commands for pin in command.prefetches][-1]
             shard.tell(pb.AdapterState(digest=digest, residency=pb.AdapterState.RESIDENT))
 

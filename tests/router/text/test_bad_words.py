@@ -13,13 +13,13 @@ WORDS = ["the", " fox", "jumps over", "größe", "🦊", "the fox", "x", "the"]
 
 def expected(backend: tokenizers.Tokenizer, words: list[str]) -> set[tuple[int, ...]]:
     """vLLM's loop (`SamplingParams.update_from_tokenizer`)."""
-    found: list[list[int]] = []
+    id_lists: list[list[int]] = []
     for word in words:
         for add_prefix_space in (False, True):
             ids = backend.encode((" " if add_prefix_space else "") + word.lstrip(), add_special_tokens=False).ids
-            if not add_prefix_space or (ids[0] != found[-1][0] and len(ids) == len(found[-1])):
-                found.append(ids)
-    return set(map(tuple, found))
+            if not add_prefix_space or (ids[0] != id_lists[-1][0] and len(ids) == len(id_lists[-1])):
+                id_lists.append(ids)
+    return set(map(tuple, id_lists))
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])

@@ -32,11 +32,13 @@ def truncating(backend: tokenizers.Tokenizer, most: int, side: str) -> tokenizer
 def test_texts_and_pairs_are_cut_as_by_the_library(backend: tokenizers.Tokenizer, most: int, side: str) -> None:
     texts = [*TEXTS, *((first, second) for first in TEXTS for second in TEXTS)]
     reference = truncating(backend, most, side)
-    found = encode_group(backend, texts, Cut(most, side, has_types=True))
-    for text, each in zip(texts, found, strict=True):
+    encodings = encode_group(backend, texts, Cut(most, side, has_types=True))
+    for text, encoding in zip(texts, encodings, strict=True):
         want = reference.encode(*(text if isinstance(text, tuple) else (text,)))
-        assert each.ids == want.ids
-        types = [int(bool(each.second_text) and index >= each.second_text) for index in range(len(each.ids))]
+        assert encoding.ids == want.ids
+        types = [
+            int(bool(encoding.second_text) and index >= encoding.second_text) for index in range(len(encoding.ids))
+        ]
         assert types == want.type_ids
 
 

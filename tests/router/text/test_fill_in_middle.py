@@ -21,7 +21,7 @@ def test_the_order_is_the_family_s(tokens: list[str], prompt: str) -> None:
     backend.add_special_tokens(tokens[:-1])
     assert FillInMiddle.find(backend) is None
     backend.add_special_tokens(tokens)
-    found = FillInMiddle.find(backend)
-    assert found is not None
-    assert found.prompt("a", "b") == prompt
-    assert found.prompt("{x}", "{prefix}").count("{prefix}") == 1
+    fim = FillInMiddle.find(backend)
+    assert fim is not None
+    assert fim.prompt("a", "b") == prompt
+    assert fim.prompt("{x}", "{prefix}").count("{prefix}") == 1

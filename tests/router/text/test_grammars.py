@@ -180,9 +180,9 @@ async def test_requests_of_a_caller_share_the_check_of_one_grammar(monkeypatch: 
         asked = [asyncio.create_task(grammars.serialize("regex", "a+", "guided_regex", "someone")) for _ in range(20)]
         await until(lambda: bool(grammars._running))
         asked[0].cancel()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(found[0], asyncio.CancelledError)
-        assert len({str(each) for each in found[1:]}) == 1 and "a+" in str(found[1])
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert len({str(error) for error in results[1:]}) == 1 and "a+" in str(results[1])
         assert not grammars._running and not grammars._slow
 
 

@@ -34,12 +34,12 @@ def accepted(tokenizer: LLTokenizer, backend: Tokenizer, schema: Any, texts: lis
     answer = check(tokenizer, "json_schema", schema)
     assert "grammar" in answer, answer
     start = LLMatcher(tokenizer, answer["grammar"], limits=GRAMMAR_LIMITS, log_level=0)
-    found = []
+    accepted_texts = []
     for text in texts:
         matcher, ids = start.deep_copy(), backend.encode(text, add_special_tokens=False).ids
         if matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting():
-            found.append(text)
-    return found
+            accepted_texts.append(text)
+    return accepted_texts
 
 
 CASES: list[tuple[Any, list[str], list[str]]] = [
@@ -143,6 +143,6 @@ def test_the_pattern_of_a_decimal(
     """Every answer matches. pydantic's alternative without a point lacks its end, which is not used here."""
     pattern = decimal_pattern(digits, places)
     texts = ["".join(letters) for length in range(5) for letters in itertools.product("+019.-", repeat=length)]
-    found = accepted(tokenizer, backend, {"type": "string", "pattern": pattern}, [json.dumps(each) for each in texts])
+    matches = accepted(tokenizer, backend, {"type": "string", "pattern": pattern}, [json.dumps(each) for each in texts])
     ended = pattern.replace("}|", "}$|")
-    assert [json.loads(each) for each in found] == [each for each in texts if re.search(ended, each)]
+    assert [json.loads(matched) for matched in matches] == [matched for matched in texts if re.search(ended, matched)]

@@ -120,9 +120,9 @@ def test_only_the_end_is_tokenized(name: str, monkeypatch: pytest.MonkeyPatch) -
     whole = tokenizer.ids(text, True)
     original = tokenizer.ids
 
-    def counted(given: str, add_special_tokens: bool) -> list[int]:
-        lengths.append(len(given))
-        return original(given, add_special_tokens)
+    def counted(text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return original(text, add_special_tokens)
 
     monkeypatch.setattr(tokenizer, "ids", counted)
     assert asyncio.run(tokenizer.encode_tail(text, 100)) == whole[-100:]

@@ -53,10 +53,10 @@ def test_eos_ids_of_the_generation_configuration_and_the_tokenizer(tmp_path: Pat
 def test_offsets_count_characters(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
     text = "größe 日本 fox"
-    found = asyncio.run(tokenizer.pool.run(lambda: tokenizer.offsets(text, True), "", 1))
-    assert [token_id for token_id, *_ in found] == ids(tokenizer, text)
-    assert found[0][1:] == ("größe", 0, 5)
-    assert found[-1][3] == len(text)
+    offsets = asyncio.run(tokenizer.pool.run(lambda: tokenizer.offsets(text, True), "", 1))
+    assert [token_id for token_id, *_ in offsets] == ids(tokenizer, text)
+    assert offsets[0][1:] == ("größe", 0, 5)
+    assert offsets[-1][3] == len(text)
 
 
 def test_declared_tokens_are_added(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ async def templates(anyio_backend: str, monkeypatch: pytest.MonkeyPatch) -> Asyn
     monkeypatch.setattr(untrusted_templates, "SECONDS", 0.6)
     monkeypatch.setattr(untrusted_templates, "SLOW_S", 0.4)
     monkeypatch.setattr(untrusted_templates, "BUDGET_S", 1.2)
-    found = UntrustedTemplates()
-    yield found
-    await found.close()
+    templates = UntrustedTemplates()
+    yield templates
+    await templates.close()
 
 
 async def render(templates: UntrustedTemplates, source: str, who: str) -> str:
@@ -55,9 +55,9 @@ async def test_looping_templates_delay_only_their_own_kind(templates: UntrustedT
     assert await render(templates, "new {{ messages[0].content }}", "neighbour|other") == "new Hi"
     assert time.monotonic() - start < 4
     results = await asyncio.gather(*flood, return_exceptions=True)
-    assert all(isinstance(each, ChatTemplateError) for each in results)
-    assert sum("took longer" in str(each) for each in results) <= 3
-    assert sum("try again in" in str(each) for each in results) >= 17
+    assert all(isinstance(result, ChatTemplateError) for result in results)
+    assert sum("took longer" in str(result) for result in results) <= 3
+    assert sum("try again in" in str(result) for result in results) >= 17
     assert time.monotonic() - start < 8
 
 
@@ -106,7 +106,7 @@ exec "$@"
             with pytest.raises(RuntimeError, match="did not start"):
                 await render(templates, "{{ messages[0].content }}", "a")
         assert await render(templates, "{{ messages[0].content }}", "a") == "Hi"
-    assert [each["event"] for each in logs] == ["template_process_not_started"] * ends
+    assert [entry["event"] for entry in logs] == ["template_process_not_started"] * ends
 
 
 async def test_a_caller_that_leaves_does_not_end_the_process(templates: UntrustedTemplates) -> None:

@@ -65,23 +65,23 @@ async def test_a_line_for_every_route(logged: tuple[Serving, Path]) -> None:
         assert response.status_code == 200, response.text
     await server.client.post("/tokenize", json={"inputs": "Hi"})
     await server.client.get("/startup")
-    found = await lines(server, path, len(sent))
-    assert [line["route"] for line in found] == [route for route, _ in sent]
-    assert [line["request_id"] for line in found] == [f"request-{number}" for number in range(len(sent))]
-    assert {line["key"] for line in found} == {"team-a"}
-    assert {line["model"] for line in found} == {MODEL_ID}
-    assert {line["status"] for line in found} == {200}
-    assert {line["error"] for line in found} == {None}
-    assert [line["sequences"] for line in found] == [1, 1, 2, 1, 4, 3, 1, 1]
+    records = await lines(server, path, len(sent))
+    assert [line["route"] for line in records] == [route for route, _ in sent]
+    assert [line["request_id"] for line in records] == [f"request-{number}" for number in range(len(sent))]
+    assert {line["key"] for line in records} == {"team-a"}
+    assert {line["model"] for line in records} == {MODEL_ID}
+    assert {line["status"] for line in records} == {200}
+    assert {line["error"] for line in records} == {None}
+    assert [line["sequences"] for line in records] == [1, 1, 2, 1, 4, 3, 1, 1]
     chat = len(server.ids("[user]Hi[assistant]"))
-    assert [line["prompt_tokens"] for line in found] == [2, 2, 2, 2, 6, 2, chat, chat]
-    assert [line["generated_tokens"] for line in found] == [3, 3, 6, 3, 12, 9, 3, 3]
-    for line in found:
+    assert [line["prompt_tokens"] for line in records] == [2, 2, 2, 2, 6, 2, chat, chat]
+    assert [line["generated_tokens"] for line in records] == [3, 3, 6, 3, 12, 9, 3, 3]
+    for line in records:
         assert line["finish_reasons"] == ["length"] * line["sequences"]
         assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["total_seconds"] < 60
         assert line["input"] is None and line["output"] is None
-    assert [line["adapter"] for line in found] == [None, "mine", *[None] * 6]
-    assert found[1]["adapter_digest"] and found[0]["adapter_digest"] is None
+    assert [line["adapter"] for line in records] == [None, "mine", *[None] * 6]
+    assert records[1]["adapter_digest"] and records[0]["adapter_digest"] is None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -100,15 +100,15 @@ async def test_requests_that_fail(logged: tuple[Serving, Path]) -> None:
     ]
     for route, body in sent:
         await server.client.post(route, content=body, headers=headers)
-    found = await lines(server, path, len(sent))
+    records = await lines(server, path, len(sent))
     errors = ["bad_request", "validation", "validation", "download_adapter", *["generation"] * 3]
-    assert [line["error"] for line in found] == errors
-    assert [line["status"] for line in found] == [400, 422, 200, 404, 424, 200, 200]
-    assert {line["key"] for line in found} == {"team-a"}
-    assert {line["adapter"] for line in found} == {None}
-    for line in found[:4]:
+    assert [line["error"] for line in records] == errors
+    assert [line["status"] for line in records] == [400, 422, 200, 404, 424, 200, 200]
+    assert {line["key"] for line in records} == {"team-a"}
+    assert {line["adapter"] for line in records} == {None}
+    for line in records[:4]:
         assert (line["sequences"], line["prompt_tokens"], line["queue_seconds"]) == (0, 0, None)
-    for line in found[4:]:
+    for line in records[4:]:
         assert (line["sequences"], line["generated_tokens"], line["finish_reasons"]) == (1, 3, [None])
 
 
@@ -171,11 +171,13 @@ async def test_texts_are_recorded_with_log_texts(tmp_path: Path, anyio_backend: 
         ]
         for route, body in sent:
             assert (await server.client.post(route, json=body)).status_code == 200
-        found = await lines(server, path, len(sent))
-        assert [line["input"] for line in found] == ["Hi", "Hi", "Hiho", ["Hi", "Ho"], "[user]Hi[assistant]"]
-        assert [line["output"] for line in found] == ["abcd", "abcd", "ab", ["ab"] * 4, "ab"]
+        records = await lines(server, path, len(sent))
+        assert [line["input"] for line in records] == ["Hi", "Hi", "Hiho", ["Hi", "Ho"], "[user]Hi[assistant]"]
+        assert [line["output"] for line in records] == ["abcd", "abcd", "ab", ["ab"] * 4, "ab"]
         await server.shard.until(lambda: len(receiver.events) == len(sent))
-        assert sorted(str(event["input"]) for event in receiver.events) == sorted(str(line["input"]) for line in found)
+        assert sorted(str(event["input"]) for event in receiver.events) == sorted(
+            str(line["input"]) for line in records
+        )
 
 
 async def test_lorax_s_event_without_token_and_texts(tmp_path: Path, anyio_backend: str, receiver: Receiver) -> None:

@@ -51,11 +51,11 @@ class Adapters(Bench):
     """Adapters whose deltas leave float16 in its range."""
 
     def weights(self, slot: int, target: LoraTarget) -> SlotWeights | None:
-        found = super().weights(slot, target)
-        if found is None:
+        actual = super().weights(slot, target)
+        if actual is None:
             return None
-        b, bias = (None if tensor is None else SMALL * tensor for tensor in (found.b, found.bias))
-        return replace(found, b=b, bias=bias)
+        b, bias = (None if tensor is None else SMALL * tensor for tensor in (actual.b, actual.bias))
+        return replace(actual, b=b, bias=bias)
 
 
 def with_adapters() -> tuple[Model, Bench]:
@@ -84,15 +84,15 @@ def test_one_graph_holds_any_mix_of_adapters_and_ranks() -> None:
     (plain, bench), (graphed, later) = with_adapters(), with_adapters()
     recorder, padding = CountingRecorder(), Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES, has_adapters=True)
     padding.row_counts = [MOST_ROWS]
-    graphed.capture(padding, recorder, [each for each in padding.all() if not each.num_drafts])
-    for each in (bench, later):  # came after the graph was captured
-        each.generator.manual_seed(7)
-        each.load(LARGEST)
+    graphed.capture(padding, recorder, [entry for entry in padding.all() if not entry.num_drafts])
+    for entry in (bench, later):  # came after the graph was captured
+        entry.generator.manual_seed(7)
+        entry.load(LARGEST)
     mixes = [MIXES["distinct"], MIXES["zipf"], MIXES["none"], [LARGEST, 1, 2, -1, LARGEST, 0, 3, 8, -1]]
     bare = step(plain, [-1] * 9, COUNTS)
     for slots in mixes:
-        expected, found = (step(model, slots, COUNTS) for model in (plain, graphed))
-        assert worst_share(found, expected) <= CLOSE
+        expected, actual = (step(model, slots, COUNTS) for model in (plain, graphed))
+        assert worst_share(actual, expected) <= CLOSE
         differs = (expected - bare).abs().amax(1) > 4 * CLOSE * float(expected.abs().max())
         assert bool(differs.any()) == any(slot not in (-1, NONE_OF_IT) for slot in slots)
     assert recorder.num_replayed == len(mixes)
@@ -118,19 +118,19 @@ def test_one_graph_holds_any_mix_of_heads() -> None:
         model.allocate_adapters(4)
         model.enable_device_kernels(4, max_rows=8, max_drafts=16)
         model.allocate_kv(NUM_PAGES + 1)
-    graphed.capture(padding, recorder, [each for each in padding.all() if each.num_drafts])
+    graphed.capture(padding, recorder, [entry for entry in padding.all() if entry.num_drafts])
     for model in (plain, graphed):
         put_heads(model, 1, HeadsShape(3, 1, 32, 0))
         put_heads(model, 2, HeadsShape(2, 2, 32, VOCAB))
     segments = [Segment(0, 2, range(4)), Segment(0, 1, range(4, 8))]
     ids, rows = torch.tensor([3, 5, 8], device=DEVICE), torch.arange(3, device=DEVICE)
     for heads in ([HeadsRow(0, 1, 3), HeadsRow(1, 1, 3)], [HeadsRow(2, 2, 2), HeadsRow(0, 1, 1)], [HeadsRow(1, 2, 1)]):
-        found = []
+        actual = []
         for model in (plain, graphed):
             model.inputs.fill(segments, ids, rows, [0, 1, 2], heads)
-            found.append(model.forward().clone())
-        assert found[0].shape == found[1].shape == (3 + sum(each.num_drafts for each in heads), VOCAB)
-        assert worst_share(found[1], found[0]) <= CLOSE
+            actual.append(model.forward().clone())
+        assert actual[0].shape == actual[1].shape == (3 + sum(entry.num_drafts for entry in heads), VOCAB)
+        assert worst_share(actual[1], actual[0]) <= CLOSE
     assert recorder.num_replayed == 3
 
 
@@ -146,7 +146,7 @@ SAMPLING = (
 
 @pytest.mark.parametrize(("lag", "drafts_on_device"), [(0, False), (1, True)])
 def test_a_graph_samples_what_the_same_kernels_sample_outside(lag: int, drafts_on_device: bool) -> None:
-    found = []
+    actual = []
     for samples_in_graph in (True, False):
         model, recorder = model_with(num_layers=1, device=DEVICE), CountingRecorder()
         rig = Rig(
@@ -166,5 +166,5 @@ def test_a_graph_samples_what_the_same_kernels_sample_outside(lag: int, drafts_o
             )  # fmt: skip
             rig.step()
         outputs = rig.run(make_request(8, [3, 5], 2, sampling=SAMPLING[5]))
-        found.append([(each.token_ids, repr(each.logprobs)) for _, each in sorted(outputs.items())])
-    assert found[0] == found[1]
+        actual.append([(entry.token_ids, repr(entry.logprobs)) for _, entry in sorted(outputs.items())])
+    assert actual[0] == actual[1]

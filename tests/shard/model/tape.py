@@ -35,11 +35,11 @@ class Tape(TorchDispatchMode):
         """Run everything again."""
         with torch.inference_mode():
             for func, args, kwargs, outputs in self.kept:
-                given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs))
+                inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs))
                          if isinstance(leaf, torch.Tensor)}  # fmt: skip
-                found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-                for output, again in zip(outputs, found, strict=True):
-                    if output.untyped_storage().data_ptr() not in given:  # neither a view nor in place
+                tensors = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+                for output, again in zip(outputs, tensors, strict=True):
+                    if output.untyped_storage().data_ptr() not in inputs:  # neither a view nor in place
                         output.copy_(again)
 
 

@@ -79,7 +79,7 @@ def assert_on_device(name: str, is_fused: bool) -> None:
     from tests.cuda.decode_step import without_values
     from tests.cuda.launches import recorded
 
-    with without_values(), recorded() as found, pytest.MonkeyPatch.context() as patch:
+    with without_values(), recorded() as record, pytest.MonkeyPatch.context() as patch:
         if name == "gpt_oss":  # its MLP gives scores of experts too, so that comparing values excludes its layers
             patch.setattr(layer, "_agrees", lambda *_: False)
         model = fused_model_of(name)
@@ -87,7 +87,7 @@ def assert_on_device(name: str, is_fused: bool) -> None:
         assert model._kernels is not None and model.heads.kernels is not None
         with model._kernels.assumed_changed(0), model.heads.kernels.assumed_outputs():
             check(model, ROWS, 0, heads)
-    kernels = {launch.kernel for launch in found.launches}
+    kernels = {launch.kernel for launch in record.launches}
     assert kernels >= {"attend", "shrink", "expand"} | ({"head_block", "head_logits"} if heads else set())
 
 
@@ -101,16 +101,16 @@ def test_a_captured_step_of_rounded_weights_stays_on_the_device(bits: int, monke
     monkeypatch.setattr(gpu, "has_triton", lambda device: True)
     with without_values(), recorded():
         model = fused_model_of("llama", bits)
-    with without_values(), recorded() as found:
+    with without_values(), recorded() as record:
         check(model, ROWS, -1, [])
-    products = Counter(dict(each.constants)["BITS"] for each in found.launches if each.kernel == "multiply_integers")
+    products = Counter(dict(call.constants)["BITS"] for call in record.launches if call.kernel == "multiply_integers")
     num_layers = model.network.config.num_hidden_layers
     # q, k and v in one product, out, gate and up in one, down; the output head is in 8 bits
     assert products == ({4: 4 * num_layers, 8: 1} if bits == 4 else {8: 4 * num_layers + 1})
-    with without_values(), recorded() as found:
+    with without_values(), recorded() as record:
         check(model, MANY_ROWS, -1, [], num_rows=MANY_ROWS)
-    assert not any(launch.kernel == "multiply_integers" for launch in found.launches)
-    assert {"attend", "rotate_heads", "norm_rows", "gate_rows"} <= {launch.kernel for launch in found.launches}
+    assert not any(launch.kernel == "multiply_integers" for launch in record.launches)
+    assert {"attend", "rotate_heads", "norm_rows", "gate_rows"} <= {launch.kernel for launch in record.launches}
 
 
 def fused_model_of(name: str, bits: int = 0) -> Model:

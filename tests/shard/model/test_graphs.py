@@ -100,7 +100,7 @@ class Texts:
         self._model = model
         self._computed: dict[int, int] = {}
 
-    def step(self, counts: dict[int, int], wanted: Sequence[int] | None = None) -> torch.Tensor:
+    def step(self, counts: dict[int, int], logits_rows: Sequence[int] | None = None) -> torch.Tensor:
         """Compute so many more tokens of each request. wanted: rows, None is all. Returns their logits."""
         segments, ids = [], []
         for request, count in counts.items():
@@ -109,22 +109,22 @@ class Texts:
             pages = range(request * 8, request * 8 + 8)
             segments.append(Segment(start, count, pages))
             ids += [(31 * request + 7 * place) % VOCAB for place in range(start, start + count)]
-        rows = list(range(len(ids))) if wanted is None else list(wanted)
+        rows = list(range(len(ids))) if logits_rows is None else list(logits_rows)
         self._model.inputs.fill(segments, torch.tensor(ids), torch.tensor(rows, dtype=torch.long), rows)
         return self._model.forward().clone()
 
 
 def plans(seed: int) -> list[dict[int, int]]:
     """Chunks, single tokens and widths of verification, mixed; some steps too large for any graph."""
-    draw, left, found = random.Random(seed), dict.fromkeys(range(5), MOST_TOKENS), []
+    draw, left, outputs = random.Random(seed), dict.fromkeys(range(5), MOST_TOKENS), []
     while any(left.values()):
         members = [request for request in left if left[request] and draw.random() < 0.7]
         counts = {request: min(left[request], draw.choice([1, 1, 2, 4, 7])) for request in members}
         for request, count in counts.items():
             left[request] -= count
         if counts:
-            found.append(counts)
-    return found
+            outputs.append(counts)
+    return outputs
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,10 +136,10 @@ def test_replayed_steps_give_what_launched_ones_give(seed: int) -> None:
     steps = plans(seed)
     for index, counts in enumerate(steps):
         num_rows = sum(counts.values())
-        wanted = None if index % 3 else range(num_rows - 1, -1, -2)
-        expected, found = launched.step(counts, wanted), replayed.step(counts, wanted)
-        assert found.shape == expected.shape
-        assert float((found - expected).abs().max()) <= CLOSE
+        rows = None if index % 3 else range(num_rows - 1, -1, -2)
+        expected, outputs = launched.step(counts, rows), replayed.step(counts, rows)
+        assert outputs.shape == expected.shape
+        assert float((outputs - expected).abs().max()) <= CLOSE
     assert recorder.num_replayed == sum(sum(counts.values()) <= MOST_ROWS for counts in steps) > 0
 
 
@@ -182,11 +182,11 @@ def test_rows_of_padding_write_to_the_spare_page_alone() -> None:
 def test_rows_without_wanted_logits_are_rows_of_the_step() -> None:
     plain, (graphed, _) = model_with(), captured()
     plain.allocate_kv(NUM_PAGES)
-    found = []
+    outputs = []
     for texts in (Texts(plain), Texts(graphed)):
         texts.step({0: MOST_ROWS}, range(MOST_ROWS - 1, -1, -1))
-        found.append(texts.step({1: 3}, [2]))
-    assert float((found[0] - found[1]).abs().max()) <= CLOSE
+        outputs.append(texts.step({1: 3}, [2]))
+    assert float((outputs[0] - outputs[1]).abs().max()) <= CLOSE
 
 
 def test_a_pass_that_waits_for_the_device_is_rejected() -> None:
@@ -274,14 +274,14 @@ def test_ranks_capture_and_replay_together() -> None:
         if is_captured:
             model.capture(padding(), recorder, padding().all(), is_checked=True)
         before, asked = recorder.num_replayed, Texts(model)
-        found = [asked.step(counts) for counts in plans(1)]
+        outputs = [asked.step(counts) for counts in plans(1)]
         assert (recorder.num_replayed > before) is is_captured
-        return found
+        return outputs
 
-    wanted = texts(None, whole, is_captured=False)
-    for found in together([partial(texts, network=part, is_captured=True) for part in parts]):
-        for each, other in zip(found, wanted, strict=True):
-            assert float((each - other).abs().max()) <= CLOSE
+    expected = texts(None, whole, is_captured=False)
+    for outputs in together([partial(texts, network=part, is_captured=True) for part in parts]):
+        for logits, other in zip(outputs, expected, strict=True):
+            assert float((logits - other).abs().max()) <= CLOSE
 
 
 def test_where_one_rank_cannot_capture_none_replays() -> None:
@@ -311,7 +311,7 @@ def test_where_one_rank_cannot_capture_none_replays() -> None:
 
     (reason, first), (same, other) = together([partial(capture, network=part) for part in parts])
     assert reason == same and reason.endswith("cannot be captured: out of memory")
-    assert all(torch.equal(each, another) for each, another in zip(first, other, strict=True))
+    assert all(torch.equal(logits, another) for logits, another in zip(first, other, strict=True))
 
 
 def run_cases(*options: str, interpreted: str = "1") -> None:

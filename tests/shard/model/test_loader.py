@@ -60,11 +60,11 @@ def dump(content: Any, path: Path) -> None:
 
 
 def test_a_bin_checkpoint_is_the_same_model(model: Path, tmp_path: Path) -> None:
-    expected, given = (
+    expected, actual = (
         drive(load_model(config(folder)), PROMPTS, step_tokens=5)
         for folder in (model, with_bin(model, tmp_path / "bin", torch.save))
     )
-    for ours, theirs in zip(given, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert torch.equal(ours.logprobs, theirs.logprobs)
 
@@ -157,13 +157,13 @@ def test_loading_weights_is_reported(model: Path, monkeypatch: pytest.MonkeyPatc
 def test_devices_without_bfloat16_serve_float16(
     capability: tuple[int, int], stored: torch.dtype, asked: str | None, served: torch.dtype
 ) -> None:
-    given = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype=asked)
+    config = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype=asked)
     with gpu.assumed(capability), capture_logs() as logs:
-        assert loader.choose_dtype(given, SimpleNamespace(dtype=stored)) == served
+        assert loader.choose_dtype(config, SimpleNamespace(dtype=stored)) == served
     assert [line["event"] for line in logs] == ["bfloat16_becomes_float16"] * (stored != served and asked is None)
 
 
 def test_bfloat16_is_refused_where_the_device_lacks_it() -> None:
-    given = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype="bfloat16")
+    config = ShardConfig("tiny", "unused", "unix:unused", device="cuda:0", dtype="bfloat16")
     with gpu.assumed((7, 5)), pytest.raises(ValueError, match=r"cuda:0 has no bfloat16.*--dtype float16"):
-        loader.choose_dtype(given, SimpleNamespace(dtype=torch.bfloat16))
+        loader.choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16))

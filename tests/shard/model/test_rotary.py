@@ -28,9 +28,9 @@ def test_a_table_gives_the_bits_of_the_plain_module(kind: str, dtype: torch.dtyp
     table = network.model.rotary_emb
     assert isinstance(table, RotaryTable)
     positions = torch.tensor([[0, 99, 3, 3, 57, 1, 0]])
-    for wanted, got in zip(plain(like, position_ids=positions), table(like, positions), strict=True):
+    for expected, got in zip(plain(like, position_ids=positions), table(like, positions), strict=True):
         assert got.dtype == dtype
-        assert torch.equal(wanted, got)
+        assert torch.equal(expected, got)
 
 
 def test_one_that_reads_the_layers_kind_stays(tmp_path: Path) -> None:

@@ -71,17 +71,17 @@ class Highest:
     def launch(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor
     ) -> None:
-        found = self.results(len(positions), len(positions))
-        self._sample(logits, torch.arange(len(rows)), rows, found, kept_logits, True)
+        results = self.results(len(positions), len(positions))
+        self._sample(logits, torch.arange(len(rows)), rows, results, kept_logits, True)
 
-    def sample(self, logits: torch.Tensor, fused: Fused, _: torch.Tensor, found: Sampled, updates: bool) -> None:
-        self._sample(logits, fused.indices, fused.rows, found, None, updates)
+    def sample(self, logits: torch.Tensor, fused: Fused, _: torch.Tensor, results: Sampled, updates: bool) -> None:
+        self._sample(logits, fused.indices, fused.rows, results, None, updates)
 
     def _sample(
-        self, logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, found: Sampled,
+        self, logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, sampled: Sampled,
         kept_logits: torch.Tensor | None, updates: bool,
     ) -> None:  # fmt: skip
-        results = [found.token_ids, found.bad, found.overflowed, found.logprobs]
+        results = [sampled.token_ids, sampled.bad, sampled.overflowed, sampled.logprobs]
         highest_of_rows(logits, indices, rows, results, self._last_tokens, kept_logits, updates)
 
     def token_ids(self, num_rows: int) -> torch.Tensor:
@@ -119,33 +119,36 @@ def rig_of(lag: int, samples_in_graph: bool = True) -> tuple[Rig, Model]:
 
 def requests() -> list[Request]:
     """One of each kind; the plain one is the last to end."""
-    found = [make_request(index, [5 * index + 3, 7, 9, 7, 9], 20 - 3 * index) for index in range(6)]
-    found[1].speculation = found[5].speculation = Speculation(Method.LOOKUP, 3)
-    found[2].logprobs = LogprobParams(wanted=True, alternatives=2)
-    found[3].logprobs = LogprobParams(prefill=True, prefill_alternatives=1)
-    found[4].grammar, found[4].stop_ids = Grammar(small_tokenizer.regex("[a-f]{30}")), frozenset({small_tokenizer.EOS})
-    return found
+    requests = [make_request(index, [5 * index + 3, 7, 9, 7, 9], 20 - 3 * index) for index in range(6)]
+    requests[1].speculation = requests[5].speculation = Speculation(Method.LOOKUP, 3)
+    requests[2].logprobs = LogprobParams(wanted=True, alternatives=2)
+    requests[3].logprobs = LogprobParams(prefill=True, prefill_alternatives=1)
+    requests[4].grammar, requests[4].stop_ids = (
+        Grammar(small_tokenizer.regex("[a-f]{30}")),
+        frozenset({small_tokenizer.EOS}),
+    )
+    return requests
 
 
-def steps_of(rig: Rig, model: Model, *given: Request) -> list[tuple[bool, int]]:
+def steps_of(rig: Rig, model: Model, *requests: Request) -> list[tuple[bool, int]]:
     """Run the requests. Of each step: whether it sampled in the graph, and the logits that were wanted."""
-    rig.submit(*given)
-    found = list[tuple[bool, int]]()
-    while not found or not rig.scheduler.is_idle:
+    rig.submit(*requests)
+    steps = list[tuple[bool, int]]()
+    while not steps or not rig.scheduler.is_idle:
         rig.step()
-        found.append((model.inputs.is_sampled, model.inputs.num_wanted))
+        steps.append((model.inputs.is_sampled, model.inputs.num_wanted))
     rig.assert_clean()
-    return found
+    return steps
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_texts_are_those_of_sampling_outside_the_graph(lag: int) -> None:
-    found = []
+    results = []
     for samples_in_graph in (True, False):
         rig, model = rig_of(lag, samples_in_graph)
         assert any(was_sampled for was_sampled, _ in steps_of(rig, model, *requests())) is samples_in_graph
-        found.append([(rig.outputs[index].token_ids, rig.outputs[index].details) for index in range(6)])
-    assert found[0] == found[1]
+        results.append([(rig.outputs[index].token_ids, rig.outputs[index].details) for index in range(6)])
+    assert results[0] == results[1]
 
 
 OUTSIDE: dict[str, dict[str, object]] = {
@@ -204,13 +207,13 @@ def test_of_several_ranks_the_first_one_samples() -> None:
         if group.rank == 0:
             inputs.graph_sampling = highest
         model.capture(padding(), TapeRecorder(), padding().all(), True, group.agree)
-        wanted = list[int]()
+        expected = list[int]()
         for rows in ([], [2, 1]):
             segments = [Segment(0, 3, range(8)), Segment(0, 1, range(8, 16))]
             inputs.fill(segments, torch.tensor([3, 7, 9, 5]), torch.tensor([2, 3]), [2, 3], sampled_rows=rows)
             highest_ids = model.forward().argmax(1).tolist()
-            wanted = wanted if rows else highest_ids
-        return inputs.is_sampled, highest.token_ids(4)[:2].tolist(), wanted
+            expected = expected if rows else highest_ids
+        return inputs.is_sampled, highest.token_ids(4)[:2].tolist(), expected
 
     first, second = together([partial(tokens, network=part) for part in parts])
     assert first == (True, first[2], first[2])

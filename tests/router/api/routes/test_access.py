@@ -113,7 +113,7 @@ async def test_defaults_of_a_closed_alias_do_not_show(tmp_path: Path) -> None:
 async def test_entries_that_cannot_be_read_are_for_administrators(tmp_path: Path) -> None:
     async with closed(tmp_path, "support: {id: teamonly, keys: [team-a], weight: heavy}") as server:
         for headers, names in (({}, []), (bearer("secret a"), []), (bearer("secret root"), ["support"])):
-            shown = [each["id"] for each in (await server.client.get("/v1/models", headers=headers)).json()["data"]]
+            shown = [model["id"] for model in (await server.client.get("/v1/models", headers=headers)).json()["data"]]
             assert shown == [MODEL_ID, *names]
         await refused(server, bearer("secret a"), "/generate", "support")
 
@@ -131,7 +131,7 @@ async def test_a_key_with_adapters_uses_no_others(tmp_path: Path) -> None:
         for name in ("other", "open", "teamonly", "./v1"):
             await refused(server, narrow, "/v1/completions", name)
         models = (await server.client.get("/v1/models", headers=narrow)).json()["data"]
-        assert [each["id"] for each in models] == [MODEL_ID, "support"]
+        assert [model["id"] for model in models] == [MODEL_ID, "support"]
 
 
 async def test_metrics_name_only_what_the_catalogue_shows(tmp_path: Path) -> None:

@@ -111,11 +111,11 @@ def check(name: str, thinking: str, choice: dict[str, Any]) -> bool:
 async def test_every_finished_answer_is_valid(server: Serving, name: str, thinking: str) -> None:
     num_finished = num_reasoned = 0
     for seed in range(SEEDS):
-        wanted = body(name, thinking, seed)
+        request = body(name, thinking, seed)
         if seed % 2:
-            choice = joined(await server.events(ROUTE, {**wanted, "stream": True}))
+            choice = joined(await server.events(ROUTE, {**request, "stream": True}))
         else:
-            answer = await server.client.post(ROUTE, json=wanted)
+            answer = await server.client.post(ROUTE, json=request)
             assert answer.status_code == 200, answer.text
             [choice] = answer.json()["choices"]
         num_reasoned += bool(choice["message"].get("reasoning_content"))

@@ -64,7 +64,7 @@ async def test_load_pin_and_list(server: Serving) -> None:
     assert (await admin(server, "/admin/adapters/pin", adapter_id="one"))[0] == 200
     await server.shard.until(lambda: any(command.pins for command in server.shard.commands))
     listing = (await server.client.get("/admin/adapters", headers=KEY)).json()
-    assert [(each["digest"], each["pinned"]) for each in listing["loaded"]] == [(digest, True)]
+    assert [(adapter["digest"], adapter["pinned"]) for adapter in listing["loaded"]] == [(digest, True)]
     assert (await admin(server, "/admin/adapters/unpin", adapter_id="one"))[0] == 200
     await server.shard.until(lambda: any(not pin.pinned for command in server.shard.commands for pin in command.pins))
     assert any(call.get("release") == digest for call in server.loader.calls)

@@ -143,7 +143,7 @@ async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path, monk
     with hub({}) as source:
         monkeypatch.setattr(constants, "ENDPOINT", source.url)
         async with serving(tmp_path, adapters=True, adapter_source="hub", **fields) as server:
-            for number, (shown, given, expected) in enumerate(
+            for number, (shown, sent, expected) in enumerate(
                 [
                     ("secret a", None, None),
                     ("secret a", "hf_given", "hf_given"),
@@ -154,7 +154,7 @@ async def test_the_server_s_keys_are_never_sent_to_a_source(tmp_path: Path, monk
                 ]
             ):
                 source.repositories[f"a/{number}"] = Repository({"adapter_config.json": b"{}"}, token=expected)
-                request = body("/generate", f"a/{number}", api_token=given)
+                request = body("/generate", f"a/{number}", api_token=sent)
                 assert (await server.client.post("/generate", json=request, headers=bearer(shown))).status_code == 200
                 assert set(source.tokens) == {f"Bearer {expected}" if expected else ""}
                 assert server.loader.asked[-1]["token"] == expected

@@ -27,18 +27,18 @@ async def answered(server: Serving, path: str, **fields: Any) -> dict[str, Any]:
     response = await server.client.post(path, json=body_of(path, fields))
     assert response.status_code == 200, response.text
     assert "x-ignored-fields" not in response.headers
-    found = shown(path, response.json())
+    answer = shown(path, response.json())
     body = body_of(path, fields) | ({} if path in STREAMS else {"stream": True})
     events = [event for event in await server.events(STREAMS.get(path, path), body) if event != "[DONE]"]
     if path == "/generate":
-        assert events[-1]["generated_text"] == found["text"]
-        assert events[-1]["details"]["finish_reason"] == found["finish"]
+        assert events[-1]["generated_text"] == answer["text"]
+        assert events[-1]["details"]["finish_reason"] == answer["finish"]
     else:
         choices = [event["choices"][0] for event in events]
         texts = [choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices]
-        assert "".join(texts) == found["text"]
-        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (found["finish"], found["stop_reason"])
-    return found
+        assert "".join(texts) == answer["text"]
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (answer["finish"], answer["stop_reason"])
+    return answer
 
 
 def shown(path: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -93,24 +93,24 @@ async def test_a_stop_token_is_shown_on_request(server: Serving, path: str) -> N
         ({"include_stop_str_in_output": True}, "abcd"),
         ({"no_stop_trim": True}, "abcd"),
     ):
-        found = await answered(server, path, stop_token_ids=[stop], **fields)
-        assert (found["text"], found.get("stop_reason", stop)) == (text, stop)
-        assert found["finish"] == ("stop_sequence" if path == "/generate" else "stop")
+        answer = await answered(server, path, stop_token_ids=[stop], **fields)
+        assert (answer["text"], answer.get("stop_reason", stop)) == (text, stop)
+        assert answer["finish"] == ("stop_sequence" if path == "/generate" else "stop")
 
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_stop_string_is_shown_on_request(server: Serving, path: str) -> None:
     server.says("say the end now", hangs=True)
     for include, text in ((True, "say the e"), (False, "say th")):
-        found = await answered(server, path, stop=["e e"], include_stop_str_in_output=include)
-        assert (found["text"], found.get("stop_reason", "e e")) == (text, "e e")
+        answer = await answered(server, path, stop=["e e"], include_stop_str_in_output=include)
+        assert (answer["text"], answer.get("stop_reason", "e e")) == (text, "e e")
 
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_stop_strings_count_from_the_minimum_on(server: Serving, path: str) -> None:
     server.says("a.b.c.d", hangs=True)
-    found = await answered(server, path, stop=["."], min_tokens=4, include_stop_str_in_output=True)
-    assert found["text"] == "a.b.c."
+    answer = await answered(server, path, stop=["."], min_tokens=4, include_stop_str_in_output=True)
+    assert answer["text"] == "a.b.c."
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -123,9 +123,9 @@ async def test_special_tokens_are_shown_on_request(server: Serving, path: str) -
         ({"skip_special_tokens": False}, "a<s>b"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<s>b</s>"),
     ):
-        found = await answered(server, path, **fields)
-        assert found["text"] == text
-        assert found.get("stop_reason") is None
+        answer = await answered(server, path, **fields)
+        assert answer["text"] == text
+        assert answer.get("stop_reason") is None
 
 
 NEUTRAL = {
@@ -141,9 +141,9 @@ async def test_neutral_values_ask_for_nothing(server: Serving, path: str) -> Non
     await answered(server, path)
     plain = server.shard.submits[-1]
     await answered(server, path, **NEUTRAL)
-    given = server.shard.submits[-1]
-    given.id, given.seed = plain.id, plain.seed
-    assert given == plain
+    submit = server.shard.submits[-1]
+    submit.id, submit.seed = plain.id, plain.seed
+    assert submit == plain
 
 
 REJECTED: list[tuple[str, dict[str, Any]]] = [

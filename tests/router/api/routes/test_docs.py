@@ -48,8 +48,8 @@ def test_vendored_files_are_those_that_are_recorded() -> None:
         re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     )
     ours = {"index.html", "start.js", "README.md"}
-    found = {path.name: path for path in FOLDER.iterdir() if path.name not in ours}
-    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()} == recorded
+    files = {path.name: path for path in FOLDER.iterdir() if path.name not in ours}
+    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()} == recorded
 
 
 @pytest.mark.parametrize("path", ["/admin/adapters/", "/v1/models/", "/docs/", "/health/"])

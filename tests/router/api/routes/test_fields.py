@@ -199,15 +199,15 @@ def request(route: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def cases() -> list[tuple[str, str, str, Any]]:
     """(field, route, behaviour, value) for each value that asks for something."""
-    found = []
+    ignored = []
     for (name, (value, *behaviours, _)), (place, route) in itertools.product(FIELDS.items(), enumerate(PATHS)):
         given = value
         if name == "add_special_tokens":
             given = route is CHAT  # the opposite of the default
         if name == "logprobs" and route is CHAT:
             given = True
-        found.append((name, route, behaviours[place], given))
-    return found
+        ignored.append((name, route, behaviours[place], given))
+    return ignored
 
 
 def ignored(response: Any) -> list[str]:
@@ -391,8 +391,8 @@ async def test_errors_name_what_to_use(server: Serving) -> None:
 
 @pytest.mark.parametrize("field", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"min_tokens": 2}])
 async def test_fields_that_exclude_tokens_cannot_be_set_with_a_grammar(server: Serving, field: dict[str, Any]) -> None:
-    wanted = {**field, "guided_regex": "a+"}
-    response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": wanted})
+    fields = {**field, "guided_regex": "a+"}
+    response = await server.client.post("/generate", json={"inputs": "Hi", "parameters": fields})
     assert response.status_code == 422 and "cannot be set together" in response.json()["error"]
-    response = await server.client.post("/v1/completions", json={**COMPLETION, **wanted})
+    response = await server.client.post("/v1/completions", json={**COMPLETION, **fields})
     assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(field))

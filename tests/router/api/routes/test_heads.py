@@ -216,13 +216,15 @@ async def test_admin_routes_show_the_number_of_heads(tmp_path: Path) -> None:
     async with serving(tmp_path, adapters=True, **fields) as server:
         await sent(server, "/generate", "lora", heads_id="heads")
         loaded = (await server.client.get("/admin/adapters", headers=bearer("admin"))).json()["loaded"]
-        assert sorted((each["rank"], each["num_heads"]) for each in loaded) == [(0, 3), (8, 0)]
+        assert sorted((adapter["rank"], adapter["num_heads"]) for adapter in loaded) == [(0, 3), (8, 0)]
 
 
 async def test_a_disconnect_while_heads_load_leaks_nothing(server: Serving) -> None:
     loading = server.service.admission.loading
     assert await sent(server, "/generate", "lora") == ("lora", "", 0)
-    loading._known = type(loading._known)((name, each) for name, each in loading._known.items() if ":lora@" in name)
+    loading._known = type(loading._known)(
+        (name, content) for name, content in loading._known.items() if ":lora@" in name
+    )
     server.loader.may_answer.clear()
     for adapter in ("lora", None):
         request = body("/generate", adapter, heads_id="heads")

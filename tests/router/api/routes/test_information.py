@@ -57,7 +57,7 @@ async def test_requests_have_the_lengths_that_the_shard_takes(tmp_path: Any, any
 async def test_a_path_is_accepted_as_the_name_and_not_shown(tmp_path: Any, anyio_backend: str) -> None:
     async with serving(tmp_path, model_given="/srv/models/parrot") as server:
         listed = (await server.client.get("/v1/models")).json()["data"]
-        assert [each["id"] for each in listed] == [MODEL_ID]
+        assert [model["id"] for model in listed] == [MODEL_ID]
         answer = await server.client.post(
             "/v1/completions", json={"model": "/srv/models/parrot", "prompt": "a", "max_tokens": 1}
         )
@@ -125,10 +125,10 @@ def test_null_is_absence() -> None:
 
 def test_null_is_absence_on_openai_s_routes() -> None:
     config = RouterConfig(model_id="m", model_path="", shard_addresses=())
-    given: dict[str, Any] = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
-    completion = {name: given.get(name) for name in CompletionRequest.applied}
+    fields: dict[str, Any] = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    completion = {name: fields.get(name) for name in CompletionRequest.applied}
     assert CompletionRequest.read(completion, config).to_request(config).ignored == []
-    chat = {name: given.get(name) for name in ChatCompletionRequest.applied}
+    chat = {name: fields.get(name) for name in ChatCompletionRequest.applied}
     assert ChatCompletionRequest.read(chat, config).to_request(config).ignored == []
     strange = {**chat, "prompt": None, "store": None}
     assert ChatCompletionRequest.read(strange, config).to_request(config).ignored == ["prompt", "store"]

@@ -66,8 +66,8 @@ async def test_an_alias_decides_for_itself(tmp_path: Path, is_on: bool) -> None:
     path = write(tmp_path, f"answers: {{id: v1, learn_heads: {str(is_on).lower()}}}")
     async with serving(tmp_path, adapters=True, catalogue_path=path, learn_heads=not is_on) as server:
         named = await learners(server, model="answers", adapter_id="answers")
-        assert [bool(each) for each in named] == [is_on] * 3
-        assert [bool(each) for each in await learners(server)] == [not is_on] * 3
+        assert [bool(learner) for learner in named] == [is_on] * 3
+        assert [bool(learner) for learner in await learners(server)] == [not is_on] * 3
 
 
 async def test_the_log_names_each_alias_once_that_asks_for_heads_where_shards_cannot_learn(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ async def test_the_log_names_each_alias_once_that_asks_for_heads_where_shards_ca
         with structlog.testing.capture_logs() as lines:
             for alias in ("asks", "also", "not"):
                 assert await learners(server, model=alias, adapter_id=alias) == [""] * 3
-        found = [line["alias"] for line in lines if line["event"] == "learn_heads_unavailable"]
-        assert found == ["asks", "also"]
+        aliases = [line["alias"] for line in lines if line["event"] == "learn_heads_unavailable"]
+        assert aliases == ["asks", "also"]
 
 
 async def test_an_administrator_sees_and_deletes_what_was_learned(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ pytestmark = pytest.mark.anyio
 
 
 async def snapshots(client: httpx.AsyncClient, number: int, **options: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     text = ""
     async with client.stream("GET", "/v1/live", **options) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"].startswith("text/event-stream")
         async for part in response.aiter_text():
             text += part
-            while "\n\n" in text and len(found) < number:
+            while "\n\n" in text and len(events) < number:
                 event, _, text = text.partition("\n\n")
                 if event.startswith("data: "):
-                    found.append(json.loads(event.removeprefix("data: ")))
-            if len(found) == number:
+                    events.append(json.loads(event.removeprefix("data: ")))
+            if len(events) == number:
                 break
-    return found
+    return events
 
 
 async def test_requests_are_shown_by_adapter_without_their_text(tmp_path: Path, anyio_backend: str) -> None:
@@ -38,14 +38,16 @@ async def test_requests_are_shown_by_adapter_without_their_text(tmp_path: Path, 
         server.says("secret output", hangs=True)
         parameters = [{}, {"adapter_id": "legal"}, {"adapter_id": "legal"}]
         asked = [
-            asyncio.create_task(server.client.post("/generate", json={"inputs": "secret prompt", "parameters": each}))
-            for each in parameters
+            asyncio.create_task(
+                server.client.post("/generate", json={"inputs": "secret prompt", "parameters": parameter})
+            )
+            for parameter in parameters
         ]
         await server.shard.until(lambda: server.shard.num_running == 3)
         [shown] = await snapshots(server.client, 1)
         assert shown["requests"] == {"running": 3, "waiting": 0, "preempted": 0}
         assert (shown["shards"][0]["resident_adapters"], shown["shards"][0]["adapter_slots"]) == (0, 16)
-        assert [(each["name"], each["running"]) for each in shown["adapters"]] == [("legal", 2), (None, 1)]
+        assert [(adapter["name"], adapter["running"]) for adapter in shown["adapters"]] == [("legal", 2), (None, 1)]
         assert "secret" not in json.dumps(shown)
         for task in asked:
             task.cancel()
@@ -85,7 +87,7 @@ async def test_ten_viewers_share_snapshots_and_none_cost_nothing(server: Serving
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         seen = await asyncio.gather(*(snapshots(client, 3) for _ in range(10)))
     assert live.num_made - made <= 5
-    assert all(len(each) == 3 for each in seen)
+    assert all(len(sample) == 3 for sample in seen)
     await server.shard.until(lambda: live._task is None)
     made = live.num_made
     await asyncio.sleep(0.7)

@@ -18,13 +18,13 @@ LONG = "a " * (7 << 20)
 
 async def latencies(server: Serving, until: asyncio.Task[Any]) -> list[float]:
     """Latencies in seconds of one small request after another, from a second client."""
-    found = []
+    seconds = []
     while not until.done():
         start = time.monotonic()
         answer = await server.client.post("/generate", json={"inputs": "Hi", "parameters": {"max_new_tokens": 1}})
         assert answer.status_code == 200
-        found.append(time.monotonic() - start)
-    return found
+        seconds.append(time.monotonic() - start)
+    return seconds
 
 
 def bodies(text: str) -> list[tuple[str, dict[str, Any], int]]:
@@ -59,10 +59,10 @@ async def test_texts_that_are_too_long_are_not_tokenized(tmp_path: Path) -> None
                 assert "at least" in answer.text or "at most" in answer.text
 
         attacker = asyncio.create_task(attack())
-        found = await latencies(server, attacker)
+        seconds = await latencies(server, attacker)
         await attacker
         assert max(tokenized) <= 2
-        assert len(found) >= 5
+        assert len(seconds) >= 5
 
 
 async def test_the_end_of_a_long_text_is_served(tmp_path: Path) -> None:

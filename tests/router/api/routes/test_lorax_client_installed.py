@@ -9,6 +9,6 @@ from tests.router.api import lorax_client
 @pytest.mark.long
 def test_no_test_of_the_client_is_skipped_or_fails() -> None:
     lorax_client.install()
-    found = outcomes("tests/router/api/routes/test_lorax_client.py", LORIKEET_REQUIRE_LORAX_CLIENT="1")
-    assert {name: why for name, why in found.items() if why} == {}
-    assert found
+    counts = outcomes("tests/router/api/routes/test_lorax_client.py", LORIKEET_REQUIRE_LORAX_CLIENT="1")
+    assert {name: why for name, why in counts.items() if why} == {}
+    assert counts

@@ -51,12 +51,12 @@ async def events(server: Serving, **more: Any) -> list[dict[str, Any]]:
     async with server.client.stream("POST", ROUTE, json=body(stream=True, **more)) as response:
         assert response.status_code == 200
         text = (await response.aread()).decode()
-    found = []
+    items = []
     for part in text.removesuffix("\n\n").split("\n\n"):
         name, data = part.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+        items.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {items[-1]['type']}"
+    return items
 
 
 async def test_a_text(server: Serving) -> None:
@@ -145,24 +145,24 @@ async def test_a_call(server: Serving) -> None:
 
 async def test_the_events_of_a_stream(server: Serving) -> None:
     server.says(f"<think>Rain?</think>Let me look.{CALL}", ends=True, per_step=4)
-    found = await events(server, tools=[TOOL])
-    kinds = [event["type"] for event in found]
+    items = await events(server, tools=[TOOL])
+    kinds = [event["type"] for event in items]
     merged = [kind for index, kind in enumerate(kinds) if not index or kinds[index - 1] != kind]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert merged == ["message_start", *block, *block, *block, "message_delta", "message_stop"]
-    starts = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
+    starts = [event["content_block"]["type"] for event in items if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use"]
-    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+    deltas = [event["delta"] for event in items if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == "Rain?"
     assert "".join(delta.get("text", "") for delta in deltas) == "Let me look."
     assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"city": "Paris"}
-    start, last = found[0]["message"], found[-2]
+    start, last = items[0]["message"], items[-2]
     assert (start["content"], start["stop_reason"]) == ([], None)
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     whole = await message(server, tools=[TOOL])
     assert last["usage"] == whole["usage"]
     assert last["usage"]["output_tokens_details"] == {"thinking_tokens": len(server.ids("Rain?"))}
-    assert [each["type"] for each in whole["content"]] == starts
+    assert [block["type"] for block in whole["content"]] == starts
 
 
 async def test_thinking_reaches_the_template(server: Serving) -> None:
@@ -213,8 +213,8 @@ async def test_errors_have_anthropic_s_shape(
 
 async def test_a_failure_ends_the_stream(server: Serving) -> None:
     server.says("ab", error="out of memory")
-    found = await events(server)
-    assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "api_error"
+    items = await events(server)
+    assert items[-1]["type"] == "error" and items[-1]["error"]["type"] == "api_error"
 
 
 async def test_tokens_are_counted(server: Serving) -> None:

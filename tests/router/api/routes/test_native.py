@@ -164,9 +164,9 @@ async def test_every_sampling_field_reaches_the_shard(server: Serving) -> None:
 
 async def test_a_seed_is_shown_and_a_missing_one_is_generated(server: Serving) -> None:
     server.says("abc")
-    given = await generate(server, details=True, do_sample=True, seed=17)
+    sampled = await generate(server, details=True, do_sample=True, seed=17)
     made = [await generate(server, details=True, do_sample=True) for _ in range(2)]
-    assert given["details"]["seed"] == 17
+    assert sampled["details"]["seed"] == 17
     seeds = [answer["details"]["seed"] for answer in made]
     assert seeds == [submit.seed for submit in server.shard.submits[1:]]
     assert seeds[0] != seeds[1]

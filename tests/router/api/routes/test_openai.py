@@ -315,10 +315,10 @@ async def test_offsets_point_at_the_text_of_their_tokens(case: str, step: int, e
     body = {**COMPLETION, "prompt": prompt_ids, "echo": echo, "logprobs": 0, "max_tokens": len(ids)}
     [choice] = (await post(server, "/v1/completions", body))["choices"]
     text, logprobs = choice["text"], choice["logprobs"]
-    expected_ids = [*(prompt_ids if echo else ()), *(each for each in ids if echo or each != EOS)]
+    expected_ids = [*(prompt_ids if echo else ()), *(token_id for token_id in ids if echo or token_id != EOS)]
     assert len(logprobs["tokens"]) == len(expected_ids)
     data, start = b"", 0
-    shown_ids = [each for each in expected_ids if each != EOS]
+    shown_ids = [token_id for token_id in expected_ids if token_id != EOS]
     for number, (token_id, offset) in enumerate(zip(shown_ids, logprobs["text_offset"], strict=False), 1):
         piece = server.service.tokenizer.vocabulary.piece(token_id)
         # the character that holds the token's first byte
@@ -340,10 +340,10 @@ async def test_a_stream_lists_the_tokens_that_an_answer_lists(text: str, step: i
     """Tokens whose text may become a stop string are listed once it is shown."""
     ids = server.ids(text)
     server.shard.answer = lambda submit: Script(ids, per_step=step, step_seconds=0.002)
-    given = (
+    fields = (
         {**COMPLETION, "logprobs": 1} if path == "/v1/completions" else {**CHAT, "logprobs": True, "top_logprobs": 1}
     )
-    body = {**given, "stop": "STOP", "max_tokens": len(ids)}
+    body = {**fields, "stop": "STOP", "max_tokens": len(ids)}
     [choice] = (await post(server, path, body))["choices"]
     streamed = await server.events(path, {**body, "stream": True})
     assert listed(streamed) == {name: values for name, values in choice["logprobs"].items() if values}
@@ -392,11 +392,11 @@ async def test_streamed_choices_interleave(server: Serving) -> None:
 async def test_streamed_logprobs(server: Serving) -> None:
     server.says("ab", logprobs=[-0.5, -0.25])
     events = await server.events("/v1/chat/completions", {**CHAT, "stream": True, "logprobs": True})
-    found = [event["choices"][0]["logprobs"] for event in events[:-1]]
-    assert [entry["logprob"] for logprobs in found if logprobs for entry in logprobs["content"]] == [-0.5, -0.25]
+    entries = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [entry["logprob"] for logprobs in entries if logprobs for entry in logprobs["content"]] == [-0.5, -0.25]
     events = await server.events("/v1/completions", {**COMPLETION, "stream": True, "logprobs": 1})
-    found = [event["choices"][0]["logprobs"] for event in events[:-1]]
-    assert [offset for logprobs in found if logprobs for offset in logprobs["text_offset"]] == [0, 1]
+    entries = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [offset for logprobs in entries if logprobs for offset in logprobs["text_offset"]] == [0, 1]
 
 
 async def test_a_stream_withholds_what_could_become_a_stop(server: Serving) -> None:

@@ -80,10 +80,10 @@ async def test_invocations_take_the_adapter_from_a_header(tmp_path: Path, anyio_
 
 async def unloaded(server: Serving, answer: "asyncio.Task[Any]") -> Any:
     """The answer, once the shard has unloaded what it was sent to unload."""
-    await server.shard.until(lambda: answer.done() or any(each.unload_digests for each in server.shard.commands))
+    await server.shard.until(lambda: answer.done() or any(command.unload_digests for command in server.shard.commands))
     for command in server.shard.commands:
         absent = pb.AdapterState.ABSENT
-        server.shard.tell(*(pb.AdapterState(digest=each, residency=absent) for each in command.unload_digests))
+        server.shard.tell(*(pb.AdapterState(digest=digest, residency=absent) for digest in command.unload_digests))
     return await answer
 
 

@@ -41,7 +41,7 @@ async def classifier(anyio_backend: str, tmp_path_factory: pytest.TempPathFactor
 async def vectors(server: Serving, texts: Any, **fields: Any) -> list[Any]:
     response = await server.client.post("/v1/embeddings", json={"model": MODEL_ID, "input": texts, **fields})
     assert response.status_code == 200, response.text
-    return [each["embedding"] for each in response.json()["data"]]
+    return [entry["embedding"] for entry in response.json()["data"]]
 
 
 def wanted(server: Serving, text: str) -> list[float]:
@@ -50,10 +50,10 @@ def wanted(server: Serving, text: str) -> list[float]:
 
 async def test_texts_and_ids_keep_their_order(embedder: Serving) -> None:
     texts = [f"text {index}" for index in range(40)]
-    found = await vectors(embedder, texts)
-    assert found == [wanted(embedder, text) for text in texts]
-    assert await vectors(embedder, [embedder.ids(text) for text in texts]) == found
-    assert await vectors(embedder, embedder.ids("text 0")) == found[:1]
+    embeddings = await vectors(embedder, texts)
+    assert embeddings == [wanted(embedder, text) for text in texts]
+    assert await vectors(embedder, [embedder.ids(text) for text in texts]) == embeddings
+    assert await vectors(embedder, embedder.ids("text 0")) == embeddings[:1]
 
 
 async def test_base64_is_of_the_same_numbers(embedder: Serving) -> None:
@@ -62,17 +62,17 @@ async def test_base64_is_of_the_same_numbers(embedder: Serving) -> None:
 
 
 async def test_fewer_dimensions_have_length_one(embedder: Serving) -> None:
-    [found] = await vectors(embedder, "Rome", dimensions=2)
+    [embedding] = await vectors(embedder, "Rome", dimensions=2)
     first = np.array(wanted(embedder, "Rome")[:2])
-    assert found == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-6)
+    assert embedding == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-6)
 
 
 async def test_every_token_has_a_vector(embedder: Serving) -> None:
     ids = embedder.ids("Rome?")
     body = {"input": ["Rome?", "a"], "task": "token_embed"}
     answer = (await embedder.client.post("/pooling", json=body)).json()
-    first, second = (each["data"] for each in answer["data"])
-    assert first == [pooled_values([each], SIZE) for each in ids]
+    first, second = (entry["data"] for entry in answer["data"])
+    assert first == [pooled_values([token_id], SIZE) for token_id in ids]
     assert second == [wanted(embedder, "a")]
     answer = (await embedder.client.post("/pooling", json={"input": "Rome?", "task": "embed"})).json()
     assert answer["data"][0]["data"] == wanted(embedder, "Rome?")
@@ -81,7 +81,7 @@ async def test_every_token_has_a_vector(embedder: Serving) -> None:
 async def test_every_token_has_scores(classifier: Serving) -> None:
     body = {"input": "Rome?", "task": "token_classify", "use_activation": False}
     answer = (await classifier.client.post("/pooling", json=body)).json()
-    assert answer["data"][0]["data"] == [pooled_values([each], SIZE) for each in classifier.ids("Rome?")]
+    assert answer["data"][0]["data"] == [pooled_values([token_id], SIZE) for token_id in classifier.ids("Rome?")]
 
 
 async def test_cohere_s_route_gives_each_type_of_vector(embedder: Serving) -> None:
@@ -99,8 +99,8 @@ async def test_cohere_s_route_gives_each_type_of_vector(embedder: Serving) -> No
 
 def test_cohere_s_bits_are_the_signs_of_the_values() -> None:
     vectors = np.array([[1, -1, 0, -1, -1, -1, -1, 1] * 2, [-1] * 8 + [1] * 8], np.float32)
-    assert [each.tolist() for each in typed(vectors, "ubinary")] == [[161, 161], [0, 255]]
-    assert [each.tolist() for each in typed(vectors, "binary")] == [[33, 33], [-128, 127]]
+    assert [vector.tolist() for vector in typed(vectors, "ubinary")] == [[161, 161], [0, 255]]
+    assert [vector.tolist() for vector in typed(vectors, "binary")] == [[33, 33], [-128, 127]]
 
 
 def test_cohere_s_types_of_texts_choose_the_model_s_prompt() -> None:

@@ -35,8 +35,8 @@ async def test_constants_of_that_server_are_defaults(server: Serving) -> None:
 
 async def test_every_parameter_may_be_given(server: Serving) -> None:
     server.says(" there!")
-    given = {"max_new_tokens": 1, "temperature": 0, "speculative_tokens": 2, "speculative_method": "lookup"}
-    assert await predict(server, prompt="Hi", return_full_text=False, **given) == " there"
+    parameters = {"max_new_tokens": 1, "temperature": 0, "speculative_tokens": 2, "speculative_method": "lookup"}
+    assert await predict(server, prompt="Hi", return_full_text=False, **parameters) == " there"
     [submit] = server.shard.submits
     assert not submit.sampling.do_sample
     assert (submit.speculation.method, submit.speculation.num_tokens) == ("lookup", 2)

@@ -35,14 +35,14 @@ def step(
 def coalesced(*steps: pb.RequestOutput) -> pb.RequestOutput:
     """Several steps as one message, as a shard sends them while its stream is slow."""
     whole = pb.RequestOutput()
-    for each in steps:
-        drafted = [a + b for a, b in zip(whole.num_drafted or [0] * 3, each.num_drafted or [0] * 3, strict=True)]
+    for step in steps:
+        drafted = [a + b for a, b in zip(whole.num_drafted or [0] * 3, step.num_drafted or [0] * 3, strict=True)]
         for name in ("num_accepted", "draft_seconds", "verify_seconds", "accept_seconds"):
-            setattr(whole, name, getattr(whole, name) + getattr(each, name))
+            setattr(whole, name, getattr(whole, name) + getattr(step, name))
         for name in ("sources", "step_ends"):
-            setattr(whole, name, getattr(whole, name) + getattr(each, name))
-        whole.token_ids.extend(each.token_ids)
-        whole.logprobs.extend(each.logprobs)
+            setattr(whole, name, getattr(whole, name) + getattr(step, name))
+        whole.token_ids.extend(step.token_ids)
+        whole.logprobs.extend(step.logprobs)
         del whole.num_drafted[:]
         whole.num_drafted.extend(drafted)
     return whole

@@ -47,13 +47,13 @@ def body(**more: Any) -> dict[str, Any]:
 async def choice(server: Serving, **more: Any) -> dict[str, Any]:
     answer = await server.client.post(ROUTE, json=body(**more))
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()["choices"][0]
+    first: dict[str, Any] = answer.json()["choices"][0]
     events = await server.events(ROUTE, body(stream=True, **more))
-    deltas = [each["delta"] for event in events[:-1] for each in event["choices"]]
+    deltas = [entry["delta"] for event in events[:-1] for entry in event["choices"]]
     for name in ("content", "reasoning_content"):
         streamed = "".join(delta.get(name) or "" for delta in deltas)
-        assert streamed == (found["message"].get(name) or ""), name
-    return found
+        assert streamed == (first["message"].get(name) or ""), name
+    return first
 
 
 OPEN: dict[str, Any] = {"chat_template_kwargs": {"opens": True}}
@@ -72,10 +72,10 @@ async def test_stop_strings_apply_to_the_answer(
     server: Serving, stop: str, text: str, reasoning: str, content: str
 ) -> None:
     server.says(text, ends=True)
-    found = await choice(server, stop=[stop], **OPEN)
-    assert found["message"]["reasoning_content"] == reasoning
-    assert found["message"]["content"].strip() == content.strip()
-    assert found["finish_reason"] == "stop" and found["stop_reason"] == (stop if text.endswith(("?", "e")) else None)
+    answer = await choice(server, stop=[stop], **OPEN)
+    assert answer["message"]["reasoning_content"] == reasoning
+    assert answer["message"]["content"].strip() == content.strip()
+    assert answer["finish_reason"] == "stop" and answer["stop_reason"] == (stop if text.endswith(("?", "e")) else None)
 
 
 async def test_a_receipt_says_how_long_an_output_is_whose_answer_was_stopped(server: Serving) -> None:
@@ -91,17 +91,17 @@ async def test_a_receipt_says_how_long_an_output_is_whose_answer_was_stopped(ser
 async def test_a_message_that_is_continued_within_its_reasoning(server: Serving) -> None:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>\nFirst"}]
     server.says(", then.</think>\n\nYes.", ends=True)
-    found = await choice(server, messages=messages, continue_final_message=True, stop=["then"])
-    assert found["message"]["reasoning_content"] == ", then." and found["message"]["content"] == "Yes."
+    answer = await choice(server, messages=messages, continue_final_message=True, stop=["then"])
+    assert answer["message"]["reasoning_content"] == ", then." and answer["message"]["content"] == "Yes."
 
 
 @pytest.mark.parametrize("opens", [True, False])
 async def test_lorax_form_after_reasoning(server: Serving, opens: bool) -> None:
     call = json.dumps({"function": {"_name": "f", "a": "<think>"}})
     server.says(("" if opens else "<think>\n") + f"Hm.</think>\n\n{call}", ends=True)
-    found = await choice(server, tools=[TOOL], **(OPEN if opens else {}))
-    assert found["message"]["reasoning_content"] == "Hm." and found["finish_reason"] == "tool_calls"
-    [made] = found["message"]["tool_calls"]
+    answer = await choice(server, tools=[TOOL], **(OPEN if opens else {}))
+    assert answer["message"]["reasoning_content"] == "Hm." and answer["finish_reason"] == "tool_calls"
+    [made] = answer["message"]["tool_calls"]
     assert json.loads(made["function"]["arguments"]) == {"a": "<think>"}
     grammar = server.shard.submits[-1].grammar.text
     assert "</think>" in grammar and "_name" in grammar
@@ -122,12 +122,12 @@ async def test_answers_with_a_mark_of_their_own(
         running.shard.answer = draw
         num_reasoned = num_finished = 0
         for seed in range(12):
-            found = await choice(running, response_format=FORMAT, seed=seed, max_tokens=900, stop=["final", "RESP"])
-            if found["finish_reason"] == "length":
+            answer = await choice(running, response_format=FORMAT, seed=seed, max_tokens=900, stop=["final", "RESP"])
+            if answer["finish_reason"] == "length":
                 continue
             num_finished += 1
-            num_reasoned += bool(found["message"].get("reasoning_content"))
-            assert json.loads(found["message"]["content"])["a"] in ("<think>", "<|end|>"), found
+            num_reasoned += bool(answer["message"].get("reasoning_content"))
+            assert json.loads(answer["message"]["content"])["a"] in ("<think>", "<|end|>"), answer
             ids = list(draw(running.shard.submits[-1]).token_ids)
             assert marker in running.backend.decode(ids, skip_special_tokens=False)
         assert num_finished > 6 and num_reasoned > 0

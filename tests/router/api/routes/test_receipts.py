@@ -80,10 +80,10 @@ async def test_openai_answers_and_streams_have_it_next_to_the_choices(
     server: Serving, path: str, body: dict[str, Any], with_usage: bool
 ) -> None:
     server.says(" there!")
-    wanted = {**body, "max_tokens": 2, "receipt": True}
-    assert (await asked(server, path, wanted))["output"]["token_ids"] == server.ids(" there!")
+    request = {**body, "max_tokens": 2, "receipt": True}
+    assert (await asked(server, path, request))["output"]["token_ids"] == server.ids(" there!")
     options = {"stream": True, "stream_options": {"include_usage": True}} if with_usage else {"stream": True}
-    *before, last, done = await server.events(path, {**wanted, **options})
+    *before, last, done = await server.events(path, {**request, **options})
     assert done == "[DONE]" and last["choices"] == [] and ("usage" in last) == with_usage
     assert last["receipt"]["output"]["sha256"] == hash_of(server.ids(" there!"))
     assert all("receipt" not in event for event in before)
@@ -180,10 +180,10 @@ def determining(submit: pb.Submit) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=range(len(ASKED)))
 async def test_a_replay_sends_the_same_request(server: Serving, path: str, body: dict[str, Any]) -> None:
     server.says("abcdef")
-    wanted = {**body, "receipt": True}
+    request = {**body, "receipt": True}
     if path == "/generate":
-        wanted = {**body, "parameters": {**body["parameters"], "receipt": True}}
-    first = await asked(server, path, wanted)
+        request = {**body, "parameters": {**body["parameters"], "receipt": True}}
+    first = await asked(server, path, request)
     (read,) = found_in(json.dumps(first))
     again = await asked(server, *read.request())
     assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
@@ -198,13 +198,13 @@ async def test_a_prompt_given_separately_gives_the_same_request(
     server: Serving, path: str, body: dict[str, Any]
 ) -> None:
     server.says("ab")
-    wanted = {**body, "receipt": True}
+    request = {**body, "receipt": True}
     if path == "/generate":
-        wanted = {**body, "parameters": {"truncate": 1, "max_new_tokens": 2, "receipt": True}}
-    first = await asked(server, path, wanted)
-    given = body.get("inputs") or body.get("prompt") or body["messages"]
+        request = {**body, "parameters": {"truncate": 1, "max_new_tokens": 2, "receipt": True}}
+    first = await asked(server, path, request)
+    prompt = body.get("inputs") or body.get("prompt") or body["messages"]
     del first["prompt"]["token_ids"]
-    await asked(server, *SavedReceipt.read(first).request(given))
+    await asked(server, *SavedReceipt.read(first).request(prompt))
     assert determining(server.shard.submits[0]) == determining(server.shard.submits[1])
 
 
@@ -249,10 +249,10 @@ async def test_a_text_verified_by_rejection_has_none(server: Serving, own: dict[
     ],
 )
 async def test_a_receipt_covers_exactly_one_text(server: Serving, path: str, body: dict[str, Any], part: str) -> None:
-    wanted = {**body, "receipt": True}
+    request = {**body, "receipt": True}
     if path == "/generate":
-        wanted = {**body, "parameters": {**body["parameters"], "receipt": True}}
-    response = await server.client.post(path, json=wanted)
+        request = {**body, "parameters": {**body["parameters"], "receipt": True}}
+    response = await server.client.post(path, json=request)
     assert response.status_code == 422 and part in response.text
     if path.startswith("/v1/"):
         assert response.json()["error"]["param"] == "receipt"

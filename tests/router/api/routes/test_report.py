@@ -53,8 +53,8 @@ async def test_usage_is_in_every_event(server: Serving, path: str, body: dict[st
     events = (await server.events(path, {**body, "stream": True, "stream_options": options}))[:-1]
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == 4
-    assert all(each["usage"]["total_tokens"] == each["usage"]["prompt_tokens"] + count
-               for each, count in zip(events, counts, strict=True))  # fmt: skip
+    assert all(event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + count
+               for event, count in zip(events, counts, strict=True))  # fmt: skip
     assert events[-1]["choices"] == []
     refused = {**body, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     assert (await server.client.post(path, json=refused)).status_code == 400

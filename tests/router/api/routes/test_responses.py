@@ -207,9 +207,9 @@ async def test_what_needs_storage_is_rejected_with_an_error(server: Serving, cli
 async def test_errors_name_the_fields_of_this_route(
     server: Serving, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    found = await refusal(server, **fields)
-    assert found[:2] == (status, param)
-    assert "messages[" not in found[2]
+    error = await refusal(server, **fields)
+    assert error[:2] == (status, param)
+    assert "messages[" not in error[2]
 
 
 async def test_ignored_fields_are_named(server: Serving) -> None:

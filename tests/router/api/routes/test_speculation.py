@@ -202,9 +202,9 @@ async def test_invalid_predictions(server: Serving, prediction: Any) -> None:
 
 @pytest.mark.parametrize("method", ["medusa", "draft", "off"])
 async def test_a_prediction_that_the_method_would_ignore_is_rejected(server: Serving, method: str) -> None:
-    wanted = {"prediction": PREDICTIONS[0], "speculative_method": method}
+    fields = {"prediction": PREDICTIONS[0], "speculative_method": method}
     for path, body in BOTH:
-        response = await server.client.post(path, json={**body, **wanted})
+        response = await server.client.post(path, json={**body, **fields})
         assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"
 
 

@@ -50,10 +50,10 @@ async def lines_of(response: httpx.Response, num_events: int) -> str:
 def without_ids(events: list[Any]) -> list[Any]:
     """Ids and times differ between two requests."""
     return [
-        {name: value for name, value in each.items() if name not in ("id", "created")}
-        if isinstance(each, dict)
-        else each
-        for each in events
+        {name: value for name, value in event.items() if name not in ("id", "created")}
+        if isinstance(event, dict)
+        else event
+        for event in events
     ]
 
 
@@ -203,9 +203,9 @@ async def test_positions_out_of_range_are_rejected(server: Serving) -> None:
     server.says("abc")
     first = await server.client.post("/generate_stream", json={"inputs": "Hi"}, headers=RESUMABLE)
     path = f"/v1/streams/{first.headers['x-lorikeet-stream']}"
-    for given in ("-1", "x", "4", "9" * 30, ""):
-        answer = await server.client.get(path, params={"from": given})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "from"), given
+    for seconds in ("-1", "x", "4", "9" * 30, ""):
+        answer = await server.client.get(path, params={"from": seconds})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "from"), seconds
 
 
 async def test_an_id_is_used_once_at_a_time(server: Serving) -> None:

@@ -65,13 +65,13 @@ async def choice(server: Serving, wanted: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_call_is_a_message_with_tool_calls(server: Serving) -> None:
     server.says(f"Let me look.\n{CALL}", ends=True)
-    found = await choice(server, body())
+    answer = await choice(server, body())
     assert prompt(server) == "[tools]weather[user]Paris?[assistant]"
-    [call] = found["message"].pop("tool_calls")
+    [call] = answer["message"].pop("tool_calls")
     assert len(call["id"]) == 9 and call["type"] == "function"
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
-    assert found["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
-    assert found["finish_reason"] == "tool_calls"
+    assert answer["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
+    assert answer["finish_reason"] == "tool_calls"
 
 
 async def test_a_stream_has_the_name_first_and_then_the_arguments(server: Serving) -> None:
@@ -89,9 +89,9 @@ async def test_a_stream_has_the_name_first_and_then_the_arguments(server: Servin
 
 async def test_a_call_that_is_not_well_formed_is_content(server: Serving) -> None:
     server.says("<tool_call>{]</tool_call>", ends=True)
-    found = await choice(server, body())
-    assert found["message"]["content"] == "<tool_call>{]</tool_call>"
-    assert "tool_calls" not in found["message"] and found["finish_reason"] == "stop"
+    answer = await choice(server, body())
+    assert answer["message"]["content"] == "<tool_call>{]</tool_call>"
+    assert "tool_calls" not in answer["message"] and answer["finish_reason"] == "stop"
 
 
 async def test_text_without_a_call_is_left_as_it_is(server: Serving) -> None:
@@ -102,8 +102,8 @@ async def test_text_without_a_call_is_left_as_it_is(server: Serving) -> None:
 async def test_several_choices_are_parsed_each(server: Serving) -> None:
     server.says(CALL, "No.", ends=True)
     answer = await server.client.post(ROUTE, json=body(n=2))
-    messages = [each["message"] for each in answer.json()["choices"]]
-    assert sorted("tool_calls" in each for each in messages) == [False, True]
+    messages = [entry["message"] for entry in answer.json()["choices"]]
+    assert sorted("tool_calls" in message for message in messages) == [False, True]
 
 
 async def test_a_conversation_goes_on_after_a_call(server: Serving) -> None:
@@ -121,9 +121,9 @@ async def test_a_conversation_goes_on_after_a_call(server: Serving) -> None:
 
 async def test_no_tools_with_the_choice_none(server: Serving) -> None:
     server.says(CALL, ends=True)
-    found = await choice(server, body(tool_choice="none"))
+    answer = await choice(server, body(tool_choice="none"))
     assert prompt(server) == "[user]Paris?[assistant]"
-    assert found["message"]["content"] == CALL and found["finish_reason"] == "stop"
+    assert answer["message"]["content"] == CALL and answer["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
@@ -148,22 +148,22 @@ async def test_auto_has_a_grammar_for_strict_functions_only(server: Serving) -> 
 
 async def test_lorax_form_for_a_model_without_a_tool_format(plain: Serving) -> None:
     plain.says('{"function": {"_name": "weather", "city": "Paris"}}', ends=True)
-    found = await choice(plain, body())
+    answer = await choice(plain, body())
     assert prompt(plain).startswith('[user]Paris?\n---\n[{"type":"function","function":{"name":"weather"')
     assert "no_tool" in prompt(plain) and prompt(plain).endswith("Do not use variables.\n[assistant]")
-    [call] = found["message"]["tool_calls"]
+    [call] = answer["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
-    assert found["finish_reason"] == "tool_calls"
+    assert answer["finish_reason"] == "tool_calls"
     plain.says('{"function": {"_name": "no_tool", "content": "Hi"}}', ends=True)
-    found = await choice(plain, body())
-    assert found["message"]["content"] == "Hi" and found["finish_reason"] == "stop"
+    answer = await choice(plain, body())
+    assert answer["message"]["content"] == "Hi" and answer["finish_reason"] == "stop"
 
 
 async def test_tool_prompt_selects_lorax_form(server: Serving) -> None:
     server.says('{"function": {"_name": "weather", "city": "Paris"}}', ends=True)
-    found = await choice(server, body(tool_prompt="Use JSON."))
+    answer = await choice(server, body(tool_prompt="Use JSON."))
     assert prompt(server) == "[tools]weather[user]Paris?\n---\nUse JSON.[assistant]"
-    assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 async def test_reasoning_is_a_field_of_its_own(tmp_path: Path) -> None:

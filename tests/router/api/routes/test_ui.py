@@ -67,8 +67,8 @@ async def test_it_loads_only_files_of_this_server_and_has_no_inline_script(serve
     for link in page.links:
         if not link.startswith("#") and link != "docs":
             assert not link.startswith(("/", "http"))
-            found = await server.client.get(urljoin("/ui", link))
-            assert found.status_code == 200 and found.headers["content-security-policy"] == policy
+            response = await server.client.get(urljoin("/ui", link))
+            assert response.status_code == 200 and response.headers["content-security-policy"] == policy
     for script in FOLDER.rglob("*.js"):
         names = re.findall(r'^(?:import|export) .*from "([^"]+)"', script.read_text(), re.MULTILINE)
         for name in names:
@@ -142,11 +142,11 @@ async def test_files_outside_the_folder_are_not_served(server: Serving) -> None:
 def test_vendored_files_are_those_that_are_recorded() -> None:
     text = (FOLDER / "README.md").read_text()
     recorded = dict(re.findall(r"^\| `(\S+)` \| `([0-9a-f]{64})` \|$", text, re.MULTILINE))
-    found = {
+    names = {
         str(path.relative_to(FOLDER / "vendor")): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (FOLDER / "vendor").rglob("*.*")
     }
-    assert found == recorded
+    assert names == recorded
 
 
 async def test_models_tell_where_adapters_are(tmp_path: Path, anyio_backend: str) -> None:

@@ -84,10 +84,10 @@ async def test_token_ids_are_returned(server: Serving, path: str, body: dict[str
     assert (answer if path.startswith("/v1/chat") else choice)["prompt_token_ids"] == prompt_ids
     *events, _ = await server.events(path, {**body, "return_token_ids": True, "stream": True})
     choices = [event["choices"][0] for event in events]
-    assert [token for each in choices for token in each.get("token_ids", [])] == ids
+    assert [token for entry in choices for token in entry.get("token_ids", [])] == ids
     holders = events if path.startswith("/v1/chat") else choices
     assert holders[0]["prompt_token_ids"] == prompt_ids
-    assert all("prompt_token_ids" not in each for each in holders[1:])
+    assert all("prompt_token_ids" not in holder for holder in holders[1:])
     assert "token_ids" not in (await post(server, path, body))["choices"][0]
 
 
@@ -100,9 +100,9 @@ async def test_details_list_tokens_as_generate_does(server: Serving, path: str, 
     body = {**body, "details": True}
     assert (await post(server, path, body))["choices"][0]["tokens"] == listed
     *events, _ = await server.events(path, {**body, "stream": True})
-    assert [token for each in events for token in each["choices"][0].get("tokens", [])] == listed
+    assert [token for event in events for token in event["choices"][0].get("tokens", [])] == listed
     [first, *_] = (await post(server, path, {**body, **logprobs}))["choices"][0]["tokens"]
-    assert [each["id"] for each in first["alternative_tokens"]] == [first["id"], first["id"] + 1]
+    assert [alternative["id"] for alternative in first["alternative_tokens"]] == [first["id"], first["id"] + 1]
     assert "tokens" not in (await post(server, path, {**body, "details": False}))["choices"][0]
 
 
@@ -111,11 +111,11 @@ async def test_tokens_are_written_as_ids(server: Serving) -> None:
     ids = server.ids("ab")
     body = {**COMPLETION, "logprobs": 2, "echo": True, "return_tokens_as_token_ids": True}
     logprobs = (await post(server, "/v1/completions", body))["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == [f"token_id:{each}" for each in [*server.ids("Hi"), *ids]]
+    assert logprobs["tokens"] == [f"token_id:{token_id}" for token_id in [*server.ids("Hi"), *ids]]
     assert logprobs["top_logprobs"][-1] == {f"token_id:{ids[1]}": -0.25, f"token_id:{ids[1] + 1}": -1.25}
     body = {**CHAT, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     content = (await post(server, "/v1/chat/completions", body))["choices"][0]["logprobs"]["content"]
-    assert [entry["token"] for entry in content] == [f"token_id:{each}" for each in ids]
+    assert [entry["token"] for entry in content] == [f"token_id:{token_id}" for token_id in ids]
     assert content[0]["top_logprobs"][0]["token"] == f"token_id:{ids[0]}"
 
 
@@ -125,7 +125,7 @@ async def test_named_tokens_are_listed_in_place_of_the_likeliest(server: Serving
     body = {**CHAT, "logprobs": True, "top_logprobs": 4, "logprob_token_ids": named, "return_tokens_as_token_ids": True}
     content = (await post(server, "/v1/chat/completions", body))["choices"][0]["logprobs"]["content"]
     for entry in content:
-        assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
+        assert [(alternative["token"], alternative["logprob"]) for alternative in entry["top_logprobs"]] == [
             ("token_id:5", -5.0),
             ("token_id:9", -9.0),
         ]
@@ -157,22 +157,24 @@ async def test_log_probabilities_of_the_prompt(server: Serving, path: str, body:
     server.says("ab")
     answer = await post(server, path, {**body, "prompt_logprobs": 2})
     ids = list(server.shard.submits[-1].prompt_ids)
-    found = (answer if path.startswith("/v1/chat") else answer["choices"][0])["prompt_logprobs"]
+    logprobs = (answer if path.startswith("/v1/chat") else answer["choices"][0])["prompt_logprobs"]
     text = server.service.tokenizer.token_text
-    assert len(found) == len(ids) and found[0] is None
-    assert found[1] == {
+    assert len(logprobs) == len(ids) and logprobs[0] is None
+    assert logprobs[1] == {
         str(ids[1]): {"logprob": -0.5, "rank": 1, "decoded_token": text(ids[1])},
         str(ids[1] + 1): {"logprob": -1.5, "rank": 2, "decoded_token": text(ids[1] + 1)},
     }
     answer = await post(server, path, {**body, "prompt_logprobs": 0})
-    found = (answer if path.startswith("/v1/chat") else answer["choices"][0])["prompt_logprobs"]
-    assert [list(each) for each in found[1:]] == [[str(token)] for token in ids[1:]]
-    assert [each[str(token)]["rank"] for each, token in zip(found[1:], ids[1:], strict=True)] == [1] * (len(ids) - 1)
+    logprobs = (answer if path.startswith("/v1/chat") else answer["choices"][0])["prompt_logprobs"]
+    assert [list(entry) for entry in logprobs[1:]] == [[str(token)] for token in ids[1:]]
+    assert [entry[str(token)]["rank"] for entry, token in zip(logprobs[1:], ids[1:], strict=True)] == [1] * (
+        len(ids) - 1
+    )
 
 
 async def test_echoed_log_probabilities_keep_their_own_number(server: Serving) -> None:
     server.says("ab")
     body = {**COMPLETION, "prompt": "abc", "echo": True, "logprobs": 1, "prompt_logprobs": 3}
     [choice] = (await post(server, "/v1/completions", body))["choices"]
-    assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:3]] == [1, 1]
-    assert [len(each) for each in choice["prompt_logprobs"][1:]] == [3, 3]
+    assert [len(entry) for entry in choice["logprobs"]["top_logprobs"][1:3]] == [1, 1]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [3, 3]

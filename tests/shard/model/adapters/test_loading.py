@@ -59,10 +59,10 @@ def read(path: Path, targets: dict[str, LoraTarget], dtype: torch.dtype) -> dict
     return {target.name: content.weights(index) for index, target in enumerate(content.targets)}
 
 
-def assert_equal(found: SlotWeights, wanted: SlotWeights) -> None:
-    assert found.tensors.keys() == wanted.tensors.keys()
-    for name, tensor in wanted.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
+def assert_equal(actual: SlotWeights, expected: SlotWeights) -> None:
+    assert actual.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(actual.tensors[name], tensor), name
 
 
 def wanted_of(tensors: dict[str, torch.Tensor], target: LoraTarget) -> SlotWeights:
@@ -75,10 +75,10 @@ def wanted_of(tensors: dict[str, torch.Tensor], target: LoraTarget) -> SlotWeigh
 def test_blocks_equal_torch_s_layout(tmp_path: Path, dtype: torch.dtype, rank: int) -> None:
     targets = make_targets()
     tensors = make_tensors(targets, rank, dtype)
-    found = read(write(tmp_path / "file", tensors), targets, dtype)
+    actual = read(write(tmp_path / "file", tensors), targets, dtype)
     for name, target in targets.items():
-        assert found[name].is_packed
-        assert_equal(found[name], packed(wanted_of(tensors, target), target.is_embedding))
+        assert actual[name].is_packed
+        assert_equal(actual[name], packed(wanted_of(tensors, target), target.is_embedding))
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
@@ -94,10 +94,10 @@ def test_rows_equal_torch_s_layout(
     monkeypatch.setattr(adapter_file, "compiled", lambda dtype: None)
     if not has_compiler:
         monkeypatch.setattr(adapter_file, "library_for", missing)
-    found = read(write(tmp_path / "file", tensors), targets, dtype)
+    actual = read(write(tmp_path / "file", tensors), targets, dtype)
     for name, target in targets.items():
-        assert not found[name].is_packed
-        assert_equal(found[name], wanted_of(tensors, target))
+        assert not actual[name].is_packed
+        assert_equal(actual[name], wanted_of(tensors, target))
 
 
 PARTITIONS = {
@@ -130,13 +130,13 @@ def test_a_rank_reads_its_part_of_each_factor(
     num_out, num_in = partition.of_weight(torch.empty(partition.num_out, partition.num_in)).shape
     target = LoraTarget("linear", num_in, num_out, StepInputs(16, torch.device("cpu")))
     target.partition = partition
-    wanted = SlotWeights(a, b.t(), None, bias)
+    expected = SlotWeights(a, b.t(), None, bias)
     if partition.is_row_parallel:
-        wanted = SlotWeights(a[:, partition.columns], b.t(), None, bias if partition.rank == 0 else None)
+        expected = SlotWeights(a[:, partition.columns], b.t(), None, bias if partition.rank == 0 else None)
     else:
         rows = torch.cat([torch.arange(200)[part] for part in partition.rows])
-        wanted = SlotWeights(a, b[rows].t(), None, bias[rows])
-    assert_equal(read(path, {"linear": target}, dtype)["linear"], packed(wanted) if form == "blocks" else wanted)
+        expected = SlotWeights(a, b[rows].t(), None, bias[rows])
+    assert_equal(read(path, {"linear": target}, dtype)["linear"], packed(expected) if form == "blocks" else expected)
 
 
 @pytest.mark.parametrize("key", ["A", "B", "bias"])

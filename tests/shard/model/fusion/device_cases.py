@@ -84,10 +84,10 @@ def test_norms_are_the_plain_ones(kind: Any, dtype: torch.dtype) -> None:
         drawn(2, 88, 2, dtype=dtype).transpose(1, 2),
         1e-3 * wide[:, :88],
     ):
-        wanted = norm(x)
-        assert close(wanted, module(x)) and module(x).is_contiguous()
+        expected = norm(x)
+        assert close(expected, module(x)) and module(x).is_contiguous()
         if dtype != torch.float32 and DEVICE.type == "cpu":
-            assert (wanted == module(x)).float().mean() > 0.99
+            assert (expected == module(x)).float().mean() > 0.99
         sums, normed = module.of_sum(x, x.flip(0))
         assert torch.equal(sums, x + x.flip(0)) and torch.equal(normed, module(sums))
     assert module(wide[:0, :88]).shape == (0, 88)
@@ -106,8 +106,8 @@ def test_gates_are_the_plain_ones(is_tanh: bool, width: int, dtype: torch.dtype)
     x = 3 * drawn(3, 2 * width, dtype=dtype)
     x[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -10.0])
     first, up = x.split(width, dim=1)
-    wanted = (functional.gelu(first, approximate="tanh") if is_tanh else functional.silu(first)) * up
-    assert close(wanted, device_kernels.gate(x, is_tanh))
+    expected = (functional.gelu(first, approximate="tanh") if is_tanh else functional.silu(first)) * up
+    assert close(expected, device_kernels.gate(x, is_tanh))
     assert device_kernels.gate(x[:0], is_tanh).shape == (0, width)
 
 
@@ -179,10 +179,10 @@ def test_the_attention_gets_the_same_arguments(name: str, dtype: torch.dtype) ->
     plain, fused = AttentionRecorder(), AttentionRecorder()
     for chosen in ([0, 1, 2, 3, 4], [3]):
         turned = (angles[:, chosen].cos().to(dtype), angles[:, chosen].sin().to(dtype))
-        wanted = attend(block, plain, x[:, chosen], turned)
+        expected = attend(block, plain, x[:, chosen], turned)
         got = attend(module, fused, x[:, chosen], turned)
         assert fused.options == plain.options
-        for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
+        for one, other in zip((expected, *plain.seen), (got, *fused.seen), strict=True):
             assert close(one, other)
 
 

@@ -95,8 +95,8 @@ def logits_of(model: Model, segments: list[Segment]) -> torch.Tensor:
     return model.forward().clone()
 
 
-def check(wanted: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> None:
-    assert worst_share(got, wanted) <= (1e-4 if dtype == torch.float32 else 0.1)
+def check(expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> None:
+    assert worst_share(got, expected) <= (1e-4 if dtype == torch.float32 else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_a_whole_model_gives_the_same_logits(name: str, dtype: torch.dtype) -> N
     kind, more, expected = MODELS[name]
     network = network_of(kind, dtype, **more)
     plain, fused = assembled(copy.deepcopy(network), "none"), assembled(network, "device")
-    found = {type(module) for module in fused.network.modules()}
-    assert found & set(ALL) == set(expected)
+    actual = {type(module) for module in fused.network.modules()}
+    assert actual & set(ALL) == set(expected)
     layers = [module for module in fused.network.modules() if isinstance(module, FusedDecoderLayer)]
     assert len(layers) == (fused.info.num_layers if FusedDecoderLayer in expected else 0)
     for segments in (
@@ -130,7 +130,7 @@ def test_sums_are_part_of_the_norms_that_follow(kind: str, num_alone: int, monke
 
     def noting(name: str) -> Any:
         kernel = getattr(device_kernels, name)
-        return lambda *given: called.append(name) or kernel(*given)
+        return lambda *values: called.append(name) or kernel(*values)
 
     for name in ("rms_norm", "add_rms_norm"):
         monkeypatch.setattr(device_kernels, name, noting(name))
@@ -144,28 +144,28 @@ def test_a_rank_s_part_is_fused(kind: str, is_attention_fused: bool, monkeypatch
     """But not where every rank needs the whole output of q, k and v."""
     lock, launch = Lock(), GridExecutor.__call__
 
-    def in_turn(executor: Any, *given: Any, **named: Any) -> Any:
+    def in_turn(executor: Any, *values: Any, **named: Any) -> Any:
         with lock:
-            return launch(executor, *given, **named)
+            return launch(executor, *values, **named)
 
     monkeypatch.setattr(GridExecutor, "__call__", in_turn)
     monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
     network = network_of(kind, torch.float32, num_hidden_layers=2)
     segments = [Segment(0, 4, [3]), Segment(0, 1, [1])]
-    wanted = logits_of(assembled(copy.deepcopy(network), "none"), segments)
+    expected = logits_of(assembled(copy.deepcopy(network), "none"), segments)
     parts = [copy.deepcopy(network) for _ in range(2)]
     models = together([partial(assembled, part, "device") for part in parts])
     for model in models:
         count = sum(isinstance(module, FusedAttention) for module in model.network.modules())
         assert count == 2 * is_attention_fused
         assert sum(isinstance(module, FusedNorm) for module in model.network.modules()) >= 5
-    for found in together([lambda _, model=model: logits_of(model, segments) for model in models]):  # type: ignore[misc]
-        check(wanted, found, torch.float32)
+    for actual in together([lambda _, model=model: logits_of(model, segments) for model in models]):  # type: ignore[misc]
+        check(expected, actual, torch.float32)
 
 
 def test_no_weight_is_held_twice() -> None:
     network = network_of("llama", torch.float32, **ONE)
-    wanted = sum(parameter.numel() for parameter in network.parameters())
+    expected = sum(parameter.numel() for parameter in network.parameters())
     layer = network.model.layers[0]
     layer.self_attn.lorikeet_binding = AttentionRecorder()
     parts = (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj)
@@ -180,7 +180,7 @@ def test_no_weight_is_held_twice() -> None:
     gc.collect()
     assert [weight() for weight in dropped] == [None] * len(dropped)
     kept = sum(parameter.numel() for parameter in network.parameters())
-    assert kept + sum(matrix.weight.numel() for matrix in matrices if isinstance(matrix, FusedMatrix)) == wanted
+    assert kept + sum(matrix.weight.numel() for matrix in matrices if isinstance(matrix, FusedMatrix)) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
@@ -188,9 +188,9 @@ def test_no_weight_is_held_twice() -> None:
 def test_every_mix_of_adapters_gives_the_same_logits(mix: str, kind: str) -> None:
     plain, fused = with_adapters(kind)
     segments = segments_of([slot if slot in (-1, 7, 8) else slot % 4 for slot in MIXES[mix][:5]])
-    wanted = logits_of(plain, segments)
-    check(wanted, logits_of(fused, segments), torch.float32)
-    assert torch.equal(wanted, logits_of(plain, segments_of([-1] * 5))) == (mix == "none")
+    expected = logits_of(plain, segments)
+    check(expected, logits_of(fused, segments), torch.float32)
+    assert torch.equal(expected, logits_of(plain, segments_of([-1] * 5))) == (mix == "none")
 
 
 @cache

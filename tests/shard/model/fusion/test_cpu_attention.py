@@ -70,13 +70,13 @@ def test_the_attention_gets_the_same_arguments(kind: Any, config_kind: Any, more
     block = block_of(kind, config_kind, **more)
     binding, (x, angles) = block.lorikeet_binding, inputs_of(40)
     plain, fused = AttentionRecorder(), AttentionRecorder()
-    wanted = attend(block, plain, x, angles)
+    expected = attend(block, plain, x, angles)
     module = fuse_attention(block, set())
     assert isinstance(module, FusedAttention)
     assert module.lorikeet_binding is binding
     got = attend(module, fused, x, angles)
     assert fused.options == plain.options
-    for one, other in zip((wanted, *plain.seen), (got, *fused.seen), strict=True):
+    for one, other in zip((expected, *plain.seen), (got, *fused.seen), strict=True):
         assert worst_share(other, one) <= 2**-6
     few = AttentionRecorder()
     attend(module, few, x[:, 10:13], (angles[0][:, 10:13], angles[1][:, 10:13]))
@@ -105,5 +105,5 @@ def test_a_whole_model_gives_transformers_logits(tmp_path: Path) -> None:
     model.allocate_kv(4)
     ids = torch.arange(3, 43) % model.info.vocab_size
     model.inputs.fill([Segment(0, 40, range(2))], ids, torch.arange(40))
-    wanted, got = oracle(ids[None]).logits[0].float(), model.forward()
-    assert worst_share(got, wanted) <= 0.1
+    expected, got = oracle(ids[None]).logits[0].float(), model.forward()
+    assert worst_share(got, expected) <= 0.1

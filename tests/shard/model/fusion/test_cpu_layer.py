@@ -106,7 +106,7 @@ def put_adapters(model: Model, num_slots: int) -> None:
 
 def test_adapters_give_the_same_bits_in_all_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load("llama", tmp_path)
-    compiled, found = model.compiled, {}
+    compiled, actual = model.compiled, {}
     assert compiled is not None
     for num_slots in (2, 3):  # the tables of slots are new
         put_adapters(model, num_slots)
@@ -114,12 +114,12 @@ def test_adapters_give_the_same_bits_in_all_layers_in_one_call(tmp_path: Path, m
         segments = [Segment(0, 3 + i, pages[i], slot=i - 1 if i <= num_slots else -1) for i in range(4)]
         for network in (compiled, None):
             model.compiled = network
-            found[network] = logits_of(model, segments)
-        assert torch.equal(found[compiled], found[None])
+            actual[network] = logits_of(model, segments)
+        assert torch.equal(actual[compiled], actual[None])
         bare = logits_of(model, [replace(segment, slot=-1) for segment in segments])
         ends = [3, 7, 12, 18]
         rows = [slice(start, end) for start, end in pairwise([0, *ends])]
-        differs = [not torch.equal(found[compiled][row], bare[row]) for row in rows]
+        differs = [not torch.equal(actual[compiled][row], bare[row]) for row in rows]
         assert differs == [segment.slot >= 0 for segment in segments]
 
 

@@ -63,9 +63,9 @@ def gguf_name(name: str, architecture: str = "llama") -> str:
     import gguf
 
     (kind,) = [kind for kind, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture]
-    found: str | None = gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None
-    return found
+    actual: str | None = gguf.get_tensor_name_map(kind, 64).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert actual is not None
+    return actual
 
 
 def permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -105,12 +105,12 @@ def write_model(
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
         stored = gguf_name(name, architecture)
-        wanted = types.get(stored.replace(".", "_"), kind) if weight.dim() == 2 else "F32"
-        of_kind = gguf.GGMLQuantizationType[wanted]
-        if wanted in WRITTEN:
+        expected = types.get(stored.replace(".", "_"), kind) if weight.dim() == 2 else "F32"
+        of_kind = gguf.GGMLQuantizationType[expected]
+        if expected in WRITTEN:
             data = gguf.quants.quantize(weight.float().numpy(), of_kind)
         else:
-            data = random_rows(wanted, len(weight), weight.shape[1], seed=index, spread=SPREADS.get(wanted, 0.003))
+            data = random_rows(expected, len(weight), weight.shape[1], seed=index, spread=SPREADS.get(expected, 0.003))
         writer.add_tensor(stored, data, raw_dtype=of_kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values.numpy())
@@ -198,6 +198,6 @@ def answer_of(path: Path, folder: Path, needs_tokenizer: bool = True) -> dict[st
     request = FolderRequest("tiny", str(path), str(folder), str(answer), needs_tokenizer)
     folder.with_suffix(".json").write_text(json.dumps(vars(request)))
     code = main(str(folder.with_suffix(".json")))
-    found: dict[str, Any] = json.loads(answer.read_text())
-    assert code == (1 if "error" in found else 0)
-    return found
+    actual: dict[str, Any] = json.loads(answer.read_text())
+    assert code == (1 if "error" in actual else 0)
+    return actual

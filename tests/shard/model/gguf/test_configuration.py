@@ -45,18 +45,18 @@ MADE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 def factors(theta: float, dim: int, scaling: dict[str, float]) -> torch.Tensor:
     """The tensor that llama.cpp's conversion writes, by its formula, one number at a time. [dim / 2] float32."""
-    found = []
+    actual = []
     for index in range(0, dim, 2):
         wavelength = 2 * math.pi * theta ** (index / dim)
         rounds = scaling["original_max_position_embeddings"] / wavelength
         if rounds > scaling["high_freq_factor"]:
-            found.append(1.0)
+            actual.append(1.0)
         elif rounds < scaling["low_freq_factor"]:
-            found.append(scaling["factor"])
+            actual.append(scaling["factor"])
         else:
             share = (rounds - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
-            found.append(1 / ((1 - share) / scaling["factor"] + share))
-    return torch.tensor(found, dtype=torch.float32)
+            actual.append(1 / ((1 - share) / scaling["factor"] + share))
+    return torch.tensor(actual, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_is_the_float32_product_rounded_once(num_out: int, num_in: int, with_bias: bool) -> None:
     x, weight = random(70, num_in), random(num_out, num_in, seed=1)
     bias = random(num_out, seed=2) if with_bias else None
-    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     got = StreamedMatrix(weight, bias)(x[None])[0].double()
-    assert got.shape == wanted.shape
-    assert ((got - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+    assert got.shape == expected.shape
+    assert ((got - expected).abs() <= 2**-8 * expected.abs() + 1e-3).all()
 
 
 @pytest.mark.parametrize("num_out", [1, 4, 65])
@@ -78,9 +78,9 @@ def test_a_product_is_the_float32_product_rounded_once(num_out: int, num_in: int
 def test_a_product_by_a_plain_weight_is_rounded_once(num_out: int, num_in: int, with_bias: bool) -> None:
     x, weight = random(9, num_in), random(num_out, num_in, seed=1)
     bias = random(num_out, seed=2) if with_bias else None
-    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     got = kernels.plain_linear(x, weight, bias)
-    assert ((got.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all()
+    assert ((got.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-3).all()
     for count in (1, 2, 3):
         assert torch.equal(kernels.plain_linear(x[2 : 2 + count], weight, bias), got[2 : 2 + count])
 
@@ -134,10 +134,10 @@ def test_values_beyond_all_numbers_stay_in_their_row() -> None:
     changed[1, 3], changed[3, 5] = float("nan"), float("inf")
     for module in (fuse(mlp, set()), fuse(norm, set()), StreamedMatrix(random(70, 64), None)):
         assert callable(module)
-        plain, found = module(x), module(changed)
-        assert torch.equal(found[[0, 2, 4]], plain[[0, 2, 4]])
-        assert found[1].isnan().all()
-        assert not found[3].isfinite().all()
+        plain, actual = module(x), module(changed)
+        assert torch.equal(actual[[0, 2, 4]], plain[[0, 2, 4]])
+        assert actual[1].isnan().all()
+        assert not actual[3].isfinite().all()
 
 
 @torch.inference_mode()
@@ -145,8 +145,8 @@ def test_gates_of_any_size_are_those_of_torch() -> None:
     gate = torch.cat([torch.linspace(-200, 200, 4097), torch.tensor([3e38, -1e4, 0.0, -0.0, 1e-38])]).bfloat16()[None]
     gate = torch.cat([gate, gate.new_ones(1, -gate.shape[1] % 16)], 1)
     up = torch.ones_like(gate)
-    wanted, found = nn.functional.silu(gate.double()), kernels.silu_times(gate, up).double()
-    assert ((found - wanted).abs() <= 2**-7 * wanted.abs() + 1e-34).all()
+    expected, actual = nn.functional.silu(gate.double()), kernels.silu_times(gate, up).double()
+    assert ((actual - expected).abs() <= 2**-7 * expected.abs() + 1e-34).all()
 
 
 @torch.inference_mode()

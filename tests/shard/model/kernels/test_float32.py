@@ -23,10 +23,10 @@ def test_a_product_is_that_of_torch(shape: tuple[int, int], with_bias: bool) -> 
     num_out, num_in = shape
     x, weight = random(101, num_in), random(num_out, num_in, seed=1)
     bias = random(num_out, seed=2) if with_bias else None
-    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     got = Float32Matrix(weight, bias)(x[None])[0]
-    assert got.shape == wanted.shape
-    assert worst_share_of_product(got, wanted, x, weight) <= 2**-18
+    assert got.shape == expected.shape
+    assert worst_share_of_product(got, expected, x, weight) <= 2**-18
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -67,10 +67,10 @@ def test_a_layer_norm_is_that_of_torch(with_bias: bool) -> None:
     x, added = random(40, width) + 3, random(40, width, seed=1)
     weight, bias = random(width, seed=2), random(width, seed=3) if with_bias else None
     sizes = (width,)
-    wanted = functional.layer_norm(
+    expected = functional.layer_norm(
         (x + added).double(), sizes, weight.double(), None if bias is None else bias.double()
     )
     got = float32.layer_norm(x, added, weight, bias, 1e-5)
-    assert worst_share(got, wanted) <= 2**-18
+    assert worst_share(got, expected) <= 2**-18
     assert torch.equal(float32.layer_norm(x[5:6], added[5:6], weight, bias, 1e-5), got[5:6])
     assert torch.equal(float32.layer_norm(x + added, None, weight, bias, 1e-5), got)

@@ -75,16 +75,16 @@ def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
         bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1))
         packed = PackedIntegers(weight, bias)
         x = rows_of(13, shape[1], dtype)
-        wanted = plain_product(x, weight, bias)
+        expected = plain_product(x, weight, bias)
         for count in (1, 2, 3, 4, 5, 6, 7, 13):
-            assert torch.equal(packed.product(x[:count], with_bias=True), wanted[:count])
+            assert torch.equal(packed.product(x[:count], with_bias=True), expected[:count])
         assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
 
 
 def test_scales_and_minimums_may_lie_in_any_order() -> None:
     weight = drawn("4 bits, groups of 32, minimums", 40, 256)
     assert weight.minimums is not None
-    scales, minimums = (each.t().contiguous().t() for each in (weight.scales, weight.minimums))
+    scales, minimums = (entry.t().contiguous().t() for entry in (weight.scales, weight.minimums))
     x = rows_of(3, 256, torch.float32)
     for _ in range(20):  # memory that was given back too early may still hold its values
         packed = PackedIntegers(IntegerWeight(4, weight.values, scales, minimums), None)
@@ -169,10 +169,10 @@ def test_rounding_is_to_the_nearest_part_of_the_largest_of_a_block() -> None:
 def test_the_product_is_near_that_of_the_dense_weight(kind: str) -> None:
     weight = drawn(kind, 100, 256)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
-    wanted = x @ weight.dense().T
+    expected = x @ weight.dense().T
     got = plain_product(x, weight, None)
     # per output: a large one hides no small one
-    assert ((got - wanted).square().mean(0).sqrt() <= 0.02 * wanted.square().mean(0).sqrt()).all()
+    assert ((got - expected).square().mean(0).sqrt() <= 0.02 * expected.square().mean(0).sqrt()).all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="counts what x86 stores")

@@ -77,17 +77,17 @@ def test_equals_the_specification(mix: str, shape: tuple[int, int], dtype: torch
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_rows, shape[0], generator=generator).to(dtype)
     base = torch.randn(num_rows, shape[1], generator=generator).to(dtype)
-    wanted, got = base.clone(), base.clone()
+    expected, got = base.clone(), base.clone()
     row = 0
     for slot, count in zip(MIXES[mix], COUNTS, strict=True):
         for index in range(row, row + count):
             weights = plain[slot] if slot >= 0 else None
             if weights is not None:
-                adapt_row(weights, target.base_bias, x[index], wanted[index])
+                adapt_row(weights, target.base_bias, x[index], expected[index])
         row += count
     adapt(target.rows, Product(target, x, got))
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     untouched = torch.tensor([slot in (-1, 11) for slot, n in zip(MIXES[mix], COUNTS, strict=True) for _ in range(n)])
     assert torch.equal(got[untouched], base[untouched])
     changed = ~untouched
@@ -118,14 +118,14 @@ def test_several_products_of_one_step_and_strided_outputs() -> None:
     num_rows = fill(inputs, [0, -1, 3], [3, 2, 18])
     x = torch.randn(num_rows, 64).bfloat16()
     fused = torch.randn(num_rows, 96).bfloat16()
-    wanted = []
+    expected = []
     for target, part in zip(targets, fused.split([48, 32, 16], dim=1), strict=True):
         alone = part.contiguous()
         adapt(target.rows, Product(target, x, alone))
-        wanted.append(alone)
+        expected.append(alone)
     parts = fused.split([48, 32, 16], dim=1)
     adapt(inputs.adapter_rows, *(Product(target, x, part) for target, part in zip(targets, parts, strict=True)))
-    assert torch.equal(fused, torch.cat(wanted, dim=1))
+    assert torch.equal(fused, torch.cat(expected, dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -141,8 +141,8 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     got = base.clone()
     adapt_embedding(target.rows, target, ids, got)
     assert torch.equal(got[:3], base[:3])
-    wanted = base[3:].float() + a[:, ids[3:]].float().t() @ b.float()
-    torch.testing.assert_close(got[3:].float(), wanted, rtol=2**-7, atol=2**-7)
+    expected = base[3:].float() + a[:, ids[3:]].float().t() @ b.float()
+    torch.testing.assert_close(got[3:].float(), expected, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

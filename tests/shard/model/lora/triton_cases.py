@@ -83,20 +83,20 @@ class Bench:
     def load(self, *slots: int) -> None:
         """Give slots their adapters, on all targets, as a file's reader would lay them out."""
         for slot in slots:
-            found = [
+            actual = [
                 (target, weights) for target in self.targets if (weights := self.weights(slot, target)) is not None
             ]
-            self.plain |= {(slot, target.name): weights for target, weights in found}
-            self.place(slot, [(target, weights.arranged(target.is_embedding)) for target, weights in found])
+            self.plain |= {(slot, target.name): weights for target, weights in actual}
+            self.place(slot, [(target, weights.arranged(target.is_embedding)) for target, weights in actual])
 
-    def place(self, slot: int, found: list[tuple[LoraTarget, SlotWeights]]) -> None:
-        tensors = [tensor for _, weights in found for tensor in weights.tensors.values()]
+    def place(self, slot: int, actual: list[tuple[LoraTarget, SlotWeights]]) -> None:
+        tensors = [tensor for _, weights in actual for tensor in weights.tensors.values()]
         sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
         pieces = [piece[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)
                   for piece, t in zip(memory.split(sizes), tensors, strict=True)]  # fmt: skip
         moved = iter(pieces)
-        held = [(target, SlotWeights(**{name: next(moved) for name in weights.tensors})) for target, weights in found]
+        held = [(target, SlotWeights(**{name: next(moved) for name in weights.tensors})) for target, weights in actual]
         entries = np.full((len(held), 5), -1, np.int64)
         for entry, (_, weights) in zip(entries, held, strict=True):
             entry[0] = weights.rank
@@ -224,8 +224,8 @@ def test_the_largest_rank_leaves_the_bits_of_others() -> None:
     bench.load(LARGEST)
     adapt(module.rows, Product(module, x, after))
     assert torch.equal(before[:2], after[:2])
-    wanted = bench.wanted(module, [1, 1] + [LARGEST] * 3, x, base)
-    torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-4)
+    expected = bench.wanted(module, [1, 1] + [LARGEST] * 3, x, base)
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_parts_of_one_output_take_one_launch_and_give_the_same() -> None:
@@ -236,16 +236,16 @@ def test_parts_of_one_output_take_one_launch_and_give_the_same() -> None:
     rows = bench.inputs.adapter_rows
     x, fused = bench.random(num_rows, 64), bench.random(num_rows, sum(widths) + 8)
     parts = fused.split([*widths, 8], dim=1)[:3]
-    wanted = []
+    expected = []
     for module, part in zip(bench.targets, parts, strict=True):
         alone = part.contiguous()
         adapt(rows, Product(module, x, alone))
-        wanted.append(alone)
+        expected.append(alone)
     rest = fused[:, -8:].clone()
     assert len(bench.kernels._parts) == 3
     adapt(rows, *(Product(module, x, part) for module, part in zip(bench.targets, parts, strict=True)))
     assert len(bench.kernels._parts) == 4, "one launch for all"
-    assert torch.equal(fused[:, :-8], torch.cat(wanted, dim=1)) and torch.equal(fused[:, -8:], rest)
+    assert torch.equal(fused[:, :-8], torch.cat(expected, dim=1)) and torch.equal(fused[:, -8:], rest)
 
 
 def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
@@ -253,10 +253,10 @@ def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
     bench.load(1, 2)
     num_rows = bench.step([1, 2], [2, 1])
     xs = [bench.random(num_rows, 24) for _ in bench.targets]
-    ys = [bench.random(num_rows, each.num_out) for each in bench.targets]
-    wanted = [bench.wanted(each, [1, 1, 2], x, y) for each, x, y in zip(bench.targets, xs, ys, strict=True)]
+    ys = [bench.random(num_rows, entry.num_out) for entry in bench.targets]
+    reference = [bench.wanted(entry, [1, 1, 2], x, y) for entry, x, y in zip(bench.targets, xs, ys, strict=True)]
     adapt(bench.inputs.adapter_rows, *map(Product, bench.targets, xs, ys))
-    for got, expected in zip(ys, wanted, strict=True):
+    for got, expected in zip(ys, reference, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -273,8 +273,8 @@ def test_embeddings_add_the_column_of_the_token(dtype: torch.dtype) -> None:
     adapt_embedding(embedding.rows, embedding, ids, got)
     # the specification of a product, with rows that pick a column
     picks = torch.nn.functional.one_hot(ids, 50).to(dtype)
-    wanted = bench.wanted(embedding, per_row([-1, 4, 3], [3, 20, 1]), picks, base)
-    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    expected = bench.wanted(embedding, per_row([-1, 4, 3], [3, 20, 1]), picks, base)
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(got[:3], base[:3])
 
 
@@ -322,8 +322,8 @@ def test_padding_tasks_do_nothing() -> None:
         assert groups is not None and groups.num_launched == groups.most_tasks(28) == 12
         places.append([(tensor.data_ptr(), tensor.shape) for tensor in (groups.tasks, groups.row_ids)])
         adapt(module.rows, Product(module, x, got))
-        wanted = bench.wanted(module, per_row(slots, counts), x, base)
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        expected = bench.wanted(module, per_row(slots, counts), x, base)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert places[0] == places[1] == places[2]
 
 
@@ -341,7 +341,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), metadata)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
     destination = HostLayout(dtype, memory, bench.kernels)
-    content = AdapterFiles({each.name: each for each in bench.targets}, destination).read(tmp_path / "file")
+    content = AdapterFiles({entry.name: entry for entry in bench.targets}, destination).read(tmp_path / "file")
     slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
     slots.put(3, content)
     while not slots.is_ready(3):
@@ -350,11 +350,11 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     x = bench.random(3, 24)
     assert linear.base_bias is not None
     y = x @ weight.t() + linear.base_bias
-    wanted = y.clone()
+    expected = y.clone()
     scale = magnitude / (weight + b @ a).norm(dim=1)
-    wanted[1:] = (x[1:] @ (weight + b @ a).t()) * scale + linear.base_bias + bias
+    expected[1:] = (x[1:] @ (weight + b @ a).t()) * scale + linear.base_bias + bias
     adapt(linear.rows, Product(linear, x, y))
-    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     slots.clear(3)
     before = y.clone()
     adapt(linear.rows, Product(linear, x, y))
@@ -386,12 +386,12 @@ def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
     ids = torch.arange(2, device=DEVICE)
     bench.inputs.fill([Segment(0, 2, range(8))], ids, ids, [0, 1], [HeadsRow(1, 6, 2), HeadsRow(0, 6, 1)])
     pool.prepare()
-    wanted = [x[0] @ output.weight.t()]
+    expected = [x[0] @ output.weight.t()]
     for row, head in ((1, 0), (1, 1), (0, 0)):
         weight, bias, matrix = (tensors[f"heads.{head}.{part}"] for part in ("weight", "bias", "output"))
         hidden = x[0, row] + torch.nn.functional.silu(weight @ x[0, row] + bias)
-        wanted.append((matrix @ hidden)[None])
-    torch.testing.assert_close(output(x)[0], torch.cat(wanted), rtol=1e-4, atol=1e-4)
+        expected.append((matrix @ hidden)[None])
+    torch.testing.assert_close(output(x)[0], torch.cat(expected), rtol=1e-4, atol=1e-4)
     slots.clear(6)
     with pytest.raises(RuntimeError, match="slot 6 has no heads"):
         pool.prepare()

@@ -99,14 +99,14 @@ def test_heads_give_what_plain_torch_gives(name: str, shape: str, is_for_device:
     world.put(4, heads, is_for_device)
     world.put(2, other, is_for_device)
     (hidden,) = target.rows([IDS])
-    wanted = MedusaHeads.of(heads).logits(hidden, target.logits)
+    reference = MedusaHeads.of(heads).logits(hidden, target.logits)
     if heads.shape.version == 1:
-        wanted = target._after(wanted)  # what the network does to all logits, which changes no order
+        reference = target._after(reference)  # what the network does to all logits, which changes no order
     of_other = MedusaHeads.of(other).logits(hidden, target.logits)
     count = heads.shape.num_heads
     rows = [5, 10, 7]
     logits = run(model, rows, [HeadsRow(0, 4, count), HeadsRow(2, 2, 1), HeadsRow(1, 4, 1)])
-    expected = [target.logits(hidden[rows]), wanted[5], of_other[7], wanted[10, :1]]
+    expected = [target.logits(hidden[rows]), reference[5], of_other[7], reference[10, :1]]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_draft_rows_have_equal_bits_in_any_batch(shape: str, dtype: str, worlds:
     others = [HeadsRow(row, row % 2, count if row % 2 == 0 else 1 + row % 5) for row in rows]
     others[9] = HeadsRow(9, 0, count)
     together = run(model, rows, others)
-    begin = len(rows) + sum(each.num_drafts for each in others[:9])
+    begin = len(rows) + sum(entry.num_drafts for entry in others[:9])
     assert torch.equal(together[begin : begin + count], alone[1:])
     assert torch.equal(together[9:10], plain)
 
@@ -155,11 +155,11 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     adapted, plain = small.target(folder, tmp_path / "both"), small.target(folder)
     for slot, target in ((3, adapted), (-1, plain)):
         (hidden,) = target.rows([IDS])
-        wanted = MedusaHeads.of(heads).logits(hidden, target.logits)
+        reference = MedusaHeads.of(heads).logits(hidden, target.logits)
         segment = Segment(0, len(IDS), [1, 2], slot)
         asked = [HeadsRow(0, 5, 2), HeadsRow(1, 5 if slot < 0 else 3, 3)]
         model.inputs.fill([segment], torch.tensor(IDS), torch.tensor([10, 4]), [10, 4], asked)
-        expected = torch.cat([target.logits(hidden[[10, 4]]), wanted[10, :2], wanted[4]])
+        expected = torch.cat([target.logits(hidden[[10, 4]]), reference[10, :2], reference[4]])
         torch.testing.assert_close(model.forward(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -149,8 +149,8 @@ def test_equals_one_product_after_the_other(slot: int) -> None:
     x = world.random(5, 24)
     count = KINDS[slot][0]
     got = world.run(x, [HeadsRow(row, slot, count) for row in range(5)])[5:]
-    wanted = world.bound[slot].hidden(x).flatten(0, 1) @ world.output.weight.t()
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    expected = world.bound[slot].hidden(x).flatten(0, 1) @ world.output.weight.t()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -184,16 +184,16 @@ def test_steps_of_equal_bounds_lie_at_equal_addresses_and_give_what_others_give(
         [HeadsRow(7, 0, 1)],
     ]
     world.inputs.pad(Always(Bounds(num_rows=8, max_kv_len=1, num_drafts=20)))
-    found = []
+    actual = []
     for plan in plans:
         x = world.random(8, 24)
         got = world.run(x, plan)
         groups = world.inputs.head_groups
         assert groups is not None and got.shape == (28, VOCAB) and world.inputs.num_draft_rows == 20
-        found.append([(t.data_ptr(), t.shape) for t in (groups.tasks, groups.sources, groups.places)])
-        wanted = world.wanted(x, plan)
-        torch.testing.assert_close(got[8 : 8 + len(wanted)], wanted, rtol=1e-4, atol=1e-4)
-    assert all(each == found[0] for each in found)
+        actual.append([(t.data_ptr(), t.shape) for t in (groups.tasks, groups.sources, groups.places)])
+        expected = world.wanted(x, plan)
+        torch.testing.assert_close(got[8 : 8 + len(expected)], expected, rtol=1e-4, atol=1e-4)
+    assert all(entry == actual[0] for entry in actual)
     with pytest.raises(RuntimeError, match="21 draft tokens of heads"):
         world.run(x, [HeadsRow(row % 8, 3, 1) for row in range(21)])
     world.inputs.pad(Always(Bounds(num_rows=8, max_kv_len=1)))
@@ -225,11 +225,11 @@ def test_draft_rows_use_the_adapter_of_the_output_head() -> None:
     world.output.weight += delta
     plain.append(world.wanted(x, heads))
     world.output.weight.copy_(matrix)
-    wanted = torch.cat([plain[1][:3], plain[0][3:]])
+    expected = torch.cat([plain[1][:3], plain[0][3:]])
     for bounds in (None, Bounds(num_rows=4, max_kv_len=1, num_drafts=9)):
         world.inputs.pad(None if bounds is None else Always(bounds))
         got = world.run(x, heads, [-1, -1, 5, -1])
-        torch.testing.assert_close(got[4:10], wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[4:10], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got[2], x[2] @ (matrix + delta).t(), rtol=1e-4, atol=1e-4)
 
 
@@ -260,15 +260,15 @@ def test_a_model_gives_what_it_gives_without_kernels(tmp_path: Path) -> None:
     model, rows = world.model, list(range(11))
     one, two = small.heads(Shape(3, 2, 64)), small.heads(Shape(2, 1, 64, tiny.VOCAB), seed=3)
     heads = [HeadsRow(9, 4, 2), HeadsRow(0, 2, 2), HeadsRow(9, 2, 1)]
-    found = []
+    actual = []
     for has_kernels in (False, True):
         if has_kernels:
             model.enable_device_kernels(8, max_rows=16, max_drafts=16)
-        for slot, each in ((4, one), (2, two)):
-            world.put(slot, each, is_for_device=True)
-        found.append(test_heads.run(model, rows, heads))
+        for slot, entry in ((4, one), (2, two)):
+            world.put(slot, entry, is_for_device=True)
+        actual.append(test_heads.run(model, rows, heads))
     model.inputs.pad(Always(Bounds(num_rows=11, max_kv_len=16, num_drafts=8, has_adapters=True)))
-    plain, eager, padded = [*found, test_heads.run(model, rows, heads)]
+    plain, eager, padded = [*actual, test_heads.run(model, rows, heads)]
     assert plain.shape == eager.shape == padded.shape == (16, tiny.VOCAB)
     torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-4)
     assert torch.equal(padded, eager)

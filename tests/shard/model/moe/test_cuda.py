@@ -65,9 +65,9 @@ def test_equals_transformers_own_loop(name: str, pattern: str, dtype: torch.dtyp
         x = torch.randn(num_tokens, 64, generator=generator).to(dtype)
         ids = chosen(num_tokens, block.num_experts, pattern)
         weights = torch.rand(num_tokens, 2, generator=generator).to(dtype)
-        wanted = plain(x.to(wide), ids, weights.to(wide)).to(dtype)
+        expected = plain(x.to(wide), ids, weights.to(wide)).to(dtype)
         torch.testing.assert_close(
-            Experts(block)(block, x, ids, weights), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+            Experts(block)(block, x, ids, weights), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
         )
 
 
@@ -96,9 +96,9 @@ class NoHostReads(TorchDispatchMode):
 def test_which_products_torch_computes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere its own would wait for the device, or refuse."""
     x, matrices = torch.zeros(4, 64).bfloat16(), torch.zeros(3, 64, 32).bfloat16()
-    for capability, wanted in (((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)):
+    for capability, expected in (((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)):
         monkeypatch.setattr(gpu, "_assumed", [capability])
-        assert grouped.is_native(x, matrices) is wanted
+        assert grouped.is_native(x, matrices) is expected
     monkeypatch.setattr(gpu, "_assumed", [(9, 0)])
     assert grouped.is_native(x, matrices.mT.contiguous().mT)
     assert not grouped.is_native(x.float(), matrices.float()) and not grouped.is_native(x.half(), matrices.half())
@@ -106,15 +106,15 @@ def test_which_products_torch_computes_itself(monkeypatch: pytest.MonkeyPatch) -
 
 
 def plain_tasks(pairs: SortedPairs, values: list[int], num_rows: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    actual: list[list[int]] = []
     keys = pairs.keys.tolist()
     for place, (key, value) in enumerate(zip(keys, values, strict=True)):
         if value < 0:
             continue
-        if not found or keys[found[-1][1]] != key or found[-1][2] == num_rows:
-            found.append([value, place, 0])
-        found[-1][2] += 1
-    return found
+        if not actual or keys[actual[-1][1]] != key or actual[-1][2] == num_rows:
+            actual.append([value, place, 0])
+        actual[-1][2] += 1
+    return actual
 
 
 def of_tokens(slots: str, num_tokens: int) -> torch.Tensor:
@@ -139,8 +139,8 @@ def test_pairs_are_sorted_by_expert_and_adapter_and_split_into_tasks(slots: str)
     assert torch.equal(pairs.experts.long(), ids.flatten()[pairs.order])
     assert torch.equal(pairs.slots, of_token[pairs.order // 2])
     assert pairs.ends.tolist() == [int((ids <= expert).sum()) for expert in range(num_experts)]
-    wanted = plain_tasks(pairs, values.tolist(), 16)
-    assert tasks.tolist() == wanted + [[0, 0, 0]] * (most - len(wanted))
+    expected = plain_tasks(pairs, values.tolist(), 16)
+    assert tasks.tolist() == expected + [[0, 0, 0]] * (most - len(expected))
     assert torch.equal(pairs.unsort(ids.flatten()[pairs.order, None])[:, 0], ids.flatten())
 
 
@@ -150,7 +150,7 @@ def test_a_model_with_plain_experts_gives_transformers_logits(name: str, monkeyp
     plain = network_of(name, torch.float32)
     rows = [torch.randint(0, tiny.VOCAB, (length,)) for length in LENGTHS]
     with torch.inference_mode():
-        wanted = [plain(row[None], use_cache=False).logits[0] for row in rows]
+        expected = [plain(row[None], use_cache=False).logits[0] for row in rows]
         ours = network_of(name, torch.float32, EXPERTS)
         ours.config._attn_implementation = NAME
         backend = attention.create("auto", CPU, torch.float32, None)
@@ -158,7 +158,7 @@ def test_a_model_with_plain_experts_gives_transformers_logits(name: str, monkeyp
         model = assemble(ours, copy.deepcopy(ours.config), backend, torch.float32, inputs, max(LENGTHS))
         got = _in_chunks(model, rows)
     assert sum(isinstance(module, Experts) for module in ours.modules()) == (2 if name == "qwen3_moe" else 3)
-    for one, other in zip(got, wanted, strict=True):
+    for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -74,8 +74,8 @@ def test_pairs_are_split_as_by_operations_of_torch(slots: str) -> None:
     for num_targets, keys, wanted_of in ((7, pairs.keys, values), (None, pairs.experts, pairs.experts)):
         num_rows = 16 if num_targets else 64
         got = partition_pairs(pairs, num_rows, num_targets)
-        wanted = tasks_of(keys, wanted_of, num_rows, got.tasks.shape[0])
-        assert sorted(got.tasks.tolist(), key=by_place) == sorted(wanted.tolist(), key=by_place)
+        expected = tasks_of(keys, wanted_of, num_rows, got.tasks.shape[0])
+        assert sorted(got.tasks.tolist(), key=by_place) == sorted(expected.tolist(), key=by_place)
         assert got.pair_ids.tolist() == list(range(300))
 
 
@@ -103,9 +103,9 @@ def test_products_equal_the_specification(
     x = random(sum(counts), num_in, dtype=dtype)
     matrices = random(len(counts), num_out, num_in, dtype=dtype).mT / num_in**0.5
     matrices = matrices.contiguous() if is_transposed else matrices
-    wanted = multiply_reference(x, matrices, pairs)
+    expected = multiply_reference(x, matrices, pairs)
     got = multiply_tiles(x, matrices, pairs)
-    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -119,8 +119,8 @@ def test_a_row_has_equal_bits_with_any_others(dtype: torch.dtype) -> None:
 def placed(network: torch.nn.Module, block: Any, dtype: torch.dtype) -> "Placed":
     inputs = StepInputs(16, DEVICE)
     targets = mark_targets(network, inputs, dtype)
-    for each in targets.values():
-        each.allocate(NUM_SLOTS)
+    for entry in targets.values():
+        entry.allocate(NUM_SLOTS)
     inputs.reserve_groups(32, NUM_SLOTS)
     bench = Placed(inputs, DeviceKernels(targets_of(targets), NUM_SLOTS, DEVICE), block)
     for slot in range(NUM_SLOTS):
@@ -140,7 +140,7 @@ class Placed:
 
     def load(self, slot: int) -> None:
         """One for all experts, one for some products, one for no expert."""
-        found: list[LoraTarget] = []
+        actual: list[LoraTarget] = []
         entries, pieces = [], []
         for name, targets in self.block.lorikeet_adapters.items():
             if slot == NOTHING or (slot == FIRST_ALONE and name == "down_proj"):
@@ -151,17 +151,17 @@ class Placed:
                 a = random(rank, target.num_in, dtype=dtype) / target.num_in**0.5
                 b = random(rank, target.num_out, dtype=dtype) / rank**0.5
                 self.plain[slot, target] = SlotWeights(a, b)
-                found.append(target)
+                actual.append(target)
                 pieces += [a, b]
         sizes = [-(-piece.nbytes // 64) * 64 for piece in pieces]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=DEVICE)
         starts = np.cumsum([0, *sizes])[:-1].reshape(-1, 2)
         for piece, part in zip(pieces, memory.split(sizes), strict=True):
             part[: piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
-        entries = np.full((len(found), 5), -1, np.int64)
+        entries = np.full((len(actual), 5), -1, np.int64)
         entries[:, 0] = RANKS[slot % len(RANKS)]
         entries[:, 1:3] = starts
-        self.kernels.bind(slot, self.kernels.image(found, entries), memory)
+        self.kernels.bind(slot, self.kernels.image(actual, entries), memory)
         self.memories.append(memory)
 
     def step(self, slots: list[int]) -> None:
@@ -173,8 +173,8 @@ class Placed:
         """Token by token and expert by expert."""
         rows = []
         for row, slot in enumerate(slots):
-            each = [self._one(slot, expert, x[row : row + 1]) for expert in ids[row].tolist()]
-            rows.append((torch.cat(each) * weights[row, :, None]).sum(0).to(x.dtype))
+            entry = [self._one(slot, expert, x[row : row + 1]) for expert in ids[row].tolist()]
+            rows.append((torch.cat(entry) * weights[row, :, None]).sum(0).to(x.dtype))
         return torch.stack(rows)
 
     def _one(self, slot: int, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -216,9 +216,9 @@ def test_adapters_of_experts_equal_the_specification(name: str, dtype: torch.dty
     bench.step(slots)
     with NoHostReads() if DEVICE.type == "cuda" else nullcontext():
         got = experts(block, x, ids, weights)
-    wanted = bench.wanted(slots, x, ids, weights)
+    expected = bench.wanted(slots, x, ids, weights)
     # two products with a rounding between them
-    assert worst_share(got, wanted) <= 2 * TOLERANCE[dtype]
+    assert worst_share(got, expected) <= 2 * TOLERANCE[dtype]
     untouched = torch.tensor([slot in (-1, NOTHING) for slot in slots], device=DEVICE)
     assert torch.equal(got[untouched], base[untouched])
     assert not (got[~untouched] == base[~untouched]).all(1).any()
@@ -233,14 +233,14 @@ def test_a_captured_block_computes_any_tokens_and_slots(monkeypatch: pytest.Monk
     block: Any = next(module for module in network.modules() if is_experts(module))
     bench, experts = placed(network, block, torch.bfloat16), Experts(block)
     x, ids = random(2, 64, dtype=torch.bfloat16), chosen(2, 4, "identical").to(DEVICE)
-    weights, found = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
+    weights, actual = torch.rand(2, 2, generator=GENERATOR).to(DEVICE), random(2, 64, dtype=torch.bfloat16)
     bench.inputs.pad(Padding(2, 16, spare_page=0, has_adapters=True))
     bench.step([NOTHING] * 2)
     assert bench.inputs.bounds is not None
     recorder: Recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
 
     def compute() -> None:
-        found.copy_(experts(block, x, ids, weights))
+        actual.copy_(experts(block, x, ids, weights))
 
     replay = recorder.record(compute)
     for slots in ([-1, 2], [4, 0]):
@@ -248,7 +248,7 @@ def test_a_captured_block_computes_any_tokens_and_slots(monkeypatch: pytest.Monk
         ids.copy_(chosen(3 + slots[0], 4, "zipf")[:2])
         bench.step(slots)
         replay()
-        assert torch.equal(found, experts(block, x, ids, weights))
+        assert torch.equal(actual, experts(block, x, ids, weights))
 
 
 def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +285,11 @@ def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 for i, (row, (_, slot)) in enumerate(zip(rows, chosen, strict=True))]  # fmt: skip
     ids = torch.cat(rows).to(DEVICE)
     model.inputs.fill(segments, ids, torch.arange(len(ids), device=DEVICE))
-    found = model.forward().split([len(row) for row in rows])
-    for (adapter, _), row, got in zip(chosen, rows, found, strict=True):
-        wanted = load_plain(base)
+    actual = model.forward().split([len(row) for row in rows])
+    for (adapter, _), row, got in zip(chosen, rows, actual, strict=True):
+        expected = load_plain(base)
         if adapter:
-            wanted = peft.PeftModel.from_pretrained(wanted, str(adapters[adapter])).eval()
+            expected = peft.PeftModel.from_pretrained(expected, str(adapters[adapter])).eval()
         with torch.inference_mode():
-            logits = wanted(row[None]).logits[0]
+            logits = expected(row[None]).logits[0]
         torch.testing.assert_close(got.cpu(), logits, rtol=1e-3, atol=1e-3)

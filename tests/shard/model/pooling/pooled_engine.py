@@ -55,17 +55,17 @@ class PooledEngine:
             request.adapter_digest = digests[index] if digests else ""
             requests.append(request)
         self.inbox.put(Commands(EPOCH, submits=list(requests)))
-        found: dict[int, bytes] = {}
+        results: dict[int, bytes] = {}
         self.engine.step()
         while not self.engine.scheduler.is_idle:
             time.sleep(0.0 if self.engine.scheduler.running else PARKED_S)  # while adapters are read
             self.engine.step()
         for output in self.outbox.take(EPOCH).request_outputs():
             assert output.finish_reason is FinishReason.LENGTH, output
-            found[output.key[1]] = output.pooled
+            results[output.key[1]] = output.pooled
         self.engine.scheduler.check()
-        values = (torch.frombuffer(bytearray(found[request.key[1]]), dtype=torch.float32) for request in requests)
-        return [each.view(-1, self.model.result_size) for each in values]
+        values = (torch.frombuffer(bytearray(results[request.key[1]]), dtype=torch.float32) for request in requests)
+        return [result.view(-1, self.model.result_size) for result in values]
 
 
 def prompts_of(lengths: Sequence[int] = tiny_pooled.LENGTHS, seed: int = 1) -> list[list[int]]:
@@ -82,7 +82,7 @@ def expected(
     """[rows, size] of each prompt, alone in transformers: hidden states that are pooled, or logits."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     network = tiny_pooled.CLASSES[task].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
+    results = []
     for index, prompt in enumerate(prompts):
         options: dict[str, Any] = {}
         if second_texts:
@@ -90,9 +90,9 @@ def expected(
             options["token_type_ids"] = torch.tensor([types])
         output = network(torch.tensor([prompt]), **options)
         if task != "embed":
-            found.append(output.logits[0].view(-1, output.logits.shape[-1]))
+            results.append(output.logits[0].view(-1, output.logits.shape[-1]))
             continue
         states = output.last_hidden_state[0]
         rows = {"mean": states.mean(0, keepdim=True), "cls": states[:1], "last": states[-1:], "token": states}
-        found.append(rows[pooling])
-    return found
+        results.append(rows[pooling])
+    return results

@@ -44,7 +44,7 @@ def of_peft(base: Path, folder: Path | None, task: str, prompts: list[list[int]]
     if task != "embed":
         return [output.logits[0].view(-1, output.logits.shape[-1]) for output in outputs]
     states = [output.last_hidden_state[0] for output in outputs]
-    return [each.mean(0, keepdim=True) if pooling == "mean" else each[-1:] for each in states]
+    return [rows.mean(0, keepdim=True) if pooling == "mean" else rows[-1:] for rows in states]
 
 
 SAMPLE = ("bert embed", "llama classify")
@@ -68,12 +68,12 @@ def test_requests_under_several_adapters_equal_peft(case: str, tmp_path: Path) -
     engine = PooledEngine(base, adapter_store=str(tmp_path / "store"), cpu_memory=1 << 27)
     prompts = prompts_of()
     chosen = [(None, "0", "1")[index % 3] for index in range(len(prompts))]
-    together = engine.run(prompts, digests=[digests[each] if each else "" for each in chosen])
-    wanted = {each: of_peft(base, adapters.get(each or ""), task, prompts, pooling) for each in (None, "0", "1")}
-    for index, (each, found) in enumerate(zip(chosen, together, strict=True)):
-        want = wanted[each][index]
-        assert worst_share(found, want) <= 2e-5
-    assert float((wanted[None][0] - wanted["0"][0]).abs().max()) > 1e-3
+    together = engine.run(prompts, digests=[digests[name] if name else "" for name in chosen])
+    expected = {name: of_peft(base, adapters.get(name or ""), task, prompts, pooling) for name in (None, "0", "1")}
+    for index, (adapter, vectors) in enumerate(zip(chosen, together, strict=True)):
+        want = expected[adapter][index]
+        assert worst_share(vectors, want) <= 2e-5
+    assert float((expected[None][0] - expected["0"][0]).abs().max()) > 1e-3
     for index in (1, 5):
         [alone] = engine.run([prompts[index]], digests=[digests[chosen[index] or ""]])
         assert torch.equal(alone, together[index])

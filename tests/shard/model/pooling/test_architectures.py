@@ -14,12 +14,12 @@ from tests.shard.model.pooling.pooled_engine import PooledEngine, expected, prom
 from tests.shard.near import worst_share
 
 
-def assert_exact(engine: PooledEngine, wanted: list[torch.Tensor], second_texts: list[int] | None = None) -> None:
+def assert_exact(engine: PooledEngine, expected: list[torch.Tensor], second_texts: list[int] | None = None) -> None:
     """The same values as `wanted`, and the same bits one by one."""
     prompts, types = prompts_of(), second_texts or []
     together = engine.run(prompts, types)
-    assert [found.shape for found in together] == [want.shape for want in wanted]
-    columns = [torch.cat([value.reshape(-1, value.shape[-1]) for value in values]) for values in (together, wanted)]
+    assert [vector.shape for vector in together] == [want.shape for want in expected]
+    columns = [torch.cat([value.reshape(-1, value.shape[-1]) for value in values]) for values in (together, expected)]
     assert worst_share(*columns) <= 1e-5
     for index in (0, 3, len(prompts) - 1):
         [alone] = engine.run([prompts[index]], types[index : index + 1])
@@ -56,8 +56,8 @@ def test_scores_equal_transformers_alone_and_in_a_batch(name: str, task: str, tm
 def test_pairs_have_token_types(tmp_path: Path) -> None:
     folder = tiny_pooled.make("bert", tmp_path / "bert", "classify", num_labels=1)
     second_texts = [max(1, len(prompt) // 2) for prompt in prompts_of()]
-    wanted = expected(folder, "classify", prompts_of(), second_texts=second_texts)
-    assert_exact(PooledEngine(folder), wanted, second_texts)
+    reference = expected(folder, "classify", prompts_of(), second_texts=second_texts)
+    assert_exact(PooledEngine(folder), reference, second_texts)
 
 
 @pytest.mark.parametrize("pooling", cases(("mean", "cls"), ("mean",)))
@@ -70,16 +70,16 @@ def test_a_causal_model_is_pooled_in_other_ways(pooling: str, tmp_path: Path) ->
 def test_every_token_has_a_vector_next_to_pooled_ones(pooling: str, tmp_path: Path) -> None:
     folder = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"), pooling)
     engine, prompts = PooledEngine(folder), prompts_of()
-    plain, each = range(0, len(prompts), 2), range(1, len(prompts), 2)
-    found = engine.run(prompts, per_token=each)
+    plain, per_token = range(0, len(prompts), 2), range(1, len(prompts), 2)
+    vectors = engine.run(prompts, per_token=per_token)
     pooled, states = (expected(folder, "embed", prompts, name) for name in (pooling, "token"))
-    for index, values in enumerate(found):
-        want = torch.nn.functional.normalize((states if index in each else pooled)[index], dim=-1)
+    for index, values in enumerate(vectors):
+        want = torch.nn.functional.normalize((states if index in per_token else pooled)[index], dim=-1)
         assert values.shape == want.shape and torch.allclose(values, want, atol=1e-5)
     for index, alone in zip(plain, engine.run([prompts[index] for index in plain]), strict=True):
-        assert torch.equal(alone, found[index])
+        assert torch.equal(alone, vectors[index])
     [alone] = engine.run(prompts[5:6], per_token=[0])
-    assert torch.equal(alone, found[5])
+    assert torch.equal(alone, vectors[5])
 
 
 def test_every_token_has_scores(tmp_path: Path) -> None:
@@ -87,31 +87,31 @@ def test_every_token_has_scores(tmp_path: Path) -> None:
     engine, prompts = PooledEngine(folder), prompts_of()
     network = tiny_pooled.CLASSES["classify"].from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        for prompt, found in zip(prompts, engine.run(prompts, per_token=range(len(prompts))), strict=True):
+        for prompt, vectors in zip(prompts, engine.run(prompts, per_token=range(len(prompts))), strict=True):
             states = network.distilbert(torch.tensor([prompt])).last_hidden_state[0]
-            assert torch.allclose(found, network.classifier(network.pre_classifier(states).relu()), atol=1e-5)
+            assert torch.allclose(vectors, network.classifier(network.pre_classifier(states).relu()), atol=1e-5)
 
 
 def test_last_token_in_chunks_and_from_the_prefix_cache(tmp_path: Path) -> None:
     folder = tiny_pooled.make("llama", tmp_path / "llama", "generate")
-    wanted = expected(folder, "embed", prompts_of(), "last")
+    reference = expected(folder, "embed", prompts_of(), "last")
     engine = PooledEngine(folder, pooling="last", step_tokens=7)
     first = engine.run(prompts_of())
     again = engine.run(prompts_of())
     assert engine.engine.scheduler.cache.num_cached > 0
     whole = PooledEngine(folder, pooling="last").run(prompts_of())
-    assert worst_share(torch.stack(first), torch.stack(wanted)) <= 1e-5
-    for found, repeated, other in zip(first, again, whole, strict=True):
-        assert torch.equal(found, repeated) and torch.equal(found, other)
+    assert worst_share(torch.stack(first), torch.stack(reference)) <= 1e-5
+    for vectors, repeated, other in zip(first, again, whole, strict=True):
+        assert torch.equal(vectors, repeated) and torch.equal(vectors, other)
 
 
 def test_what_follows_the_pooling_is_that_of_sentence_transformers(tmp_path: Path) -> None:
     folder = tiny_pooled.sentence_transformer(tiny_pooled.make("bert", tmp_path / "bert"), "cls", dense=24)
     engine = PooledEngine(folder)
     weights = load_file(folder / "2_Dense" / "model.safetensors")
-    for states, [found] in zip(expected(folder, "embed", prompts_of(), "cls"), engine.run(prompts_of()), strict=True):
+    for states, [vectors] in zip(expected(folder, "embed", prompts_of(), "cls"), engine.run(prompts_of()), strict=True):
         want = torch.tanh(states[0] @ weights["linear.weight"].t() + weights["linear.bias"])
-        assert torch.allclose(found, torch.nn.functional.normalize(want, dim=0), atol=1e-5)
+        assert torch.allclose(vectors, torch.nn.functional.normalize(want, dim=0), atol=1e-5)
 
 
 def test_an_architecture_that_is_computed_otherwise_is_rejected(

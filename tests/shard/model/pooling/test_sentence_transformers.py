@@ -27,10 +27,10 @@ def test_vectors(name: str, tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     folder = tiny_pooled.sentence_transformer(tiny_pooled.make(name, tmp_path / name), **CASES[name])  # type: ignore[arg-type]
     model = library.SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
-    wanted = torch.from_numpy(model.encode(TEXTS))
+    expected = torch.from_numpy(model.encode(TEXTS))
     prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS]
-    found = torch.cat(PooledEngine(folder).run(prompts))
-    assert worst_share(found, wanted) <= 1e-5
+    actual = torch.cat(PooledEngine(folder).run(prompts))
+    assert worst_share(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "qwen2"])
@@ -39,7 +39,7 @@ def test_scores_of_pairs(name: str, tmp_path: Path) -> None:
     folder = tiny_pooled.make(name, tmp_path / name, "classify", num_labels=1)
     model = library.CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": "float32"})
     pairs = [(TEXTS[0], text) for text in TEXTS[1:]]
-    wanted = torch.from_numpy(model.predict(pairs))
+    expected = torch.from_numpy(model.predict(pairs))
     prompts = [model.tokenizer(*pair)["input_ids"] for pair in pairs]
-    found = torch.cat(PooledEngine(folder).run(prompts))[:, 0].sigmoid()
-    assert float((found - wanted).abs().max()) <= 1e-5
+    actual = torch.cat(PooledEngine(folder).run(prompts))[:, 0].sigmoid()
+    assert float((actual - expected).abs().max()) <= 1e-5

@@ -67,10 +67,10 @@ def test_products_are_those_of_the_dequantised_weight(
     for count, with_bias in ((1, True), (17, False), (MOST_ROWS + 1, True)):
         x = rows_of(count, 192, dtype)
         dense = dequantised(weight, dtype)
-        wanted = x.double() @ dense.t() + (bias.double() if with_bias else 0)
-        found = held.product(x, with_bias)
-        assert found.dtype == dtype and found.shape == wanted.shape and found.is_contiguous()
-        assert worst_share_of_product(found, wanted, x, dense) <= TOLERANCE[dtype], count
+        expected = x.double() @ dense.t() + (bias.double() if with_bias else 0)
+        actual = held.product(x, with_bias)
+        assert actual.dtype == dtype and actual.shape == expected.shape and actual.is_contiguous()
+        assert worst_share_of_product(actual, expected, x, dense) <= TOLERANCE[dtype], count
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -120,8 +120,8 @@ def test_a_product_of_a_real_size(bits: int, dtype: torch.dtype) -> None:
     weight = drawn(4096, 1024, bits, 4096 if bits == 8 else 128, False)
     x = rows_of(2, 4096, dtype)
     dense = dequantised(weight, dtype)
-    found = DeviceIntegers(weight, None, dtype).product(x, with_bias=False)
-    assert worst_share_of_product(found, x.double() @ dense.t(), x, dense) <= TOLERANCE[dtype]
+    actual = DeviceIntegers(weight, None, dtype).product(x, with_bias=False)
+    assert worst_share_of_product(actual, x.double() @ dense.t(), x, dense) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("bits", "group", "has_minimums"), KINDS)
@@ -154,8 +154,8 @@ def test_neither_tiles_nor_splits_change_a_row(monkeypatch: pytest.MonkeyPatch) 
 def test_parts_of_the_inputs_depend_on_the_shape_of_a_weight_alone() -> None:
     """4096 inputs are 32 blocks, 14336 are 112; enough programs for a card, and few parts to sum."""
     outputs = 1024, 4096, 6144, 28672, 128256
-    assert [integers_triton.num_splits_of(32, each, 4) for each in outputs] == [4, 4, 4, 1, 1]
-    assert [integers_triton.num_splits_of(112, each, bits) for each in (4096, 28672) for bits in (4, 8)] == [8, 4, 1, 1]
+    assert [integers_triton.num_splits_of(32, size, 4) for size in outputs] == [4, 4, 4, 1, 1]
+    assert [integers_triton.num_splits_of(112, size, bits) for size in (4096, 28672) for bits in (4, 8)] == [8, 4, 1, 1]
     assert integers_triton.num_splits_of(1, 16, 4) == 1
 
 
@@ -172,8 +172,10 @@ def test_scales_that_are_numbers_of_the_dtype_need_no_float32(
     held, x = DeviceIntegers(weight, None, dtype), rows_of(3, 192, dtype)
     assert held.is_exact and not DeviceIntegers(plain, None, dtype).is_exact
     assert torch.equal(held.dense(dtype), weight.dense().to(dtype))
-    wanted = x.double() @ dequantised(weight, dtype).t()
-    assert float((held.product(x, False).double() - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max())
+    expected = x.double() @ dequantised(weight, dtype).t()
+    assert float((held.product(x, False).double() - expected).abs().max()) <= TOLERANCE[dtype] * float(
+        expected.abs().max()
+    )
 
 
 def test_extreme_scales_are_decoded_in_float32() -> None:
@@ -225,9 +227,9 @@ def test_one_group_may_have_any_length(bits: int, has_minimums: bool) -> None:
     weight, x = drawn(24, 80, bits, 24, has_minimums), rows_of(3, 24, torch.bfloat16)
     held = DeviceIntegers(weight, None, DTYPE)
     assert held.has_kernel and torch.equal(held.dense(torch.float32), weight.dense())
-    wanted = x.double() @ dequantised(weight, torch.bfloat16).t()
-    found = held.product(x, with_bias=False)
-    assert float((found.double() - wanted).abs().max()) <= TOLERANCE[torch.bfloat16] * float(wanted.abs().max())
+    expected = x.double() @ dequantised(weight, torch.bfloat16).t()
+    actual = held.product(x, with_bias=False)
+    assert float((actual.double() - expected).abs().max()) <= TOLERANCE[torch.bfloat16] * float(expected.abs().max())
 
 
 def test_float32_is_dequantised() -> None:
@@ -243,7 +245,7 @@ def test_a_rounded_layer_multiplies_few_rows_by_its_integers(monkeypatch: pytest
     layer = IntegerLinear(weight, None, False, torch.bfloat16)
     matrix = IntegerMatrix(layer, torch.bfloat16)
     matrix.copy_from_mmap()
-    wanted = DeviceIntegers(weight, None, DTYPE).product(x, with_bias=False)
-    assert torch.equal(matrix(x), wanted) and torch.equal(layer(x[None]), wanted[None])
+    expected = DeviceIntegers(weight, None, DTYPE).product(x, with_bias=False)
+    assert torch.equal(matrix(x), expected) and torch.equal(layer(x[None]), expected[None])
     assert matrix.reads_few_bytes(DEVICE) and matrix.nbytes == 128 * 40 // 2 + 4 * 40 * 4
     assert torch.equal(matrix.dense(), weight.dense().bfloat16())

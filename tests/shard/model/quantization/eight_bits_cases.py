@@ -41,12 +41,12 @@ def test_products_are_those_of_the_dequantised_weight(
 ) -> None:
     x, weight, scales, bias = drawn(*shape, dtype, kind)
     dense = weight.double() * scales.double()[:, None]
-    wanted = x.double() @ dense.t()
+    expected = x.double() @ dense.t()
     if has_bias:
-        wanted += bias.double()
-    found = kernel.multiply(x, weight, scales, bias if has_bias else None)
-    assert found.dtype == dtype and found.shape == wanted.shape
-    assert worst_share_of_product(found, wanted, x, dense) <= TOLERANCE[dtype]
+        expected += bias.double()
+    actual = kernel.multiply(x, weight, scales, bias if has_bias else None)
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert worst_share_of_product(actual, expected, x, dense) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
@@ -79,8 +79,8 @@ def test_every_byte_of_fp8_has_its_value(capability: tuple[int, int], dtype: tor
     weight = weight[~weight.float().isnan()].view(-1, 1)
     x, scales = torch.ones(1, 1, dtype=dtype, device=DEVICE), torch.ones(len(weight), device=DEVICE)
     with gpu.assumed(capability):
-        found = kernel.multiply(x, weight.to(DEVICE), scales, None)
-    assert torch.equal(found.float().cpu(), weight.float().t())
+        actual = kernel.multiply(x, weight.to(DEVICE), scales, None)
+    assert torch.equal(actual.float().cpu(), weight.float().t())
 
 
 def test_a_matrix_in_fp8_multiplies_few_rows_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,10 +60,10 @@ def test_products_are_those_of_the_dequantised_weight(
     num_rows, *sizes = shape
     held = Held(*sizes, dtype)
     x = rows_of(num_rows, held)
-    wanted = x.double() @ held.dequantize().double().t() + (held.bias.double() if has_bias else 0)
-    found = multiplied(held, x, has_bias)
-    assert found.dtype == dtype and found.shape == wanted.shape
-    assert worst_share_of_product(found, wanted, x, held.dequantize()) <= TOLERANCE[dtype]
+    expected = x.double() @ held.dequantize().double().t() + (held.bias.double() if has_bias else 0)
+    actual = multiplied(held, x, has_bias)
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert worst_share_of_product(actual, expected, x, held.dequantize()) <= TOLERANCE[dtype]
 
 
 def test_a_row_has_equal_bits_in_any_batch() -> None:

@@ -87,8 +87,8 @@ def _awq(
     codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """The same with eight columns to a word."""
-    shuffled = [each.view(len(each), -1, 8)[:, :, list(_AWQ_ORDER)].reshape(each.shape) for each in (codes, zeros)]
-    qweight, qzeros = (_words(each.t().contiguous()).t().contiguous() for each in shuffled)
+    shuffled = [entry.view(len(entry), -1, 8)[:, :, list(_AWQ_ORDER)].reshape(entry.shape) for entry in (codes, zeros)]
+    qweight, qzeros = (_words(entry.t().contiguous()).t().contiguous() for entry in shuffled)
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales}
 
 

@@ -77,13 +77,13 @@ def exact_activations(method: str) -> str | None:
 @torch.no_grad()
 def write(network: Any, prompt: list[int]) -> Continued:
     """Greedy text, each token a forward of its own. The cache goes by its place: its name is another from 5.24 on."""
-    cache, ids, found = DynamicCache(config=network.config), list(prompt), []
+    cache, ids, actual = DynamicCache(config=network.config), list(prompt), []
     for index in range(len(prompt) + NEW_TOKENS - 1):
         output = network(torch.tensor([ids[index : index + 1]]), None, None, cache, use_cache=True)
         if index + 1 >= len(prompt):
-            found.append(output.logits[0, -1].float().log_softmax(-1))
-            ids.append(int(found[-1].argmax()))
-    return Continued(ids[len(prompt) :], torch.stack(found))
+            actual.append(output.logits[0, -1].float().log_softmax(-1))
+            ids.append(int(actual[-1].argmax()))
+    return Continued(ids[len(prompt) :], torch.stack(actual))
 
 
 def ours(folder: Path, method: str | None, dtype: str = "float32", activations: str | None = None) -> Model:

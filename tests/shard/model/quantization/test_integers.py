@@ -107,7 +107,7 @@ def test_the_tokens_of_weights_in_the_layout_of_devices(
     expected = [write(network, prompt) for prompt in prompts]
     model = ours(folder, method, activations="none")
     matrices: list[Any] = quantized_matrices(model.network)
-    assert len(matrices) == 7 * 3 + 1 and all(isinstance(each._packed, DeviceIntegers) for each in matrices)
+    assert len(matrices) == 7 * 3 + 1 and all(isinstance(module._packed, DeviceIntegers) for module in matrices)
     kept = compare("llama", expected, drive(model, prompts, step_tokens=64))
     assert kept.exact and kept.num_distinct >= 8, kept
 
@@ -126,7 +126,7 @@ def test_every_kind_of_product_is_tried_at_start(monkeypatch: pytest.MonkeyPatch
     coarse = IntegerWeight(4, in_four.values, in_four.scales[:, :1])
     weights = [(in_eight, None), (in_four, None), (in_four, bias), (in_four, bias), (coarse, None)]
     check_batch_invariance(
-        [IntegerMatrix(IntegerLinear(*each, False, torch.float32), torch.float32) for each in weights],
+        [IntegerMatrix(IntegerLinear(*weight, False, torch.float32), torch.float32) for weight in weights],
         torch.device("cpu"),
     )
     assert set(tried) == {(8, 32, True), (4, 32, True), (4, 32, False), (4, 64, True)}
@@ -222,8 +222,8 @@ def test_what_is_rounded(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sample([("mixtral",), ("qwen3_moe",), ("gpt_oss",)], ("mixtral",)))
 def test_experts_are_rounded_and_routers_are_not(name: str, tmp_path: Path) -> None:
     model = ours(tiny.make(name, tmp_path, moe_intermediate_size=64, intermediate_size=64), "int4")
-    found = [getattr(each, "lorikeet_experts", None) for each in model.network.modules()]
-    blocks = [experts for experts in found if isinstance(experts, PackedExperts)]
+    blocks = [getattr(module, "lorikeet_experts", None) for module in model.network.modules()]
+    blocks = [experts for experts in blocks if isinstance(experts, PackedExperts)]
     matrices = [one for block in blocks for part in block.matrices.values() for one in part]
     assert len(matrices) >= 2 * 4 * 2 and all(isinstance(one, IntegerMatrix) for one in matrices)
     rounded = [name for name, module in model.network.named_modules() if isinstance(module, PackedLinear)]

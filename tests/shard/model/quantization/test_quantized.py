@@ -99,8 +99,8 @@ def test_8_bits_are_multiplied_by_activations_in_blocks(method: str, dtype: torc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", needs(*AT_LOAD, *IN_FILES))
 def test_equal_bits_however_a_request_is_run(method: str, dtype: str, tmp_path: Path) -> None:
-    folder, wanted = checkpoint("llama", method, tmp_path, hidden_size=512)
-    test_invariance.check(ours(folder, wanted, dtype))
+    folder, expected = checkpoint("llama", method, tmp_path, hidden_size=512)
+    test_invariance.check(ours(folder, expected, dtype))
 
 
 MOST_BYTES = {"bitsandbytes": 1.1, "bitsandbytes-nf4": 0.65, "hqq-4bit": 0.63, "hqq-3bit": 0.56, "hqq-2bit": 0.51,
@@ -120,14 +120,14 @@ STORED: dict[str, Callable[[Any], Iterable[torch.Tensor]]] = {
 
 @pytest.mark.parametrize("method", needs(*MOST_BYTES))
 def test_weights_stay_quantised_in_memory(method: str, tmp_path: Path) -> None:
-    folder, wanted = checkpoint("llama", method, tmp_path, hidden_size=256)
-    model, plain = ours(folder, wanted), ours(tmp_path / "plain", None)
+    folder, expected = checkpoint("llama", method, tmp_path, hidden_size=256)
+    model, plain = ours(folder, expected), ours(tmp_path / "plain", None)
     matrices = [module.matrix for module in model.network.modules() if isinstance(module, PackedLinear)]
     quantized = quantized_matrices(model.network)
     assert len(quantized) == 3 * 7 and len(matrices) == 3 * 7 + 1
     weights = sum(matrix.in_features * matrix.out_features for matrix in quantized)
     assert (
-        sum(each.nbytes for matrix in quantized for each in STORED[type(matrix).__name__](matrix))
+        sum(tensor.nbytes for matrix in quantized for tensor in STORED[type(matrix).__name__](matrix))
         <= MOST_BYTES[method] * weights
     )
     assert model.info.num_parameters == plain.info.num_parameters
@@ -146,10 +146,10 @@ def test_a_checkpoint_that_is_quantised_already(method: str, tmp_path: Path) -> 
     assert quantization.of_checkpoint(settings) == method
     prompts = prompts_of("llama", LENGTHS[:2])
     expected = drive(ours(folder, method), prompts, 64)
-    for wanted in (None, method):
-        given = drive(ours(tmp_path / "quantised", wanted), prompts, 64)
-        assert [text.token_ids for text in given] == [text.token_ids for text in expected]
-    other = next(each for each in AT_LOAD if each != method)
+    for quantize in (None, method):
+        outputs = drive(ours(tmp_path / "quantised", quantize), prompts, 64)
+        assert [text.token_ids for text in outputs] == [text.token_ids for text in expected]
+    other = next(tensor for tensor in AT_LOAD if tensor != method)
     with pytest.raises(ValueError, match=f"quantised by {method} already, and {other} was asked for"):
         ours(tmp_path / "quantised", other)
 

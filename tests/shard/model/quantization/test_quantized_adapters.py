@@ -41,30 +41,34 @@ def ran(name: str, method: str, folder: Path, dense: Path | None = None) -> Trie
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
     served = folder / "packed" if method in IN_FILES else folder / "plain"
     # PEFT has no biases of B on hqq's layers
-    configs = {each: config for each, config in configs_of(name).items() if not (config.lora_bias and method in HQQ)}
+    configs = {
+        adapter_name: config
+        for adapter_name, config in configs_of(name).items()
+        if not (config.lora_bias and method in HQQ)
+    }
     adapters = make_adapters(folder / "plain", folder / "adapters", configs, seed=1)
     chosen = [*configs, "", "dora"]
     prompts = prompts_of(name, LENGTHS[: len(chosen)])
     load = load_plain if dense else lambda path: theirs(path, method)
-    wanted = oracle(dense or served, adapters, chosen, prompts, load)
+    expected = oracle(dense or served, adapters, chosen, prompts, load)
     bare = oracle(dense or served, {}, [""] * len(chosen), prompts, load)
-    changed = [want.token_ids != own.token_ids for want, own, each in zip(wanted, bare, chosen, strict=True) if each]
+    changed = [want.token_ids != own.token_ids for want, own, name in zip(expected, bare, chosen, strict=True) if name]
     digests = lay_out(served, folder / "store", adapters)
     config = ShardConfig(
         name, str(served), "unix:/dev/null", dtype="float32", quantize=method, max_total_tokens=128, step_tokens=40,
         adapter_store=str(folder / "store"), max_active_adapters=3,
         quantize_activations=exact_activations(method),
     )  # fmt: skip
-    given = through_engine(config, prompts, [digests[each] if each else "" for each in chosen])
+    outputs = through_engine(config, prompts, [digests[name] if name else "" for name in chosen])
     tried = Tried(name, 3, len(chosen), share_changed=sum(changed) / len(changed))
-    compare(tried, wanted, given, chosen)
+    compare(tried, expected, outputs, chosen)
     return tried
 
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [pytest.param(*each.values, name, marks=each.marks) for each in needs(*FOUR_BITS) for name in ("llama", "gpt2")]
-    + [pytest.param(*each.values, "llama", marks=each.marks) for each in needs(*HQQ)],
+    [pytest.param(*case.values, name, marks=case.marks) for case in needs(*FOUR_BITS) for name in ("llama", "gpt2")]
+    + [pytest.param(*case.values, "llama", marks=case.marks) for case in needs(*HQQ)],
 )
 def test_peft_s_own_tokens(name: str, method: str, tmp_path: Path) -> None:
     base(name, tmp_path / "plain")

@@ -24,8 +24,8 @@ def install() -> Path:
         venv.create(FOLDER, with_pip=True)
         (packages / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = [requirement for extra in EXTRAS for requirement in extras[extra]]
-    subprocess.run([python, "-m", "pip", "-q", "--disable-pip-version-check", "install", *wanted], check=True)
+    expected = [requirement for extra in EXTRAS for requirement in extras[extra]]
+    subprocess.run([python, "-m", "pip", "-q", "--disable-pip-version-check", "install", *expected], check=True)
     return packages
 
 
@@ -33,6 +33,6 @@ def install() -> Path:
 def test_no_test_of_quantized_bases_is_skipped_or_fails() -> None:
     paths = f"{ROOT / 'src'}:{ROOT}:{install()}"
     options = ("-k", "not with_packages", "-m", "not device and not gpu")
-    found = outcomes("tests/shard/model/quantization", *options, OMP_NUM_THREADS="1", PYTHONPATH=paths)
-    assert {name: why for name, why in found.items() if why} == {}
-    assert len(found) >= 128
+    actual = outcomes("tests/shard/model/quantization", *options, OMP_NUM_THREADS="1", PYTHONPATH=paths)
+    assert {name: why for name, why in actual.items() if why} == {}
+    assert len(actual) >= 128

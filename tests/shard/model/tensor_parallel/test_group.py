@@ -23,5 +23,5 @@ def test_every_rank_refuses_pages_of_different_sizes() -> None:
         return together([lambda _, rank=rank, size=size: problem(rank, size) for rank, size in enumerate(sizes)])
 
     assert problems(64, 64, 64) == ["", "", ""]
-    found = problems(64, 256, 64)
-    assert len(set(found)) == 1 and "of 64 tokens on one rank and of 256 on another" in found[0]
+    actual = problems(64, 256, 64)
+    assert len(set(actual)) == 1 and "of 64 tokens on one rank and of 256 on another" in actual[0]

@@ -44,12 +44,12 @@ def config_of(folder: Path) -> ShardConfig:
 
 
 def networks(config: ShardConfig, count: int) -> list[nn.Module]:
-    found = []
+    outputs = []
     for _ in range(count):
         checkpoint = read_config(config)
         reject_unservable(checkpoint)
-        found.append(load_network(config, checkpoint, torch.float32))
-    return found
+        outputs.append(load_network(config, checkpoint, torch.float32))
+    return outputs
 
 
 def assembled(config: ShardConfig, network: Any, group: Group | None = None) -> Model:
@@ -62,7 +62,7 @@ def assembled(config: ShardConfig, network: Any, group: Group | None = None) -> 
 
 def logits(model: Model) -> torch.Tensor:
     """Logits of every token of three requests, then of one more token each."""
-    found = []
+    outputs = []
     model.allocate_kv(NUM_PAGES)
     starts, counts = [0] * len(COUNTS), list(COUNTS)
     for _ in range(2):
@@ -72,9 +72,9 @@ def logits(model: Model) -> torch.Tensor:
         ]
         ids = torch.randint(0, tiny.VOCAB, (sum(counts),), generator=torch.Generator().manual_seed(7))
         model.inputs.fill(segments, ids, torch.arange(len(ids)))
-        found.append(model.forward())
+        outputs.append(model.forward())
         starts, counts = [start + count for start, count in zip(starts, counts, strict=True)], [1] * len(COUNTS)
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def logits(model: Model) -> torch.Tensor:
 def test_split_over_two_it_computes_the_same(name: str, tmp_path: Path) -> None:
     config = config_of(tiny.make(name, tmp_path))
     whole, *parts = networks(config, 3)
-    wanted = logits(assembled(config, whole))
+    expected = logits(assembled(config, whole))
     models = together([partial(assembled, config, part) for part in parts])
-    found = together([lambda _, model=model: logits(model) for model in models])  # type: ignore[misc]
-    for each in found:
-        assert worst_share(each, wanted) <= 1e-4
+    outputs = together([lambda _, model=model: logits(model) for model in models])  # type: ignore[misc]
+    for output in outputs:
+        assert worst_share(output, expected) <= 1e-4
     assert sum(model.page_bytes for model in models) <= 2 * assembled(config, networks(config, 1)[0]).page_bytes
 
 
@@ -101,10 +101,10 @@ def test_odd_vocabularies_tied_heads_and_biases_are_split_too(overrides: dict[st
             for name, parameter in network.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_()
-    wanted = logits(assembled(config, whole))
+    expected = logits(assembled(config, whole))
     models = together([partial(assembled, config, part) for part in parts])
-    for each in together([lambda _, model=model: logits(model) for model in models]):  # type: ignore[misc]
-        assert worst_share(each, wanted) <= 1e-4
+    for output in together([lambda _, model=model: logits(model) for model in models]):  # type: ignore[misc]
+        assert worst_share(output, expected) <= 1e-4
     if "tie_word_embeddings" in overrides:
         for model in models:
             head, embedding = model.network.get_submodule("lm_head"), model.network.get_submodule("model.embed_tokens")
@@ -127,10 +127,10 @@ def test_heads_are_split_as_the_output_head_is(shape: str, tmp_path: Path) -> No
         return run(model, [5, 10, 7], wanted_heads)
 
     one = assembled(config, whole)
-    wanted = drafts(one)
+    expected = drafts(one)
     models = together([partial(assembled, config, part) for part in parts])
-    for each in together([lambda _, model=model: drafts(model) for model in models]):  # type: ignore[misc]
-        assert worst_share(each, wanted) <= 1e-4
+    for output in together([lambda _, model=model: drafts(model) for model in models]):  # type: ignore[misc]
+        assert worst_share(output, expected) <= 1e-4
 
 
 def test_an_adapter_that_is_activated_within_a_chunk_computes_the_same(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_adapter_that_is_activated_within_a_chunk_computes_the_same(tmp_path:
     path = tmp_path / "store" / f"{lay_out(base, tmp_path / 'store', folders)['activated']}.safetensors"
     starts = (0, 1, 4, 5, 9)
     segments = [Segment(0, 5, range(2 * n, 2 * n + 2), slot=0, slot_start=at) for n, at in enumerate(starts)]
-    later = [replace(each, start=5, num_tokens=4) for each in segments]
+    later = [replace(segment, start=5, num_tokens=4) for segment in segments]
     ids = torch.randint(0, tiny.VOCAB, (50,), generator=torch.Generator().manual_seed(3))
 
     def found(model: Model, slot: int, group: Group) -> torch.Tensor:
@@ -153,20 +153,20 @@ def test_an_adapter_that_is_activated_within_a_chunk_computes_the_same(tmp_path:
         model.allocate_kv(2 * len(starts))
         rows = []
         for chunk in (segments, later):
-            taken = sum(each.num_tokens for each in chunk)
-            model.inputs.fill([replace(each, slot=slot) for each in chunk], ids[:taken], torch.arange(taken))
+            taken = sum(segment.num_tokens for segment in chunk)
+            model.inputs.fill([replace(segment, slot=slot) for segment in chunk], ids[:taken], torch.arange(taken))
             rows.append(model.forward().clone())
         return torch.cat(rows)
 
-    (wanted,) = together([partial(found, assembled(config, whole), 0)])
+    (expected,) = together([partial(found, assembled(config, whole), 0)])
     models = together([partial(assembled, config, part) for part in parts])
-    for each in together([partial(found, model, 0) for model in models]):
-        assert worst_share(each, wanted) <= 1e-4
+    for output in together([partial(found, model, 0) for model in models]):
+        assert worst_share(output, expected) <= 1e-4
     bare = together([partial(found, model, -1) for model in models])[0]
-    differs = (bare - wanted).abs().amax(1) > 1e-3
+    differs = (bare - expected).abs().amax(1) > 1e-3
     first = [[at >= start for at in range(5)] for start in starts]
     second = [[at >= start for at in range(5, 9)] for start in starts]
-    assert differs.tolist() == [each for row in (*first, *second) for each in row]
+    assert differs.tolist() == [is_different for row in (*first, *second) for is_different in row]
 
 
 def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:

@@ -46,16 +46,16 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    found = Fake()
-    install(found, monkeypatch)
-    return found
+    memory = Fake()
+    install(memory, monkeypatch)
+    return memory
 
 
-def install(found: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric_memory, "_module", lambda: found)
-    monkeypatch.setattr(symmetric_memory, "_operator", lambda: found.one_shot_all_reduce_copy_out)
+def install(memory: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric_memory, "_module", lambda: memory)
+    monkeypatch.setattr(symmetric_memory, "_operator", lambda: memory.one_shot_all_reduce_copy_out)
     monkeypatch.setattr(symmetric_memory, "_group_name", lambda: "all")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.calls.append(f"set {device}"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: memory.calls.append(f"set {device}"))
 
 
 def test_this_torch_has_the_operator_with_these_arguments() -> None:
@@ -71,8 +71,8 @@ def test_small_tensors_are_added_in_place_in_memory_that_is_mapped_once(fake: Fa
     one_shot = OneShotAllReduce(CUDA, SIZE)
     for rows, dtype in ((1, torch.bfloat16), (4, torch.bfloat16), (3, torch.float32)):
         y = torch.arange(rows * 64, dtype=dtype).view(rows, 64)
-        wanted = SIZE * y
-        assert one_shot.takes(y) and one_shot.sum(y) is y and torch.equal(y, wanted)
+        expected = SIZE * y
+        assert one_shot.takes(y) and one_shot.sum(y) is y and torch.equal(y, expected)
     assert fake.calls == ["set cuda:0", "rendezvous in all", *(f"sum of ({rows}, 64) in all" for rows in (1, 4, 3))]
 
 
@@ -87,7 +87,7 @@ def test_tensors_that_the_operator_rejects_are_nccl_s(fake: Fake) -> None:
     one_shot, y = OneShotAllReduce(CUDA, SIZE), torch.zeros(4, 64)
     assert one_shot.takes(y)
     rejected = (y.half(), y.t(), y[:, :3], y.flatten()[:7], y.flatten()[1:65])
-    assert not any(one_shot.takes(each) for each in rejected)
+    assert not any(one_shot.takes(tensor) for tensor in rejected)
 
 
 @pytest.mark.parametrize(
