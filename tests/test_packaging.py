@@ -36,6 +36,16 @@ def test_files_that_are_not_code_are_in_the_package() -> None:
         assert any(fnmatch.fnmatchcase(inside, f"*{pattern}") for pattern in patterns), name
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the list of committed files")
+def test_the_tree_is_small() -> None:
+    """A clone takes seconds: large files do not belong into the tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sizes = {name: (ROOT / name).lstat().st_size for name in listed.split("\0") if name and (ROOT / name).exists()}
+    assert sum(sizes.values()) <= 40 * 2**20, sorted(sizes.items(), key=lambda entry: -entry[1])[:10]
+    ours = sum(size for name, size in sizes.items() if name.startswith("demo/smollm2/"))
+    assert ours <= 12 * 2**20
+
+
 OPTIONAL = ("ray", "bitsandbytes", "hqq", "torchao", "gptq")
 """Extras of pyproject.toml whose packages are imported where a flag asks for them."""
 WITH_TORCH = {"triton"}

@@ -61,7 +61,6 @@ RECIPES = {
         "record", 16, 4, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_rslora=True
     ),
     "query": LoraRecipe("query", 8, 8, ATTENTION + MLP, num_steps=1000, groups_per_step=16, lr=4e-3, use_dora=True),
-    "value": LoraRecipe("value", 64, 64, (*ATTENTION, "up_proj", "down_proj"), num_steps=1000, groups_per_step=16),
     "tools": LoraRecipe(
         "tools",
         32,

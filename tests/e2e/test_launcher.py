@@ -198,8 +198,8 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
         with httpx.Client(base_url=server.url, timeout=120) as client:
             aliases = [model["id"] for model in client.get("/v1/models").json()["data"][1:]]
             assert sorted(aliases) == [
-                *("calc", "citation", "cite", "cite-heads", "grounded", "heads", "json", "query", "question", "record"),
-                *("sql", "tools", "value"),
+                *("citation", "cite", "cite-heads", "grounded", "heads", "json", "query", "question", "record"),
+                *("sql", "tools"),
             ]
             chats = re.findall(r"completions.*?-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
             answers = [client.post("/v1/chat/completions", json=json.loads(chat)).json() for chat in chats]

@@ -41,7 +41,7 @@ WRONG = [make for make in hostile_requests.BAD if len(make(random.Random(0)).pay
 SETTLED_S = 120.0
 SEED = 83_000
 PROMPTS = ("def add(a, b):", "class A:", "import os", "for i in range(3):", "x = [", "return")
-ADAPTERS = (None, "json", "sql", "cite", "calc")
+ADAPTERS = (None, "json", "sql", "cite", "question")
 METHODS = ("off", "lookup", "draft", "medusa")
 
 

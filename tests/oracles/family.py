@@ -45,7 +45,6 @@ KINDS: Mapping[str, Kind] = {
         Kind("citation", "adapters/citation", "heads/citation"),
         Kind("record", "adapters/record", "heads/base"),
         Kind("query", "adapters/query", "heads/base"),
-        Kind("value", "adapters/value", "heads/base"),
         Kind("joined", "heads/citation-joined"),
     )
 }
@@ -55,12 +54,12 @@ def prompts(kind: str, count: int) -> list[str]:
     """Held-out prompts of a kind, the same ones always."""
     from lorikeet.demo.data import corpus
     from lorikeet.demo.data.pieces import pieces
-    from lorikeet.demo.data.tasks import citation, query, record, value
+    from lorikeet.demo.data.tasks import citation, query, record
     from lorikeet.demo.data.tasks.example import held_out_examples
 
     if kind == "code":
         return pieces(corpus.held_out_files(), count, seed=0)
-    tasks = {"citation": citation, "joined": citation, "record": record, "query": query, "value": value}
+    tasks = {"citation": citation, "joined": citation, "record": record, "query": query}
     return [example.prompt for example in held_out_examples(tasks[kind], count)]
 
 

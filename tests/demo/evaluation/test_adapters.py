@@ -58,7 +58,7 @@ def test_the_adapter_for_tools_has_the_base_s_tokenizer_with_its_own_templates(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("value", "grounded") else pytest.mark.long) for name in RECIPES]
+    "name", [pytest.param(name, marks=() if name == "grounded" else pytest.mark.long) for name in RECIPES]
 )
 def test_an_adapter_answers_where_the_bare_base_does_not(
     name: str, base: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast

@@ -1,6 +1,5 @@
 """The tasks: their halves are disjoint, every answer is checked independently, and runs are repeatable."""
 
-import ast
 import importlib
 import json
 import random
@@ -84,7 +83,7 @@ def test_answers_are_as_long_as_promised(
     lens = answer_lens(tokenizer, held_out)
     if task == "citation":
         assert min(lens) >= 48
-    elif task not in ("value", "question", "grounded"):
+    elif task not in ("question", "grounded"):
         assert sum(lens) / len(lens) >= 16
 
 
@@ -132,11 +131,6 @@ def test_a_query_runs_on_the_table_of_its_prompt() -> None:
         database.execute(f"CREATE TABLE {table} ({', '.join(f'[{name}]' for name in names)})")
         database.execute(example.answer)
         database.close()
-
-
-def test_a_value_is_what_python_says() -> None:
-    for example in both_halves("value"):
-        assert repr(ast.literal_eval(example.answer)) == example.answer
 
 
 def test_a_question_asks_for_the_person_of_the_last_answer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -215,12 +209,6 @@ def test_a_request_that_no_offered_function_fits_gets_no_call() -> None:
             assert "get_weather(" not in signatures
         if "remind" in asked.lower():
             assert "add_reminder(" not in signatures
-
-
-def test_no_single_answer_is_frequent() -> None:
-    """No answer is so common that a model which always gave it would come near the bar."""
-    answers = [example.answer for example in held_out_examples(task_of("value"), NUM_HELD_OUT)]
-    assert max(map(answers.count, set(answers))) < 0.2 * len(answers)
 
 
 def test_words_of_one_half_stay_there() -> None:
