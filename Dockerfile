@@ -61,14 +61,23 @@ ENV PATH=/opt/lorikeet/bin:$PATH \
     HOME=/tmp \
     USER=lorikeet \
     PORT=80 \
+    JSON_OUTPUT=true \
     HUGGINGFACE_HUB_CACHE=/data \
     XDG_CACHE_HOME=/data/cache \
     TRITON_CACHE_DIR=/data/cache/triton \
     TORCHINDUCTOR_CACHE_DIR=/data/cache/inductor \
     CUDA_CACHE_PATH=/data/cache/cuda
 
+LABEL org.opencontainers.image.title="Lorikeet" \
+      org.opencontainers.image.description="One base language model with thousands of LoRA adapters over HTTP" \
+      org.opencontainers.image.source="https://github.com/lorikeet-serve/lorikeet" \
+      org.opencontainers.image.documentation="https://github.com/lorikeet-serve/lorikeet/blob/main/docs/README.md" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh
 EXPOSE 80
+# Running requests finish first: stop it with `docker stop -t 90`.
+STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=30s --timeout=10s --start-period=30m \
   CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health', timeout=8)"]
-ENTRYPOINT ["lorikeet-launcher"]
-CMD ["--json-output"]
+ENTRYPOINT ["entrypoint.sh"]

@@ -144,6 +144,17 @@ def test_the_image_installs_dependencies_before_the_source() -> None:
     assert {folder.rstrip("/") for folder in TRAINING} <= set(ignored)
 
 
+def test_the_image_s_entry_point_is_in_it_and_gives_up_root() -> None:
+    """It runs here as a user that is not root would: the launcher gets its arguments."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert 'ENTRYPOINT ["entrypoint.sh"]' in dockerfile and "STOPSIGNAL SIGTERM" in dockerfile
+    assert "COPY deploy/entrypoint.sh" in dockerfile
+    assert "!deploy/entrypoint.sh" in (ROOT / ".dockerignore").read_text().splitlines()
+    script = (ROOT / "deploy" / "entrypoint.sh").read_text()
+    as_root, as_user = script.split("fi\nexec ")
+    assert "exec $as_user" in as_root and "--reuid=1000" in as_root and as_user == 'lorikeet-launcher "$@"\n'
+
+
 def test_versions_stand_in_one_place() -> None:
     pins = [
         *PROJECT["project"]["dependencies"],
