@@ -1,11 +1,13 @@
 """The Helm chart is valid for Kubernetes, and its flags are valid for the launcher and connect routers and shards."""
 
+import json
 import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from lorikeet.launcher.config import rules
@@ -196,6 +198,53 @@ def test_the_image_tag_defaults_to_the_chart_s_version(chart: Chart, values: dic
     assert version == project["project"]["version"]
     images = {pod["containers"][0]["image"] for pod in chart.pods.values()}
     assert images == {"lorikeet:2.0" if values else f"lorikeet:{version}"}
+
+
+def test_the_schema_of_values_accepts_them_and_names_a_mistake() -> None:
+    schema = json.loads((manifests.CHART / "values.schema.json").read_text())
+    defaults = read("values.yaml")
+    for values in ({}, EVERYTHING, SMALL):
+        jsonschema.validate(manifests.merged(defaults, values), schema)
+    for wrong in ({"shard": {}}, {"mode": "tiny"}, {"router": {"replicas": "two"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(manifests.merged(defaults, wrong), schema)
+
+
+SMALL = {
+    "mode": "small",
+    "model": {"id": "owner/name"},
+    "shards": {"gpus": 0},
+    "storage": {"models": {"existingClaim": "mine"}},
+    "ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "certificate", "className": "nginx"},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_small_server_is_one_pod_without_shared_volumes(version: str, tmp_path: Path) -> None:
+    chart = Chart(rendered(SMALL, tmp_path))
+    assert sorted(one["kind"] for one in chart.all) == ["Deployment", "Ingress", "Service", "ServiceMonitor"]
+    for manifest in chart.all:
+        if manifest["kind"] != "ServiceMonitor":  # of the Prometheus operator
+            kubernetes_validate.validate(manifest, version, strict=True)
+    pod = chart.get("Deployment")["spec"]["template"]
+    settings = read_flags(pod["spec"]["containers"][0]["args"], {}, "box")
+    rules.check(settings)
+    assert settings["model-id"] == "owner/name" and not settings["shard-address"]
+    service, monitor = chart.get("Service"), chart.get("ServiceMonitor")
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    [rule] = chart.get("Ingress")["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"]["name"] == service["metadata"]["name"]
+
+
+def test_shards_are_scaled_by_waiting_requests(tmp_path: Path) -> None:
+    chart = Chart(rendered({"autoscaling": {"enabled": True, "maxReplicas": 5}}, tmp_path))
+    scaler = chart.get("HorizontalPodAutoscaler")
+    kubernetes_validate.validate(scaler, VERSIONS[-1], strict=True)
+    assert scaler["spec"]["scaleTargetRef"]["name"] == chart.get("StatefulSet")["metadata"]["name"]
+    with pytest.raises(Unrendered, match="needs mode: distributed"):
+        rendered({"autoscaling": {"enabled": True}, "mode": "small"}, tmp_path)
 
 
 def test_more_than_one_gpu_per_shard_is_rejected(tmp_path: Path) -> None:

@@ -150,6 +150,16 @@ def test_the_compose_file_is_valid() -> None:
         compose_spec.PyCompose.from_yaml(yaml.safe_dump({"services": {"a": {"image": "b", "prots": []}}}))
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_the_compose_files_of_one_server_are_valid(name: str) -> None:
+    compose_spec = pytest.importorskip("compose_spec", reason="needs compose-spec from PyPI")
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (FOLDER.parent / name).read_text())
+    compose_spec.PyCompose.from_yaml(text).validate()
+    server = yaml.safe_load(text)["services"]["server"]
+    rules.check(read(server.get("command", ()), {}, "box"))
+    assert "gpu" not in name or server["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
 def test_the_services_of_the_compose_file_find_each_other() -> None:
     services = compose()["services"]
     rules.check(read(services["server"]["command"], {}, "box"))
