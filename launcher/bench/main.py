@@ -229,7 +229,8 @@ async def _first_model(connections: ConnectionPool) -> str:
     try:
         return str(json.loads(response.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(f"the server lists no model at /v1/models (status {response.status}): give --model") from None
+        advice = "give --token, a key of this server" if response.status == 401 else "give --model"
+        raise ValueError(f"the server lists no model at /v1/models (status {response.status}): {advice}") from None
 
 
 def _write(options: argparse.Namespace, measured: result.Result, block: str) -> None:

@@ -32,7 +32,7 @@ from lorikeet.router.errors import (
     ValidationError,
     adapter_problem,
 )
-from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.caller import Caller, offered
 from lorikeet.router.requests.request import Adapter, Loaded
 from lorikeet.router.schemas.adapters import (
     BASE_NAMES,
@@ -194,7 +194,9 @@ class AdminRoutes(Routes):
             raise AdminOnly(
                 "administration is disabled: start the server with --admin-key-file FILE or the variable ADMIN_KEY"
             )
-        refusal = AdminOnly("this route needs the admin key: send it as Authorization: Bearer KEY")
+        is_wrong = any(key is not None for key in offered(request))
+        reason = "the key that was sent is not an admin key" if is_wrong else "this route needs the admin key"
+        refusal = AdminOnly(f"{reason}: send the admin key as Authorization: Bearer KEY")
         self._service.authentication.check_admin(request, refusal)
         if self._service.dispatcher.admission is None:
             raise RouteNotServed(request.url.path)
