@@ -15,7 +15,6 @@ from benchmarks.serving import (
     open_loop,
     overload,
     pauses,
-    quantized,
     router,
     start,
     transformers_peer,
@@ -101,9 +100,6 @@ ADAPTERS = (
           (Figure("8 adapters on q, k, v, o over the base", partial(speedup, "attention", "base"), 0.88),
            Figure("8 adapters on all linears over the base", partial(speedup, "all", "base"), 0.90),
            Figure("256 adapters over 16 slots, of 8 resident", partial(speedup, "rotation", "attention"), 0.80))),
-    large("adapters-int8", cost.quantized, cost.ROUNDS,
-          (Figure("8 adapters on all linears over the base, both int8", partial(speedup, "all", "base"), 0.80),),
-          dtype="int8"),
     large("adapters-ranks", cost.mixed_ranks, cost.ROUNDS,
           (at_most("time per token of a LoRA of rank 8 next to others of rank 64, over next to others of rank 8",
                    cost.small_over_alone, 1.05),)),
@@ -204,9 +200,6 @@ SPECULATION = (
     embedded("speculation-lookup", lookup.measure, lookup.ROUNDS,
              (Figure("throughput with prompt lookup over without, copy-heavy adapter",
                      partial(speedup, lookup.ON, lookup.OFF), 2.0, unit="×"),), dtype="bfloat16"),
-    embedded("speculation-lookup-int8", partial(lookup.measure, None, "--quantize", "int8"), lookup.ROUNDS,
-             (Figure("throughput with prompt lookup over without, copy-heavy adapter, int8",
-                     partial(speedup, lookup.ON, lookup.OFF), 2.5, unit="×"),), dtype="int8"),
     embedded("speculation-peer", lookup.against_peer, lookup.ROUNDS,
              (Figure("throughput over vLLM with n-grams, copy-heavy adapter", partial(speedup, OURS, VLLM), 2.0,
                      unit="×"),), dtype="bfloat16", peer=VLLM_ON_CPU),
@@ -258,23 +251,6 @@ EMBEDDINGS = (
           f"sentence-transformers {SENTENCE_TRANSFORMERS_VERSION}, infinity {INFINITY_VERSION}"),
 )  # fmt: skip
 
-PLAIN = quantized.PLAIN
-QUANTIZATION = (
-    large("quantization-step", quantized.steps, quantized.ROUNDS,
-          (Figure("decode step of one request in bfloat16 over int8", partial(quantized.speedup, "int8"), 1.8,
-                  unit="×"),
-           Figure("decode step of one request in bfloat16 over int4", partial(quantized.speedup, "int4"), 2.8,
-                  unit="×"))),
-    large("quantization-served", quantized.measure, quantized.ROUNDS,
-          (Figure("throughput with int8 over bfloat16, 1 client", partial(speedup, "int8", PLAIN), 1.6, unit="×"),
-           Figure("throughput with int4 over bfloat16, 1 client", partial(speedup, "int4", PLAIN), 2.3, unit="×"))),
-    embedded_bf16("quantization-perplexity", quantized.perplexities, 1,
-                  (Figure("perplexity with int8 over bfloat16", partial(quantized.perplexity_ratio, "int8"),
-                          over=Over.WORST),
-                   Figure("perplexity with int4 over bfloat16", partial(quantized.perplexity_ratio, "int4"),
-                          over=Over.WORST))),
-)  # fmt: skip
-
 
 def _next_to_llama_cpp(clients: int) -> Suite:
     figures = tuple(
@@ -295,5 +271,5 @@ LLAMA_CPP_SUITES = (
 )  # fmt: skip
 
 SUITES: tuple[Suite, ...] = (
-    *SERVING, *ROUTER, *ADAPTERS, *SPECULATION, *RECOVERY, *GRAMMAR, *EMBEDDINGS, *QUANTIZATION, *LLAMA_CPP_SUITES,
+    *SERVING, *ROUTER, *ADAPTERS, *SPECULATION, *RECOVERY, *GRAMMAR, *EMBEDDINGS, *LLAMA_CPP_SUITES,
 )  # fmt: skip

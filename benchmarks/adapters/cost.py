@@ -73,17 +73,6 @@ def without(base: adapted.AdaptedBase | None = None, size: CostSize | None = Non
                 yield case
 
 
-def quantized(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
-    """One case per round, weights as int8: without an adapter, and with one on all linear layers for each client."""
-    base, size = base or adapted.full(), size or CostSize()
-    with _running(replace(base, flags=(*base.flags, "--quantize", "int8")), size, (BARE, ROOMY)) as (model, running):
-        ways: Ways = {"base": (BARE, [model]), "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)])}
-        for number in range(-1, size.rounds):
-            case = run_round(number, {way: ways[way] for way in in_turn(list(ways), number)}, running, size)
-            if number >= 0:
-                yield case
-
-
 def mixed_ranks(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
     """One case per round: four clients ask for adapters of rank 8 on all linear layers, next to four that do so too,
     and next to four that ask for rank 64.

@@ -49,18 +49,16 @@ class LookupSize:
 QUICK = LookupSize(1, 3)
 
 
-def command(*flags: str) -> servers.Command:
-    """Our server without a draft model, by default in the model's own bfloat16."""
+def command() -> servers.Command:
+    """Our server without a draft model, in the model's own bfloat16."""
     adapter_flags = ("--default-adapter-source", "local", "--local-adapter-root", str(family.FAMILY))
-    return servers.lorikeet(
-        family.BASE, *adapter_flags, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB", *flags
-    )
+    return servers.lorikeet(family.BASE, *adapter_flags, "--adapter-store", str(family.STORE), "--cpu-memory", "512MiB")
 
 
-def measure(size: LookupSize | None = None, *flags: str) -> Cases:
+def measure(size: LookupSize | None = None) -> Cases:
     """One case per round: with lookup and without, each first in turn, after a round that warms up."""
     size = size or LookupSize()
-    with servers.running("lookup", command(*flags)) as server:
+    with servers.running("lookup", command()) as server:
 
         def measured(number: int) -> Raw:
             places = enumerate(in_turn((OFF, ON), number))

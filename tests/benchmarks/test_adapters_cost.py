@@ -18,9 +18,7 @@ def test_a_small_round_asks_in_every_way(small: adapted.AdaptedBase) -> None:
 
 
 @pytest.mark.long
-def test_small_rounds_with_int8_and_with_two_ranks(small: adapted.AdaptedBase) -> None:
-    (case,) = cost.quantized(replace(small, flags=(*small.flags[:4], "--threads", "1")), cost.QUICK)
-    assert case.error == "" and case.raw["all"]["requests"] == case.raw["base"]["requests"] == cost.CLIENTS
+def test_a_small_round_with_two_ranks(small: adapted.AdaptedBase) -> None:
     (case,) = cost.mixed_ranks(small, cost.QUICK)
     assert case.error == "" and case.raw["mixed"]["requests"] == case.raw["small"]["requests"] == cost.CLIENTS / 2
     assert cost.small_over_alone(case.raw) > 0
