@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "wanted"),
+    ("name", "content", "prompts"),
     [
         ("p.txt", "one\n\n{two}\n  three\n", ["one", "{two}", "  three"]),
         ("p.jsonl", '{"prompt": "a\\nb"}\n\n{"inputs": "c"}\n"d"\n', ["a\nb", "c", "d"]),
@@ -31,9 +31,9 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ("p.json", json.dumps(["a", {"prompt": "b"}, {"messages": MESSAGES}]), ["a", "b", MESSAGES]),
     ],
 )
-def test_formats(tmp_path: Path, name: str, content: str, wanted: list[object]) -> None:
+def test_formats(tmp_path: Path, name: str, content: str, prompts: list[object]) -> None:
     (tmp_path / name).write_text(content)
-    assert texts.read_prompts(tmp_path / name) == wanted
+    assert texts.read_prompts(tmp_path / name) == prompts
 
 
 @pytest.mark.parametrize(

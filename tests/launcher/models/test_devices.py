@@ -23,14 +23,14 @@ def test_auto_agrees_with_torch() -> None:
     assert devices.choose("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:99"])
-def test_a_missing_device_is_an_error(wanted: str) -> None:
-    number = int(wanted.partition(":")[2] or 0)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:99"])
+def test_a_missing_device_is_an_error(device: str) -> None:
+    number = int(device.partition(":")[2] or 0)
     if number < torch.cuda.device_count():
-        assert devices.choose(wanted) == f"cuda:{number}"
+        assert devices.choose(device) == f"cuda:{number}"
         return
-    with pytest.raises(LauncherError, match=f"--device {wanted}: ") as caught:
-        devices.choose(wanted)
+    with pytest.raises(LauncherError, match=f"--device {device}: ") as caught:
+        devices.choose(device)
     assert caught.value.exit is Exit.NOT_ENOUGH_CUDA_DEVICES
 
 

@@ -68,12 +68,14 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("environment", "setting"),
     [
         ({}, "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
     ],
 )
-def test_cuda_memory_has_expandable_segments_unless_it_is_configured(given: dict[str, str], found: str | None) -> None:
-    assert environment_of_children(given).get("PYTORCH_ALLOC_CONF") == found
+def test_cuda_memory_has_expandable_segments_unless_it_is_configured(
+    environment: dict[str, str], setting: str | None
+) -> None:
+    assert environment_of_children(environment).get("PYTORCH_ALLOC_CONF") == setting

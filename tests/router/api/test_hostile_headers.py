@@ -106,13 +106,13 @@ def test_ten_thousand_hostile_headers(server: ThreadedServing) -> None:
         run()
 
 
-@pytest.mark.parametrize("given", ["0", "61", "0600", "001" + "0" * 300, "9" * 5002, "²", "+5", "5_0"])
-def test_the_time_of_a_resumable_stream_is_a_number_in_range(empty_server: ThreadedServing, given: str) -> None:
-    headers = [(b"x-lorikeet-resumable", given.encode("latin-1"))]
+@pytest.mark.parametrize("seconds", ["0", "61", "0600", "001" + "0" * 300, "9" * 5002, "²", "+5", "5_0"])
+def test_the_time_of_a_resumable_stream_is_a_number_in_range(empty_server: ThreadedServing, seconds: str) -> None:
+    headers = [(b"x-lorikeet-resumable", seconds.encode("latin-1"))]
     answer = httpx.post(f"{empty_server.url}/generate", json={"inputs": "Hi"}, headers=headers)
     assert answer.status_code == 422 and "from 1 to 60" in answer.json()["error"]
     assert len(empty_server.serving.service.streams) == 0
-    answer = httpx.get(f"{empty_server.url}/v1/streams/x", params={"from": given})
+    answer = httpx.get(f"{empty_server.url}/v1/streams/x", params={"from": seconds})
     assert answer.status_code == 404
 
 

@@ -143,6 +143,6 @@ def test_the_pattern_of_a_decimal(
     """Every answer matches. pydantic's alternative without a point lacks its end, which is not used here."""
     pattern = decimal_pattern(digits, places)
     texts = ["".join(letters) for length in range(5) for letters in itertools.product("+019.-", repeat=length)]
-    matches = accepted(tokenizer, backend, {"type": "string", "pattern": pattern}, [json.dumps(each) for each in texts])
+    matches = accepted(tokenizer, backend, {"type": "string", "pattern": pattern}, [json.dumps(text) for text in texts])
     ended = pattern.replace("}|", "}$|")
     assert [json.loads(matched) for matched in matches] == [matched for matched in texts if re.search(ended, matched)]

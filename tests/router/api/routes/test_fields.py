@@ -200,13 +200,13 @@ def request(route: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def cases() -> list[tuple[str, str, str, Any]]:
     """(field, route, behaviour, value) for each value that asks for something."""
     ignored = []
-    for (name, (value, *behaviours, _)), (place, route) in itertools.product(FIELDS.items(), enumerate(PATHS)):
-        given = value
+    for (name, (usual, *behaviours, _)), (place, route) in itertools.product(FIELDS.items(), enumerate(PATHS)):
+        value = usual
         if name == "add_special_tokens":
-            given = route is CHAT  # the opposite of the default
+            value = route is CHAT  # the opposite of the default
         if name == "logprobs" and route is CHAT:
-            given = True
-        ignored.append((name, route, behaviours[place], given))
+            value = True
+        ignored.append((name, route, behaviours[place], value))
     return ignored
 
 

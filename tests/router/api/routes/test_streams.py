@@ -191,9 +191,9 @@ async def test_an_answer_that_is_no_stream_is_kept_whole(server: Serving) -> Non
     assert again.json() == first.json() == {"generated_text": "abc"}
 
 
-@pytest.mark.parametrize("given", ["0", "61", "1000", "1.5", "-1", "x", "", "١"])
-async def test_times_out_of_range_are_rejected(server: Serving, given: str) -> None:
-    headers = {b"x-lorikeet-resumable": given.encode()}
+@pytest.mark.parametrize("seconds", ["0", "61", "1000", "1.5", "-1", "x", "", "١"])
+async def test_times_out_of_range_are_rejected(server: Serving, seconds: str) -> None:
+    headers = {b"x-lorikeet-resumable": seconds.encode()}
     answer = await server.client.post("/generate", json={"inputs": "Hi"}, headers=headers)
     assert answer.status_code == 422 and "from 1 to 60" in answer.json()["error"]
     assert not server.shard.submits and len(server.service.streams) == 0

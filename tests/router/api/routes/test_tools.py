@@ -56,8 +56,8 @@ def prompt(server: Serving, at: int = -1) -> str:
     return server.backend.decode(list(server.shard.submits[at].prompt_ids), skip_special_tokens=False)
 
 
-async def choice(server: Serving, wanted: dict[str, Any]) -> dict[str, Any]:
-    answer = await server.client.post(ROUTE, json=wanted)
+async def choice(server: Serving, request: dict[str, Any]) -> dict[str, Any]:
+    answer = await server.client.post(ROUTE, json=request)
     assert answer.status_code == 200, answer.text
     first: dict[str, Any] = answer.json()["choices"][0]
     return first
@@ -127,12 +127,12 @@ async def test_no_tools_with_the_choice_none(server: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "tool_choice",
     ["required", "weather", {"type": "function", "function": {"name": "weather"}}, {"function": {"name": "weather"}}],
 )
-async def test_a_required_call_has_a_grammar(server: Serving, wanted: Any) -> None:
+async def test_a_required_call_has_a_grammar(server: Serving, tool_choice: Any) -> None:
     server.says(CALL, ends=True)
-    await choice(server, body(tool_choice=wanted))
+    await choice(server, body(tool_choice=tool_choice))
     assert "tool_call" in server.shard.submits[-1].grammar.text
 
 
