@@ -9,7 +9,7 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, KvDestination, LayerKV, PagedKV
 from lorikeet.shard.attention.paged_triton import MOST_DIM, attend_paged, store_kv, tile_of, width_of
-from lorikeet.shard.attention.spans import SPAN, LayerKind, SegmentRows, StepTables, capacity, pack, starts_of
+from lorikeet.shard.attention.spans import SPAN, LayerKind, Packer, SegmentRows, StepTables, capacity, starts_of
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.system import gpu
@@ -46,6 +46,7 @@ class PagedAttention(AttentionBackend):
         self._num_programs = num_programs
         self._kinds: dict[LayerKind, int] = {}
         self._bounds: Bounds | None = None
+        self._packer: Packer | None = None
         self._tables = StepTables(np.empty(0, np.int32), (), ())
         # int32 of `pack`, on the device
         self._numbers = torch.empty(0, dtype=torch.int32)
@@ -97,7 +98,8 @@ class PagedAttention(AttentionBackend):
         offsets = (np.cumsum(num_pages) - num_pages).astype(np.int32)
         pages = inputs.page_table[np.arange(inputs.page_table.shape[1]) < num_pages[:, None]]
         rows = SegmentRows(inputs.starts, inputs.counts, inputs.first_rows, offsets, inputs.num_uncertain)
-        self._tables = pack(list(self._kinds), rows, pages, self._num_programs, self._span)
+        self._packer = self._packer or Packer(self._num_programs, self._span)
+        self._tables = self._packer.pack(list(self._kinds), rows, pages)
         size = 0 if inputs.bounds is None else self.num_numbers(inputs.bounds)
         [self._numbers] = inputs.upload.add(self._tables.numbers, capacity=size)
         if inputs.num_uncertain.any():

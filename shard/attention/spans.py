@@ -6,7 +6,7 @@ equal bits. Works on numpy arrays only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,48 @@ def pack(
     records = [records.ravel() for pair in plans for records in pair]
     numbers = np.concatenate([header, *records, pages])
     return StepTables(numbers, [len(items) for items, _ in plans], [len(folds) for _, folds in plans])
+
+
+class Packer:
+    """`pack` for one step after the other. The records are kept as long as only pages change, and the positions of
+    single tokens within their spans.
+    """
+
+    def __init__(self, num_programs: int, span: int) -> None:
+        self._num_programs, self._span = num_programs, span
+        self._tables: StepTables | None = None
+        self._key: list[Numbers] = []
+        """What the records depend on, apart from first positions."""
+        self._first_page = 0
+        """Index of the first page id in the numbers."""
+        # [n] where the numbers have a first position, and of which segment
+        self._starts: tuple[Indices, Indices] = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def pack(self, kinds: Sequence[LayerKind], rows: SegmentRows, pages: Numbers) -> StepTables:
+        """The same as `pack`."""
+        if not len(rows.counts) or rows.num_uncertain.any():
+            self._tables = None
+            return pack(kinds, rows, pages, self._num_programs, self._span)
+        windows = [kind.window for kind in kinds if kind.window is not None]
+        firsts = [np.maximum(rows.starts - window + 1, 0) for window in windows]
+        of_several = np.where(rows.counts > 1, rows.starts, -1)
+        spans = [spans_at(positions, self._span) for positions in (rows.starts, *firsts)]
+        key = [rows.counts, rows.page_offsets, of_several, *spans]
+        tables = self._tables
+        if tables is None or len(tables.numbers) - len(pages) != self._first_page or not _are_equal(key, self._key):
+            tables = self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
+            self._key, self._first_page = key, len(tables.numbers) - len(pages)
+            self._starts = starts_of(tables, replace(rows, num_uncertain=np.ones_like(rows.counts)))
+            return tables
+        numbers = tables.numbers.copy()
+        places, segments = self._starts
+        numbers[places] = rows.starts[segments]
+        numbers[self._first_page :] = pages
+        return replace(tables, numbers=numbers)
+
+
+def _are_equal(one: Sequence[Numbers], other: Sequence[Numbers]) -> bool:
+    return len(one) == len(other) and all(map(np.array_equal, one, other))
 
 
 def starts_of(tables: StepTables, rows: SegmentRows) -> tuple[Indices, Indices]:

@@ -39,6 +39,9 @@ class Segment:
         return self.start + self.num_tokens
 
 
+NO_SEGMENTS, NO_PAGES = np.empty((8, 0), np.int32), np.empty((0, 1), np.int32)
+
+
 class Segments(Sequence[Segment]):
     """The segments of a step. Each column is a row of `table`; `table` and `page_table` are not changed."""
 
@@ -55,6 +58,8 @@ class Segments(Sequence[Segment]):
     @classmethod
     def of(cls, segments: Sequence[Segment], page_size: int) -> Self:
         """The columns of these."""
+        if not segments:
+            return cls(NO_SEGMENTS, NO_PAGES)
         rows = [
             (segment.start, segment.num_tokens, segment.slot, segment.slot_start, segment.second_text,
              segment.per_token, segment.num_uncertain, segment.device_row)

@@ -5,7 +5,6 @@ Runs in the gRPC thread, and depends on no state of the shard beyond its fixed b
 
 import time
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -200,16 +199,21 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat, takes_columns: b
     `TokenColumns`.
     """
     status = update.status
-    head = pb.StepOutput(
-        step=status.step,
-        credit=pb.Credit(
-            num_requests=status.credit_requests, num_kv_tokens=status.credit_tokens, acknowledged=update.acknowledged
-        ),
-        heartbeat=heartbeat,
-        load=pb.Load(**pick(status, LOAD)),
-        learning=status.learning,
-    )
-    message = deepcopy(head)
+
+    def head() -> pb.StepOutput:
+        return pb.StepOutput(
+            step=status.step,
+            credit=pb.Credit(
+                num_requests=status.credit_requests,
+                num_kv_tokens=status.credit_tokens,
+                acknowledged=update.acknowledged,
+            ),
+            heartbeat=heartbeat,
+            load=pb.Load(**pick(status, LOAD)),
+            learning=status.learning,
+        )
+
+    message = head()
     message.load.num_preempted = update.num_preempted
     for digest in update.adapters.unloaded:
         message.adapters.add(digest=digest, residency=pb.AdapterState.ABSENT)
@@ -225,7 +229,7 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat, takes_columns: b
             added = BYTES_PER_ITEM * (3 + 2 * output.num_alternatives) * len(output.ids)
             if message.outputs or (size and size + added > MAX_MESSAGE_BYTES):  # a message's columns come first
                 yield message
-                message, size = deepcopy(head), 0
+                message, size = head(), 0
             write_columns(output, message.columns.add())
             size += added
             continue
@@ -233,7 +237,7 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat, takes_columns: b
             is_next_part = bool(message.outputs) and message.outputs[-1].id == part.key[1]
             if is_next_part or (size and size + estimate_bytes(part) > MAX_MESSAGE_BYTES):
                 yield message
-                message, size = deepcopy(head), 0
+                message, size = head(), 0
             message.outputs.append(write_output(part))
             size += estimate_bytes(part)
     yield message

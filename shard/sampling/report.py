@@ -4,7 +4,7 @@ Alternatives are ordered by score, then by token id; those that a request names 
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
@@ -115,21 +115,6 @@ class Sampled:
         size = packed_size(self._like)
         # [bytes] all results, for one copy
         self._memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
-        # [S] sampled token of each row
-        self.token_ids: torch.Tensor
-        # [S] bool: scores had a NaN or nothing finite
-        self.bad: torch.Tensor
-        # [S] uint8: 1 where kernels read the row again and again
-        self.overflowed: torch.Tensor
-        # [S] float32, NaN where not asked for
-        self.logprobs: torch.Tensor
-        # [S, k_max] most likely or named tokens, as far as a row asked for
-        self._alternative_ids: torch.Tensor
-        # [S, k_max] float32
-        self._alternative_logprobs: torch.Tensor
-        self.token_ids, self.bad, self.overflowed, self.logprobs, self._alternative_ids, self._alternative_logprobs = (
-            unpack(self._memory, self._like)
-        )
         if not is_fused:
             self._memory.zero_()
             self.logprobs.fill_(float("nan"))
@@ -139,6 +124,40 @@ class Sampled:
         # [n, MOST_DRAFTS] drafts that the device made, -1 beyond them
         self.drafted: torch.Tensor | None = None
         self._copy = HostCopy()
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        return list(unpack(self._memory, self._like))
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[S] sampled token of each row."""
+        return self._views[0]
+
+    @property
+    def bad(self) -> torch.Tensor:
+        """[S] bool: scores had a NaN or nothing finite."""
+        return self._views[1]
+
+    @property
+    def overflowed(self) -> torch.Tensor:
+        """[S] uint8: 1 where kernels read the row again and again."""
+        return self._views[2]
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """[S] float32, NaN where not asked for."""
+        return self._views[3]
+
+    @property
+    def _alternative_ids(self) -> torch.Tensor:
+        """[S, k_max] most likely or named tokens, as far as a row asked for."""
+        return self._views[4]
+
+    @property
+    def _alternative_logprobs(self) -> torch.Tensor:
+        """[S, k_max] float32."""
+        return self._views[5]
 
     def report(self, wanted: Wanted, scores: torch.Tensor, token_ids: torch.Tensor) -> None:
         """scores: [S', V], of a distribution for a chunk of rows; token_ids: [S'], the tokens chosen there."""

@@ -30,12 +30,8 @@ class StepPlan(NamedTuple):
     """Newest tokens of requests about which nothing is decided."""
     scheduled: list[ScheduledRequest]
     """Everything else."""
-
-    @property
-    def load(self) -> Load:
-        """What the step computes, its drafts included."""
-        load = load_of(self.scheduled)
-        return load if self.decode is None else load + self.decode.load
+    load: Load
+    """What the step computes, its drafts included."""
 
     @property
     def num_requests(self) -> int:
@@ -122,7 +118,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Plan the next step and count it as launched."""
         decode = self._plan_decoding()
-        return StepPlan(decode, self.schedule(NO_LOAD if decode is None else decode.load))
+        decoding = NO_LOAD if decode is None else decode.load
+        scheduled = self.schedule(decoding)
+        return StepPlan(decode, scheduled, load_of(scheduled) + decoding if scheduled else decoding)
 
     def _plan_decoding(self) -> DecodeStep | None:
         """The part of the next step that nothing has to be decided about. None if it has none, or if other requests

@@ -68,7 +68,7 @@ def test_a_step_after_drafts_launches_no_more_than_before(batch: int) -> None:
             found.launches.clear()
             with Outside() as outside:
                 engine.step()
-        assert {len(item.draft_ids) for item in engine._launched[0].scheduled} == {WIDTH}
+        assert {len(item.draft_ids) for item in engine._launched[0].plan.scheduled} == {WIDTH}
         assert set(inputs.num_uncertain[:batch].tolist()) == {WIDTH}
         print(f"{outside.to_device} copies, {outside.operators} operators, {len(found.launches)} kernels")
         assert outside.to_device <= COPIES

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorikeet.shard.attention.spans import (
     HEADER,
     RECORD,
     SPAN,
     LayerKind,
+    Packer,
     SegmentRows,
     capacity,
     header_size,
@@ -116,3 +119,24 @@ def test_programs_share_a_long_request_among_short_ones() -> None:
     header = header_size(1)
     spans = tables.numbers[header : header + (31 + num_spans) * RECORD].reshape(-1, RECORD)[:, 5:7]
     assert (spans[:, 1] - spans[:, 0] == 1).all()
+
+
+STEPS = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 3)), min_size=1, max_size=5), st.integers(0, 40)),
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_records_that_are_kept_are_those_of_the_step(steps: list[tuple[list[tuple[int, int]], int]]) -> None:
+    """Segments that move on by one token for a while, with other segments after them."""
+    kinds = [LayerKind(4, 2, None, 16, 10**6), LayerKind(2, 4, 100, 16, 10**6)]
+    packer = Packer(6, 64)
+    for segments, num_further in steps:
+        for further in range(num_further):
+            rows = rows_of(*[(start + further * (count == 1), count) for start, count in segments])
+            pages = np.arange(further, further + 2 * len(segments), dtype=np.int32)
+            kept, made = packer.pack(kinds, rows, pages), pack(kinds, rows, pages, 6, 64)
+            assert kept.numbers.tolist() == made.numbers.tolist()
+            assert (kept.num_items, kept.num_folds) == (made.num_items, made.num_folds)
