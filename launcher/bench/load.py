@@ -360,7 +360,8 @@ class LoadResult:
     """In the order of the plan."""
     duration: float
     client_cpu_s: float
-    """Processor time of this process during the load."""
+    """Processor time of the client during the load."""
+    num_processes: int = 1
 
 
 @dataclass

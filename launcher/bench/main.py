@@ -1,6 +1,7 @@
 """`lorikeet-bench run` loads a server and prints what it measured; `lorikeet-bench compare` compares two results."""
 
 import argparse
+import asyncio
 import gc
 import json
 import math
@@ -12,8 +13,9 @@ from typing import Any
 
 import uvloop
 
-from lorikeet.launcher.bench import load, presentation, result, workload
-from lorikeet.launcher.bench.load import ConnectionPool, LoadGenerator, LoadResult
+from lorikeet.launcher.bench import load, presentation, processes, result, workload
+from lorikeet.launcher.bench.load import ConnectionPool, LoadResult
+from lorikeet.launcher.bench.processes import ClientSettings
 from lorikeet.launcher.cli.client import add_server_options, command_parser, token_of
 from lorikeet.proto import server_url
 
@@ -80,6 +82,10 @@ def _add_load(group: Any) -> None:
         "--burstiness", type=float, metavar="B",
         help="shape of the gamma distribution of gaps of --request-rate: 1 is Poisson (default), less is burstier, "
         "inf is constant",
+    )  # fmt: skip
+    group.add_argument(
+        "--processes", type=int, default=1, metavar="N",
+        help="client processes, which share the requests; with several, no progress is shown (default: %(default)s)",
     )  # fmt: skip
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before (default: %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
@@ -156,6 +162,7 @@ def _run(options: argparse.Namespace) -> int:
     options.url = server_url.normalized(options.url or server_url.default())
     plan = workload.plan(options)
     result.check_latencies(latencies, plan, options.max_concurrency)
+    processes.check(options.processes, len(plan), options.max_concurrency)
     headers = _headers(options)
     print(f"lorikeet-bench: sends {workload.summary(plan)}", file=sys.stderr)
     loaded, about = uvloop.run(_measure(options, plan, headers))
@@ -199,13 +206,20 @@ async def _measure(
     connections = ConnectionPool(options.url, headers, options.timeout_s)
     try:
         model = options.model or ("" if options.api == "lorax" else await _first_model(connections))
-        api = load.APIS[options.api](model, options.extra_body, not options.stop_at_eos)
-        generator = LoadGenerator(connections, api, options.max_concurrency, shows_progress=not options.no_progress)
+        settings = ClientSettings(
+            options.url, headers, options.timeout_s, options.api, model, options.extra_body, not options.stop_at_eos
+        )
+        shows_progress = not options.no_progress
+        generator = settings.generator(connections, options.max_concurrency, shows_progress=shows_progress)
         await generator.warm_up([plan[index % len(plan)] for index in range(options.num_warmups)])
         counts_before = await result.counts(connections)
         gc.collect()
         gc.freeze()  # the collector would pause the client for every thousand events
-        loaded = await generator.run(plan)
+        if options.processes == 1:
+            loaded = await generator.run(plan)
+        else:
+            arguments = options.processes, settings, plan, options.max_concurrency
+            loaded = await asyncio.to_thread(processes.run, *arguments)
         rates = result.rates(counts_before, await result.counts(connections))
     finally:
         await connections.close()
@@ -220,6 +234,7 @@ async def _measure(
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
         "burstiness": 1.0 if options.burstiness is None else options.burstiness,
         "max_concurrency": options.max_concurrency,
+        "client_processes": options.processes,
         **rates,
     }
 

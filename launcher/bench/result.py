@@ -149,7 +149,7 @@ def _ours(loaded: LoadResult, good: Sequence[Sample]) -> Result:
     """What vLLM's benchmark does not have."""
     return {
         "client_cpu_seconds": loaded.client_cpu_s,
-        "client_cpu_share": loaded.client_cpu_s / loaded.duration,
+        "client_cpu_share": loaded.client_cpu_s / (loaded.duration * loaded.num_processes),
         "tiers": _by_tier(good),
         "fairness": _fairness(good),
         "adapters": _by_adapter(good),

@@ -87,6 +87,18 @@ async def test_an_open_loop_sends_when_requests_arrive(tmp_path: Path, capsys: p
     assert saved["request_goodput"] == saved["request_throughput"]
 
 
+async def test_several_processes_send_the_whole_plan(tmp_path: Path) -> None:
+    one, several = tmp_path / "one.json", tmp_path / "several.json"
+    async with serving(tmp_path / "server") as server:
+        server.shard.answer = lambda submit: Script([5] * submit.max_new_tokens, step_seconds=0.01)
+        for file, count in ((one, "1"), (several, "3")):
+            assert await bench(server, "--max-concurrency", "4", "--processes", count, "--result", str(file)) == 0
+    found, expected = (json.loads(file.read_text()) for file in (several, one))
+    assert found["client_processes"] == 3 and found["max_concurrent_requests"] <= 4
+    for key in ("completed", "failed", "total_output_tokens", "input_lens", "output_lens", "errors"):
+        assert found[key] == expected[key]
+
+
 async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path / "server") as server:
         server.shard.answer = lambda submit: Script([5, 5], error="broken")
@@ -102,6 +114,9 @@ async def test_failures_are_counted_and_named(tmp_path: Path, capsys: pytest.Cap
     "words",
     [
         ["--num-prompts", "0"],
+        ["--processes", "0"],
+        ["--processes", "101"],
+        ["--processes", "3", "--max-concurrency", "2"],
         ["--request-rate", "0"],
         ["--goodput", "itl:3"],
         ["--percentile-metrics", "ttft,x"],

@@ -1,0 +1,169 @@
+"""The host's processor time of a steady step, of this checkout and of another one, in turn.
+
+    python -m benchmarks.serving.host_time --beside FOLDER [--cases greedy-256,drafts-256]
+
+FOLDER is a checkout of an earlier commit. The engine's own loop decodes with commit lag 1 on a device that holds no
+values; launches and copies do nothing. The outbox is taken and serialized after every step. Each number is the median
+processor time of the whole process per step, so that other processes disturb it little; each case runs in processes of
+its own, both checkouts alternately.
+"""
+# mypy: allow-untyped-calls
+
+import argparse
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+STEPS, WARM_UP, ROUNDS = 200, 8, 3
+MAX_NEW_TOKENS = 2400
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """Requests of one kind, all running."""
+
+    kind: str
+    num_requests: int
+    target_ms: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.num_requests}"
+
+
+CASES = (
+    HostCase("greedy", 1, 0.4),
+    HostCase("greedy", 64, 0.6),
+    HostCase("greedy", 256, 1.3),
+    HostCase("sampled", 1, 0.52),
+    HostCase("sampled", 64, 0.78),
+    HostCase("sampled", 256, 1.69),
+    HostCase("drafts", 256, 2.0),
+    HostCase("greedy", 1024, 3.0),
+)
+"""`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request."""
+
+
+def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
+    """Median milliseconds of a step, of the checkout that is imported."""
+    import pytest
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from benchmarks.cuda.setup import LLAMA_8B
+    from lorikeet.proto import shard_pb2 as pb
+    from lorikeet.proto.params import Method, SamplingParams, Speculation
+    from lorikeet.shard.batch.padding import Padding
+    from lorikeet.shard.batch.transfer import HostCopy
+    from lorikeet.shard.engine.engine import Engine, LoopConfig
+    from lorikeet.shard.grpc.codec import write_update
+    from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
+    from lorikeet.shard.grpc.outbox import Outbox
+    from lorikeet.shard.sampling import Sampler
+    from lorikeet.shard.sampling.device import Tile
+    from lorikeet.shard.scheduler.budget import Limits
+    from lorikeet.shard.scheduler.kv_cache import KvCache
+    from lorikeet.shard.scheduler.scheduler import Scheduler
+    from lorikeet.shard.speculation.drafter import DraftSettings
+    from tests.cuda.decode_step import META, MOST_TOKENS, NUM_SLOTS, PAGE, model_of, without_values
+    from tests.shard.engine.test_on_a_device import begun, waited
+    from tests.shard.rig import EPOCH, make_request
+
+    torch.set_num_threads(1)
+    batch, has_adapters = case.num_requests, case.kind == "sampled"
+    takes_columns = (True,) if "takes_columns" in inspect.signature(write_update).parameters else ()
+    with without_values(), pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        model = model_of(replace(LLAMA_8B, layers=1), has_adapters)
+        inputs, vocab_size = model.inputs, model.info.vocab_size
+        sampler = Sampler(vocab_size, batch, META, tile=Tile())
+        inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
+        inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
+        drafts = None
+        if case.kind == "drafts":
+            drafts = DraftSettings(max_batch_size=batch, most_on_device=16)
+            inputs.num_accepted = sampler.device_drafts.num_accepted
+        num_pages = batch * (MAX_NEW_TOKENS // PAGE + 2)
+        scheduler = Scheduler(KvCache(num_pages, PAGE), Limits(2 * MOST_TOKENS, batch), drafts=drafts)
+        inbox, outbox = Inbox(), Outbox()
+        engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1))
+        outbox.open(EPOCH, wake=lambda: None)
+        inbox.put(StreamOpened(EPOCH))
+        fields: dict[str, Any] = {}
+        if case.kind == "sampled":
+            fields["sampling"] = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
+        if case.kind == "drafts":
+            fields["speculation"] = Speculation(Method.LOOKUP, 3)
+        requests = [make_request(number, [1, 2, 3], MAX_NEW_TOKENS, **fields) for number in range(batch)]
+        inbox.put(Commands(EPOCH, submits=[*requests]))
+
+        def compute() -> torch.Tensor:
+            return torch.empty(1, inputs.num_logits + 1, vocab_size, device=META)[0]
+
+        def replay(bounds: Any) -> torch.Tensor:
+            return torch.empty(bounds.num_logits, vocab_size, device=META)
+
+        patch.setattr(HostCopy, "__init__", begun)
+        patch.setattr(HostCopy, "wait", waited)
+        patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
+        patch.setattr(model, "compute", compute)
+        patch.setattr(JITFunction, "run", lambda *_, **__: None)
+
+        def step() -> None:
+            engine.step()
+            for message in write_update(outbox.take(EPOCH), pb.Heartbeat(), *takes_columns):
+                message.SerializeToString()
+
+        step()
+        if has_adapters:  # as if they were in slots
+            for number, request in enumerate(requests):
+                request.slot = number % NUM_SLOTS
+        for _ in range(WARM_UP):
+            step()
+        times = []
+        for _ in range(num_steps):
+            began = time.process_time()
+            step()
+            times.append(time.process_time() - began)
+        assert len(scheduler.running) == batch
+    return 1000 * statistics.median(times)
+
+
+def measured_in(folder: Path, case: HostCase) -> float:
+    """The same in a process of its own, with the modules of a checkout."""
+    environment = os.environ | {"PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", case.name]
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE)
+    return float(json.loads(done.stdout.decode().splitlines()[-1]))
+
+
+def main() -> None:
+    """One case of this checkout, or all of both."""
+    parser = argparse.ArgumentParser(description="Processor time of a steady step.")
+    parser.add_argument("--case", help="measure one case here, and print it as JSON")
+    parser.add_argument("--cases", default="", help="names, all by default")
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
+    options = parser.parse_args()
+    by_name = {case.name: case for case in CASES}
+    if options.case:
+        print(json.dumps(measured_ms(by_name[options.case])))
+        return
+    print("| requests | milliseconds a step | target | of the other checkout | ratio |\n|---|---|---|---|---|")
+    for name in options.cases.split(",") if options.cases else by_name:
+        folders = [ROOT, *([options.beside.resolve()] if options.beside else [])]
+        rounds = [[measured_in(folder, by_name[name]) for folder in folders] for _ in range(ROUNDS)]
+        here, *other = (statistics.median(values) for values in zip(*rounds, strict=True))
+        beside = [f"{other[0]:.2f}", f"{other[0] / here:.1f}"] if other else ["–", "–"]
+        print("|", " | ".join([name, f"{here:.2f}", f"≤ {by_name[name].target_ms:g}", *beside]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
