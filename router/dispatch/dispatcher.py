@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
@@ -35,7 +35,7 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.generation import Generation, ShardOutput, Timeline, column_tokens
+from lorikeet.router.requests.generation import ColumnRows, Generation, ShardOutput, Timeline
 from lorikeet.router.requests.output_memory import OutputMemory
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
@@ -607,6 +607,10 @@ class SendLoop:
         self._send()
 
 
+Charge = tuple[str, str]
+"""The flow and the caller that tokens are charged to."""
+
+
 class Delivery:
     """Gives each request its part of a shard's message. Readers are woken once no further message is at hand."""
 
@@ -619,9 +623,10 @@ class Delivery:
     def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
         """Take a message of a shard; return the number of its tokens that count."""
         num_tokens = 0
-        charged: Counter[tuple[str, str]] = Counter()
-        """By flow and caller."""
-        for part in self._parts(link, output):
+        charged: Counter[Charge] = Counter()
+        for columns in output.columns:
+            num_tokens += self._deliver_columns(link, output, columns, now, charged)
+        for part in output.outputs:
             generation = link.running.get(part.id)
             if generation is None:
                 continue
@@ -636,16 +641,36 @@ class Delivery:
             self._metrics.caller_worked(caller, num_charged)
         return num_tokens
 
-    def _parts(self, link: ShardLink, output: pb.StepOutput) -> Iterator[ShardOutput]:
-        """The outputs of single requests, in the order of steps."""
-        for columns in output.columns:
-            try:
-                yield from column_tokens(columns)
-            except ValueError as error:
-                for generation in filter(None, map(link.running.get, columns.ids)):
-                    self._malformed(generation, error)
-                    link.abort(generation, time.monotonic())
-        yield from output.outputs
+    def _deliver_columns(
+        self, link: ShardLink, output: pb.StepOutput, columns: pb.TokenColumns, now: float, charged: Counter[Charge]
+    ) -> int:
+        """As `deliver`, of columns. Tokens that only become text are counted together."""
+        num_tokens, gaps, running = 0, Counter[float | None](), link.running
+        try:
+            rows = ColumnRows(columns)
+        except ValueError as error:
+            for generation in filter(None, map(running.get, columns.ids)):
+                self._malformed(generation, error)
+                link.abort(generation, now)
+            return 0
+        for index, (wire_id, token_id, logprob) in enumerate(zip(rows.ids, rows.token_ids, rows.logprobs, strict=True)):
+            if (generation := running.get(wire_id)) is None:
+                continue
+            previous, request, routing = generation.last_token_at, generation.request, generation.routing
+            if routing.poison_tracker.isolation_steps or not generation.feed_token(token_id, logprob, now):
+                num_fed = self._feed(link, generation, output, rows.token(index), now)
+            else:
+                num_fed = 1
+                gaps[previous] += 1
+                self.updated.append(generation)
+            num_tokens += num_fed
+            charged[routing.flow, request.caller] += num_fed
+            if request.adapter is not None and num_fed:
+                self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
+        for previous, count in gaps.items():
+            if previous is not None:
+                self._metrics.tokens_arrived(now - previous, 1, count)
+        return num_tokens
 
     def _malformed(self, generation: Generation, error: Exception) -> None:
         """One request fails alone. Neither the error's text nor its locals are logged: both may hold a prompt."""

@@ -333,11 +333,11 @@ class Metrics:
             self.prefix_hits.add()
             self.cached_prompt_tokens.add(num_cached)
 
-    def tokens_arrived(self, seconds: float, num_tokens: int) -> None:
-        """Further tokens of a request, `seconds` after its last ones."""
-        self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+    def tokens_arrived(self, seconds: float, num_tokens: int, num_requests: int = 1) -> None:
+        """Further tokens of a request, or of each of several, `seconds` after its last ones."""
+        self.inter_token_latency.observe(seconds / num_tokens, num_tokens * num_requests)
         if self.vllm is not None:
-            self.vllm.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+            self.vllm.inter_token_latency.observe(seconds / num_tokens, num_tokens * num_requests)
 
     def speculation_stats(self, output: ShardOutput, num_kept: int, adapter: Adapter | None, digest: str) -> None:
         """An output with draft tokens; its first `num_kept` tokens are in the text."""

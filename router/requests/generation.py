@@ -270,21 +270,31 @@ class ColumnToken:
 ShardOutput = pb.RequestOutput | ColumnToken
 
 
-def column_tokens(columns: pb.TokenColumns) -> Iterator[ColumnToken]:
-    """The tokens of columns, request by request. Raises ValueError if the columns differ in length."""
-    ids, token_ids, logprobs = list(columns.ids), list(columns.token_ids), list(columns.logprobs)
-    alternative_ids, alternative_logprobs = list(columns.alternative_ids), list(columns.alternative_logprobs)
-    k = len(alternative_ids) // max(len(ids), 1)
-    lengths = len(token_ids), len(logprobs) or len(ids), len(alternative_ids), len(alternative_logprobs)
-    if lengths != (len(ids), len(ids), k * len(ids), k * len(ids)):
-        raise ValueError("columns differ in length")
-    for at, request_id in enumerate(ids):
-        yield ColumnToken(
-            request_id,
-            (token_ids[at],),
-            logprobs[at : at + 1],
-            alternative_ids[k * at : k * at + k],
-            alternative_logprobs[k * at : k * at + k],
+class ColumnRows:
+    """`TokenColumns` as Python values, one row per request."""
+
+    def __init__(self, columns: pb.TokenColumns) -> None:
+        """Raises ValueError if the columns differ in length."""
+        self.ids, self.token_ids = list(columns.ids), list(columns.token_ids)
+        self._logprobs = list(columns.logprobs)
+        self._alternative_ids, self._alternative_logprobs = columns.alternative_ids, columns.alternative_logprobs
+        num_rows = len(self.ids)
+        k = self._num_alternatives = len(columns.alternative_ids) // max(num_rows, 1)
+        lengths = len(self.token_ids), len(columns.alternative_ids), len(columns.alternative_logprobs)
+        if lengths != (num_rows, k * num_rows, k * num_rows) or len(self._logprobs) not in (0, num_rows):
+            raise ValueError("columns differ in length")
+        self.logprobs = self._logprobs or [0.0] * num_rows
+
+    def token(self, index: int) -> ColumnToken:
+        """One row."""
+        k = self._num_alternatives
+        span = slice(k * index, k * index + k)
+        return ColumnToken(
+            self.ids[index],
+            (self.token_ids[index],),
+            self._logprobs[index : index + 1],
+            self._alternative_ids[span],
+            self._alternative_logprobs[span],
         )
 
 
@@ -492,6 +502,8 @@ class Generation:
         """Whether the step of the last token continues in the next message."""
         self._prefill = pb.RequestOutput() if request.logprobs.prefill else None
         """Collects the prompt's log probabilities; None when not requested, and once they are in a chunk."""
+        self._needs_more = any(request.stop_strings) or request.logprobs.alternatives > 0 or timeline is not None
+        """Whether a token needs more than its text."""
         self._error: RouterError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
@@ -625,6 +637,25 @@ class Generation:
         if self.finish_reason is None and output.finish_reason:
             self._end(output.finish_reason, output.error)
         return num_tokens
+
+    def feed_token(self, token_id: int, logprob: float, now: float) -> bool:
+        """As `feed`, of a further token of a step without drafts. False, and nothing happened, if more than its text is
+        to be found out; `feed` does that.
+        """
+        if self._needs_more or self._is_mid_step or self.speculation_stats is not None or not self.emitted_ids:
+            return False
+        detokenizer = self._detokenizer
+        text = detokenizer.push(token_id)
+        token = OutputToken(token_id, text, logprob, token_id in self._special_ids, False, pb.SOURCE_TARGET)
+        token.num_earlier = detokenizer.num_earlier
+        if token_id in self._hidden_ids:
+            token.hidden = True
+            text = text[: token.num_earlier]
+        self._tokens.append(token)
+        self._text += text
+        self.emitted_ids.append(token_id)
+        self.last_token_at = now
+        return True
 
     def fail(self, error: RouterError) -> None:
         """End with an error, which is raised after the chunks that were not read yet."""

@@ -178,7 +178,7 @@ class DecodingRequests:
             self._set_pages(request, num_pages)
         is_ahead = bool(self._in_flight[rows].any())
         self._in_flight[rows] += 1
-        pages = self._page_table[rows, : self._cache.num_needed(int(known.max()))]
+        pages = self._page_table[:, : self._cache.num_needed(int(known.max()))].take(rows, axis=0)
         return DecodeStep(members, (known - 1).astype(np.int32), pages, self._newest_ids[rows], is_ahead)
 
     def commit(self, step: DecodeStep, token_ids: Indices, is_bad: Flags) -> Flags:

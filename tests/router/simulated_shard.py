@@ -170,15 +170,18 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         """One token for each running request, merged with what the stream has not taken yet."""
         token_ids = self._model.token_ids
         size = len(token_ids)
-        parts, columns = [], pb.TokenColumns()
+        parts, columns = [], {wanted: pb.TokenColumns() for wanted in (False, True)}
         may_use_columns = stream.takes_columns and not (stream.pending is not None and stream.pending.outputs)
         for wire_id, request in list(stream.running.items()):
             submit = request.submit
             token_id = token_ids[(submit.seed * 37 + request.num_emitted) % size]
             is_last = request.num_emitted + 1 >= submit.max_new_tokens
-            if may_use_columns and not submit.logprobs.wanted and not is_last:
-                columns.ids.append(wire_id)
-                columns.token_ids.append(token_id)
+            if may_use_columns and not is_last:
+                wanted = columns[submit.logprobs.wanted]
+                wanted.ids.append(wire_id)
+                wanted.token_ids.append(token_id)
+                if submit.logprobs.wanted:
+                    wanted.logprobs.append(-0.5)
                 request.num_emitted += 1
                 continue
             part = pb.RequestOutput(id=wire_id, token_ids=(token_id,), sources=b"\1", step_ends=b"\1")
@@ -189,7 +192,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                 part.finish_reason = pb.FINISH_LENGTH
                 del stream.running[wire_id]
             parts.append(part)
-        self._report(stream, parts, [columns] if columns.ids else [])
+        self._report(stream, parts, [each for each in columns.values() if each.ids])
 
     def _report(
         self, stream: _Stream, parts: list[pb.RequestOutput] | None = None, columns: Sequence[pb.TokenColumns] = ()
