@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import structlog
@@ -607,10 +607,6 @@ class SendLoop:
         self._send()
 
 
-Charge = tuple[str, str]
-"""The flow and the caller that tokens are charged to."""
-
-
 class Delivery:
     """Gives each request its part of a shard's message. Readers are woken once no further message is at hand."""
 
@@ -623,59 +619,55 @@ class Delivery:
     def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
         """Take a message of a shard; return the number of its tokens that count."""
         num_tokens = 0
-        charged: Counter[Charge] = Counter()
-        for columns in output.columns:
-            num_tokens += self._deliver_columns(link, output, columns, now, charged)
-        for part in output.outputs:
-            generation = link.running.get(part.id)
-            if generation is None:
-                continue
-            num_fed = self._feed(link, generation, output, part, now)
+        charged = Counter[tuple[str, str]]()  # by flow and caller
+        for generation, num_fed in self._feed_all(link, output, now):
             num_tokens += num_fed
             request = generation.request
             charged[generation.routing.flow, request.caller] += num_fed
             if request.adapter is not None and num_fed:
                 self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
+            if generation.is_over or generation.routing.is_queued:
+                continue
+            if (failure := generation.charge.failure()) is not None:
+                self._dispatcher.fail(generation, failure)
+            elif generation.is_behind:
+                self._dispatcher.hold(link, generation, now)
         for (flow, caller), num_charged in charged.items():
             self._dispatcher.queue.charge(flow, num_charged, caller)
             self._metrics.caller_worked(caller, num_charged)
         return num_tokens
 
-    def _deliver_columns(
-        self, link: ShardLink, output: pb.StepOutput, columns: pb.TokenColumns, now: float, charged: Counter[Charge]
-    ) -> int:
-        """As `deliver`, of columns. Tokens that only become text are counted together."""
-        num_tokens, gaps, running = 0, Counter[float | None](), link.running
-        try:
-            rows = ColumnRows(columns)
-        except ValueError as error:
-            for generation in filter(None, map(running.get, columns.ids)):
-                self._malformed(generation, error)
-                link.abort(generation, now)
-            return 0
-        for index, (wire_id, token_id, logprob) in enumerate(zip(rows.ids, rows.token_ids, rows.logprobs, strict=True)):
-            if (generation := running.get(wire_id)) is None:
+    def _feed_all(self, link: ShardLink, output: pb.StepOutput, now: float) -> Iterator[tuple[Generation, int]]:
+        """Each request with an output, and the number of its tokens that count, in the order of steps."""
+        running, gaps = link.running, Counter[float]()
+        for columns in output.columns:
+            try:
+                rows = ColumnRows(columns)
+            except ValueError as error:
+                for generation in list(filter(None, map(running.get, columns.ids))):
+                    self._malformed(generation, error)
+                    link.abort(generation, now)
                 continue
-            previous, request, routing = generation.last_token_at, generation.request, generation.routing
-            if routing.poison_tracker.isolation_steps or not generation.feed_token(token_id, logprob, now):
-                num_fed = self._feed(link, generation, output, rows.token(index), now)
-            else:
-                num_fed = 1
-                gaps[previous] += 1
-                self.updated.append(generation)
-            num_tokens += num_fed
-            charged[routing.flow, request.caller] += num_fed
-            if request.adapter is not None and num_fed:
-                self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
-        for previous, count in gaps.items():
-            if previous is not None:
-                self._metrics.tokens_arrived(now - previous, 1, count)
-        return num_tokens
+            values = zip(rows.ids, rows.token_ids, rows.logprobs, strict=True)
+            for index, (wire_id, token_id, logprob) in enumerate(values):
+                if (receiver := running.get(wire_id)) is None:
+                    continue
+                gap = now - (receiver.last_token_at or now)
+                if receiver.routing.poison_tracker.isolation_steps or not receiver.feed_token(token_id, logprob, now):
+                    yield receiver, self._feed(link, receiver, output, rows.token(index), now)
+                else:
+                    gaps[gap] += 1
+                    self.updated.append(receiver)
+                    yield receiver, 1
+        for gap, count in gaps.items():
+            self._metrics.tokens_arrived(gap, 1, count)
+        for part in output.outputs:
+            if (receiver := running.get(part.id)) is not None:
+                yield receiver, self._feed(link, receiver, output, part, now)
 
     def _malformed(self, generation: Generation, error: Exception) -> None:
         """One request fails alone. Neither the error's text nor its locals are logged: both may hold a prompt."""
-        kind, request_id = type(error).__name__, generation.request.request_id
-        log.error("output_malformed", kind=kind, request_id=request_id)
+        log.error("output_malformed", kind=type(error).__name__, request_id=generation.request.request_id)
         generation.fail(GenerationFailed("the router could not read the shard's output"))
 
     def wake_readers(self) -> None:
@@ -718,10 +710,6 @@ class Delivery:
         elif error:
             link.remove(part.id, now)
             self._dispatcher.recovery.on_error(generation, error, part.in_step)
-        elif (failure := generation.charge.failure()) is not None:
-            self._dispatcher.fail(generation, failure)
-        elif generation.is_behind:
-            self._dispatcher.hold(link, generation, now)
         return num_tokens
 
     def _end(self, link: ShardLink, generation: Generation, part: ShardOutput, now: float) -> None:

@@ -654,6 +654,7 @@ class Generation:
         self._tokens.append(token)
         self._text += text
         self.emitted_ids.append(token_id)
+        self.charge.arrived(1, 0, 0, 0)
         self.last_token_at = now
         return True
 

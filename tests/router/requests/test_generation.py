@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
-from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.generation import ColumnRows, Generation
 from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk
 from lorikeet.router.text.stop import ReasoningSyntax, Start
 from lorikeet.router.text.tokenizer import Tokenizer
@@ -373,3 +375,39 @@ def test_a_stop_string_matches_a_hidden_token_and_its_letters(
     end = ("fox<|turn|>" if is_spelled else "fox") if include_stop else ""
     assert (chunk.text, chunk.stop_reason) == ("the fo " + end, "fox<|turn|>")
     assert chunk.tokens[-1].id == (letters[-1] if is_spelled else turn)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=12))
+def test_a_token_of_columns_is_as_one_of_an_output(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    one, other = Fed(tokenizer), Fed(tokenizer)
+    assert not other.generation.feed_token(token_ids[0], -0.5, 1.0), "the first token says more than its text"
+    for fed in (one, other):
+        fed.feed(token_ids[:1], sources=b"\0", step_ends=b"\1")
+    columns = pb.TokenColumns(ids=[7] * 11, token_ids=[*token_ids[1:], *[0] * 11][:11], logprobs=[-0.25] * 11)
+    rows = ColumnRows(columns)
+    for index, token_id in enumerate(token_ids[1:]):
+        assert one.generation.feed(rows.token(index), now=6.0) == 1
+        assert other.generation.feed_token(token_id, -0.25, now=6.0)
+    made, expected = other.generation, one.generation
+    assert (made.emitted_ids, made.last_token_at) == (expected.emitted_ids, expected.last_token_at)
+    assert made.charge.num_unread == expected.charge.num_unread
+    assert one.chunk() == other.chunk()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_strings": ("x",)}, {"logprobs": LogprobParams(alternatives=2)}],
+    ids=["stop string", "alternatives"],
+)
+def test_a_token_with_more_than_text_is_left_to_feed(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    fed = Fed(tokenizer, **fields)
+    fed.feed([40], sources=b"\0", step_ends=b"\1", alternative_ids=[1, 2], alternative_logprobs=[-1.0, -2.0])
+    assert not fed.generation.feed_token(41, -0.5, 6.0)
+    assert fed.generation.emitted_ids == [40]
+
+
+@pytest.mark.parametrize("fields", [{"token_ids": [1]}, {"logprobs": [-1.0]}, {"alternative_ids": [1, 2]}])
+def test_columns_of_unequal_lengths_are_refused(fields: dict[str, list[int]]) -> None:
+    with pytest.raises(ValueError, match="columns differ in length"):
+        ColumnRows(pb.TokenColumns(**{"ids": [7, 8], "token_ids": [1, 2], **fields}))
