@@ -1,6 +1,6 @@
 """The host's processor time of a steady step, of this checkout and of another one, in turn.
 
-    python -m benchmarks.serving.host_time --beside FOLDER [--cases greedy-256,drafts-256]
+    python -m benchmarks.serving.host_time --other FOLDER [--cases greedy-256,drafts-256]
 
 FOLDER is a checkout of an earlier commit. The engine's own loop decodes with commit lag 1 on a device that holds no
 values; launches and copies do nothing. The outbox is taken and serialized after every step. Each number is the median
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Processor time of a steady step.")
     parser.add_argument("--case", help="measure one case here, and print it as JSON")
     parser.add_argument("--cases", default="", help="names, all by default")
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--other", type=Path, metavar="FOLDER", help="another checkout")
     options = parser.parse_args()
     by_name = {case.name: case for case in CASES}
     if options.case:
@@ -158,11 +158,11 @@ def main() -> None:
         return
     print("| requests | milliseconds a step | target | of the other checkout | ratio |\n|---|---|---|---|---|")
     for name in options.cases.split(",") if options.cases else by_name:
-        folders = [ROOT, *([options.beside.resolve()] if options.beside else [])]
+        folders = [ROOT, *([options.other.resolve()] if options.other else [])]
         rounds = [[measured_in(folder, by_name[name]) for folder in folders] for _ in range(ROUNDS)]
-        here, *other = (statistics.median(values) for values in zip(*rounds, strict=True))
-        beside = [f"{other[0]:.2f}", f"{other[0] / here:.1f}"] if other else ["–", "–"]
-        print("|", " | ".join([name, f"{here:.2f}", f"≤ {by_name[name].target_ms:g}", *beside]), "|", flush=True)
+        here, *others = (statistics.median(values) for values in zip(*rounds, strict=True))
+        compared = [f"{others[0]:.2f}", f"{others[0] / here:.1f}"] if others else ["–", "–"]
+        print("|", " | ".join([name, f"{here:.2f}", f"≤ {by_name[name].target_ms:g}", *compared]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.generation import ColumnRows, Generation, ShardOutput, Timeline
+from lorikeet.router.requests.columns import ColumnRows, ShardOutput
+from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.output_memory import OutputMemory
 from lorikeet.router.requests.request import GenerationRequest, Loaded
 from lorikeet.router.shards import members
@@ -648,8 +649,7 @@ class Delivery:
                     self._malformed(generation, error)
                     link.abort(generation, now)
                 continue
-            values = zip(rows.ids, rows.token_ids, rows.logprobs, strict=True)
-            for index, (wire_id, token_id, logprob) in enumerate(values):
+            for index, (wire_id, token_id, logprob) in enumerate(rows):
                 if (receiver := running.get(wire_id)) is None:
                     continue
                 gap = now - (receiver.last_token_at or now)

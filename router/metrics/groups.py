@@ -12,7 +12,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
-from lorikeet.router.requests.generation import ShardOutput, is_verified, num_emitted
+from lorikeet.router.requests.columns import ShardOutput
+from lorikeet.router.requests.generation import is_verified, num_emitted
 from lorikeet.router.requests.request import Adapter
 
 MAX_LABELS = 256

@@ -29,7 +29,8 @@ from lorikeet.router.metrics.groups import (
 )
 from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
-from lorikeet.router.requests.generation import Generation, ShardOutput, num_emitted
+from lorikeet.router.requests.columns import ShardOutput
+from lorikeet.router.requests.generation import Generation, num_emitted
 from lorikeet.router.requests.request import Adapter
 
 _DECISIONS = ("adopted", "rejected", "reverted", "failed")

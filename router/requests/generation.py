@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
+from lorikeet.router.requests.columns import ShardOutput
 from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
 from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Loaded, OutputChunk, OutputToken
 from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
@@ -238,66 +239,6 @@ class Routing:
         self.num_retries += is_retry
 
 
-@dataclass(slots=True)
-class ColumnToken:
-    """One request's token of `TokenColumns`, with what is read of a `RequestOutput`."""
-
-    id: int
-    token_ids: tuple[int]
-    logprobs: Sequence[float]
-    """One, or none."""
-    alternative_ids: Sequence[int]
-    alternative_logprobs: Sequence[float]
-    sources: ClassVar[bytes] = bytes([pb.SOURCE_TARGET])
-    step_ends: ClassVar[bytes] = b"\1"
-    num_drafted: ClassVar[Sequence[int]] = ()
-    num_accepted: ClassVar[int] = 0
-    num_cached_tokens: ClassVar[int] = 0
-    draft_seconds: ClassVar[float] = 0.0
-    verify_seconds: ClassVar[float] = 0.0
-    accept_seconds: ClassVar[float] = 0.0
-    prefill_logprobs: ClassVar[Sequence[float]] = ()
-    prefill_ranks: ClassVar[Sequence[int]] = ()
-    prefill_alternative_ids: ClassVar[Sequence[int]] = ()
-    prefill_alternative_logprobs: ClassVar[Sequence[float]] = ()
-    pooled: ClassVar[bytes] = b""
-    finish_reason: ClassVar[pb.FinishReason] = pb.FINISH_NONE
-    error: ClassVar[str] = ""
-    retryable: ClassVar[bool] = False
-    in_step: ClassVar[bool] = False
-
-
-ShardOutput = pb.RequestOutput | ColumnToken
-
-
-class ColumnRows:
-    """`TokenColumns` as Python values, one row per request."""
-
-    def __init__(self, columns: pb.TokenColumns) -> None:
-        """Raises ValueError if the columns differ in length."""
-        self.ids, self.token_ids = list(columns.ids), list(columns.token_ids)
-        self._logprobs = list(columns.logprobs)
-        self._alternative_ids, self._alternative_logprobs = columns.alternative_ids, columns.alternative_logprobs
-        num_rows = len(self.ids)
-        k = self._num_alternatives = len(columns.alternative_ids) // max(num_rows, 1)
-        lengths = len(self.token_ids), len(columns.alternative_ids), len(columns.alternative_logprobs)
-        if lengths != (num_rows, k * num_rows, k * num_rows) or len(self._logprobs) not in (0, num_rows):
-            raise ValueError("columns differ in length")
-        self.logprobs = self._logprobs or [0.0] * num_rows
-
-    def token(self, index: int) -> ColumnToken:
-        """One row."""
-        k = self._num_alternatives
-        span = slice(k * index, k * index + k)
-        return ColumnToken(
-            self.ids[index],
-            (self.token_ids[index],),
-            self._logprobs[index : index + 1],
-            self._alternative_ids[span],
-            self._alternative_logprobs[span],
-        )
-
-
 def is_verified(source: int) -> bool:
     """Whether a token with this source is of a step that verified draft tokens."""
     return source in (pb.SOURCE_RESAMPLE, pb.SOURCE_BONUS) or source in BY_VALUE
@@ -502,8 +443,6 @@ class Generation:
         """Whether the step of the last token continues in the next message."""
         self._prefill = pb.RequestOutput() if request.logprobs.prefill else None
         """Collects the prompt's log probabilities; None when not requested, and once they are in a chunk."""
-        self._needs_more = any(request.stop_strings) or request.logprobs.alternatives > 0 or timeline is not None
-        """Whether a token needs more than its text."""
         self._error: RouterError | None = None
         self._is_exhausted = False
         self._waiter: asyncio.Future[None] | None = None
@@ -642,7 +581,8 @@ class Generation:
         """As `feed`, of a further token of a step without drafts. False, and nothing happened, if more than its text is
         to be found out; `feed` does that.
         """
-        if self._needs_more or self._is_mid_step or self.speculation_stats is not None or not self.emitted_ids:
+        needs_more = self._stop is not None or self.request.logprobs.alternatives or self.timeline is not None
+        if needs_more or self._is_mid_step or self.speculation_stats is not None or not self.emitted_ids:
             return False
         detokenizer = self._detokenizer
         text = detokenizer.push(token_id)
