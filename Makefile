@@ -28,7 +28,7 @@ REAL_MODELS ?= $(HOME)/.cache/lorikeet-real
 VERSIONS ?= $(HOME)/.cache/lorikeet-versions
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP = $(PY) -m pip --disable-pip-version-check --progress-bar off
+PIP = $(PY) -m pip --disable-pip-version-check
 # pyproject.toml names the versions that are allowed, CONSTRAINTS those of them that are installed here.
 CONSTRAINTS := constraints.txt
 
