@@ -50,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:3000", help="the server of the demo")
     parser.add_argument("--examples", type=int, default=24, help="held-out examples of each adapter")
-    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS), help="adapters to score")
+    trained = [task for task in TASKS if (SCORES.parent / "adapters" / task).is_dir()]
+    parser.add_argument("--only", nargs="+", choices=list(TASKS), default=trained, help="adapters to score")
     parser.add_argument("--show", type=int, default=0, help="print so many answers of each")
     options = parser.parse_args()
     rows = json.loads(SCORES.read_text()) if SCORES.exists() else {}
