@@ -32,7 +32,7 @@ RUN set -eu; \
       rm -rf /var/lib/apt/lists/*; \
     fi; \
     python3 -m venv /opt/lorikeet; \
-    mkdir -p /data; chmod 0775 /data
+    mkdir -p /data; chown 1000:0 /data; chmod 0775 /data
 
 # Dependencies are a layer of their own: a change of the source downloads nothing. pip compiles their bytecode.
 # torch goes first: its index decides about it alone. The CUDA build brings its libraries along.
@@ -80,4 +80,5 @@ EXPOSE 80
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=30s --timeout=10s --start-period=30m \
   CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"PORT\"]}/health', timeout=8)"]
+# It starts as root only to make /data writable, then runs as uid 1000.
 ENTRYPOINT ["entrypoint.sh"]

@@ -4,11 +4,13 @@ import ast
 import fnmatch
 import importlib.metadata
 import itertools
+import os
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,22 +139,64 @@ def test_the_image_installs_dependencies_before_the_source() -> None:
     assert "COPY . /source" in of_wheel and "COPY . " not in image
     assert image.index("COPY pyproject.toml") < image.index("-r requirements.txt") < image.index("COPY --from=wheel")
     assert "--constraint constraints.txt" in image and "torch" in (ROOT / "constraints.txt").read_text()
-    assert "--no-compile" not in text and "HEALTHCHECK" in image
+    assert "--no-compile" not in text and "HEALTHCHECK" in image and "STOPSIGNAL SIGTERM" in image
     caches = re.findall(r"^    (\w*CACHE\w*)=(\S+)", image, re.MULTILINE)
     assert len(caches) == 5 and all(path.startswith("/data") for _, path in caches)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {folder.rstrip("/") for folder in TRAINING} <= set(ignored)
+    assert 'ENTRYPOINT ["entrypoint.sh"]' in image and "COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh" in image
+    assert "!deploy/entrypoint.sh" in ignored
 
 
-def test_the_image_s_entry_point_is_in_it_and_gives_up_root() -> None:
-    """It runs here as a user that is not root would: the launcher gets its arguments."""
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    assert 'ENTRYPOINT ["entrypoint.sh"]' in dockerfile and "STOPSIGNAL SIGTERM" in dockerfile
-    assert "COPY deploy/entrypoint.sh" in dockerfile
-    assert "!deploy/entrypoint.sh" in (ROOT / ".dockerignore").read_text().splitlines()
-    script = (ROOT / "deploy" / "entrypoint.sh").read_text()
-    as_root, as_user = script.split("fi\nexec ")
-    assert "exec $as_user" in as_root and "--reuid=1000" in as_root and as_user == 'lorikeet-launcher "$@"\n'
+@pytest.fixture
+def image(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The image's entry point with `data` in place of /data, and a launcher that prints its user, its capabilities and
+    its arguments, and writes a file."""
+    # pytest's own folders belong to its user alone.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        script = (ROOT / "deploy/entrypoint.sh").read_text()
+        (path / "entrypoint").write_text(script.replace("/data ", f"{path}/data "))
+        (path / "lorikeet-launcher").write_text(
+            f'#!/bin/sh\nid -u; grep CapEff /proc/self/status; echo "$@"; touch {path}/data/cache/new\n'
+        )
+        for program in ("entrypoint", "lorikeet-launcher"):
+            (path / program).chmod(0o755)
+        (path / "data" / "cache").mkdir(parents=True)
+        monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
+        yield path
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+class TestEntryPoint:
+    """The image's ENTRYPOINT."""
+
+    def start(self, image: Path, *user: str) -> subprocess.CompletedProcess[str]:
+        command = [*user, str(image / "entrypoint"), "--json-output", "two words"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def test_root_gives_its_files_away_and_becomes_uid_1000(self, image: Path) -> None:
+        (image / "data" / "of-another").touch()
+        os.chown(image / "data" / "of-another", 4321, 0)
+        result = self.start(image)
+        assert (result.returncode, result.stderr) == (0, "")
+        user, capabilities, arguments = result.stdout.splitlines()
+        assert (user, arguments) == ("1000", "--json-output two words")
+        assert int(capabilities.split()[1], 16) & ~(1 << 10) == 0, "no capability but that for ports below 1024"
+        owners = {path.name: path.stat().st_uid for path in (image / "data", *(image / "data").rglob("*"))}
+        assert owners == {"data": 1000, "cache": 1000, "new": 1000, "of-another": 4321}
+
+    def test_another_user_stays(self, image: Path) -> None:
+        (image / "data" / "cache").chmod(0o777)
+        result = self.start(image, "setpriv", "--reuid=2000", "--regid=0", "--clear-groups")
+        assert (result.returncode, result.stderr, result.stdout.splitlines()[0]) == (0, "", "2000")
+        assert (image / "data").stat().st_uid == 0
+
+    def test_root_without_capabilities_names_the_flag(self, image: Path) -> None:
+        result = self.start(image, "setpriv", "--bounding-set=-all", "--inh-caps=-all")
+        assert result.returncode == 1 and not result.stdout
+        assert "run it with --user 1000:0" in result.stderr
 
 
 def test_versions_stand_in_one_place() -> None:
