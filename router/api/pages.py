@@ -7,6 +7,8 @@ a path prefix.
 import json
 from pathlib import Path
 
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -14,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from lorikeet.proto.draft_sources import BY_VALUE, methods
 
+_COMPRESSED = [Middleware(GZipMiddleware, compresslevel=6)]
 _DOCS_FOLDER = Path(__file__).parent / "swagger"
 _DOCS_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
 """The browser loads nothing from other hosts; Swagger UI sets styles of elements."""
@@ -25,7 +28,8 @@ async def _docs_page(request: Request) -> Response:
 
 def documentation_routes() -> list[BaseRoute]:
     """The page and its files."""
-    return [Mount("/docs/assets", StaticFiles(directory=_DOCS_FOLDER)), Route("/docs", _docs_page)]
+    files = StaticFiles(directory=_DOCS_FOLDER)
+    return [Mount("/docs/assets", files, middleware=_COMPRESSED), Route("/docs", _docs_page)]
 
 
 PATH, FOLDER_PATH = "/ui", "/ui/assets/"
@@ -110,4 +114,4 @@ def page_routes() -> list[BaseRoute]:
     """The page and its files."""
     made = [Route("/sources.js", sources_script), Route("/sources.css", sources_style)]
     files = [*made, Mount("/", _Files(directory=_FOLDER))]
-    return [Mount(FOLDER_PATH.rstrip("/"), routes=files), Route(PATH, page)]
+    return [Mount(FOLDER_PATH.rstrip("/"), routes=files, middleware=_COMPRESSED), Route(PATH, page)]

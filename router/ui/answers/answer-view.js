@@ -14,6 +14,8 @@ const REMEDIES = { again: "Try again", key: "Enter a key", adapter: "Choose an a
 let markdown = null;
 const loadMarkdown = () => (markdown ||= import("./markdown.js"));
 
+const named = (name) => ({ class: "quiet", "aria-label": name, title: name });
+
 // Whether answers are shown as tokens, unless one is switched.
 export const prefersTokens = () => localStorage.getItem(SHOWN) === "true";
 
@@ -38,10 +40,10 @@ export class AnswerView {
     this.note = el("p", { class: "answer-note", role: "status", hidden: true });
     this.remedy = button("", { class: "small", hidden: true, onclick: () => actions[this.remedyKind](answer) });
     this.stop = button("Stop", { class: "small stop", onclick: () => actions.stop(answer) }, "stop");
-    this.mode = iconButton("tokens", "Tokens and figures", { "aria-pressed": "false", onclick: () => this.#toggle() });
+    this.mode = button("Tokens", { ...named("Tokens and figures"), "aria-pressed": "false", onclick: () => this.#toggle() }, "tokens");
     this.copy = copyButton("Copy text", () => answer.text);
     this.again = iconButton("again", "Regenerate", { onclick: () => actions.again(answer) });
-    this.code = iconButton("code", "Copy as code", { onclick: () => actions.code(answer) });
+    this.code = button("Code", { ...named("Copy as code"), onclick: () => actions.code(answer) }, "code");
     this.wait = el("span", { class: "typing", "aria-hidden": "true" }, el("i"), el("i"), el("i"));
     this.element = el("article", { class: "answer", "aria-label": `Answer ${label}`.trim() },
       el("header", { class: "answer-head" }, label ? el("span", { class: "side-mark" }, label) : el("span", { class: "mark", "aria-hidden": "true" }),

@@ -5,6 +5,8 @@ import { SOURCES } from "../sources.js";
 
 const OWN = { prefill: "target", target: "target", resample: "target", bonus: "target" };
 
+const HINT = "Point at a token, or use the arrow keys, for its source and the alternatives.";
+
 export function sourceOf(token) {
   return OWN[token.source] || token.source;
 }
@@ -20,11 +22,12 @@ export class TokenView {
     this.tokens = [];
     this.cursor = -1;
     this.element = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `${label}. Arrow keys move over the tokens` });
-    this.detail = el("div", { class: "token-detail", role: "status", hidden: true });
+    this.detail = el("div", { class: "token-detail", role: "status" }); // below the tokens, so that it covers none of them
     this.element.addEventListener("keydown", (event) => this.#key(event));
     this.element.addEventListener("pointerover", (event) => this.#point(event));
     this.element.addEventListener("pointerleave", () => this.#show(-1));
     this.element.addEventListener("blur", () => this.#show(-1));
+    this.#show(-1);
   }
 
   // Adds what is new; `differs` is the index of the first token that differs from the other side, or -1.
@@ -72,15 +75,8 @@ export class TokenView {
     this.element.children[this.cursor]?.classList.remove("cursor");
     this.cursor = index;
     const span = this.element.children[index];
-    this.detail.hidden = !span;
-    if (!span) return;
-    span.classList.add("cursor");
-    this.detail.replaceChildren(...describe(this.tokens[index], index));
-    const box = span.getBoundingClientRect();
-    const frame = this.detail.parentElement.getBoundingClientRect();
-    const left = Math.max(0, Math.min(box.left - frame.left, frame.width - this.detail.offsetWidth));
-    this.detail.style.left = `${left}px`;
-    this.detail.style.top = `${box.bottom - frame.top + 6}px`;
+    span?.classList.add("cursor");
+    this.detail.replaceChildren(...(span ? describe(this.tokens[index], index) : [el("span", { class: "dim" }, HINT)]));
   }
 }
 
@@ -92,9 +88,8 @@ const percent = (logprob) => `${number(100 * probability(logprob), 1)} %`;
 function describe(token, index) {
   const [name, sentence] = SOURCES[sourceOf(token)] || [token.source, ""];
   const parts = [
-    el("div", { class: "token-head" }, el("code", {}, visible(token.text)), el("span", { class: "dim" }, ` token ${index + 1}, id ${token.id}`)),
-    el("div", {}, el("span", { class: `swatch ${sourceOf(token)}` }), ` ${name}: ${sentence}`),
-    el("div", { class: "dim" }, isExcluded(token.logprob) ? "no log probability" : `log probability ${number(token.logprob, 3)} (${percent(token.logprob)})`),
+    el("div", { class: "token-head" }, el("code", {}, visible(token.text)), el("span", {}, el("span", { class: `swatch ${sourceOf(token)}` }), ` ${name}: ${sentence}`)),
+    el("div", { class: "dim" }, `token ${index + 1}, id ${token.id}, `, isExcluded(token.logprob) ? "no log probability" : `log probability ${number(token.logprob, 3)} (${percent(token.logprob)})`),
   ];
   if (token.others?.length) {
     const most = Math.max(...token.others.map(([, logprob]) => probability(logprob))) || 1;

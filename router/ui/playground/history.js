@@ -12,12 +12,10 @@ export class HistoryPanel {
     this.empty = el("p", { class: "dim small-text" });
     this.search = el("input", { type: "search", placeholder: "Search conversations", "aria-label": "Search conversations", autocomplete: "off", oninput: () => this.refresh(this.current) });
     this.chooser = el("input", { type: "file", accept: ".json,application/json", hidden: true, onchange: () => this.#import() });
+    this.ofAll = [["Export", () => this.#export()], ["Delete all", () => this.#clear()]].map(([text, onclick]) => button(text, { class: "quiet small", onclick }));
     this.element = el("div", { class: "history" },
       button("New conversation", { class: "primary wide", onclick: actions.begin }, "plus"), this.search, this.empty, this.list,
-      el("div", { class: "history-foot" },
-        button("Import", { class: "quiet small", onclick: () => this.chooser.click() }), this.chooser,
-        button("Export", { class: "quiet small", onclick: () => this.#export() }),
-        button("Delete all", { class: "quiet small", onclick: () => this.#clear() })));
+      el("div", { class: "history-foot" }, button("Import", { class: "quiet small", onclick: () => this.chooser.click() }), this.chooser, this.ofAll));
   }
 
   async refresh(current) {
@@ -25,6 +23,7 @@ export class HistoryPanel {
     const conversations = await store.all().catch(() => []);
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const matching = conversations.filter((conversation) => words.every((word) => searchText(conversation).includes(word)));
+    for (const shown of this.ofAll) shown.hidden = !conversations.length;
     this.search.hidden = conversations.length < 2 && !words.length;
     this.empty.hidden = matching.length > 0;
     this.empty.textContent = words.length ? "No conversation has these words." : "Conversations are kept in this browser only.";

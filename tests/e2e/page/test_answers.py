@@ -119,6 +119,8 @@ def test_the_details_of_a_token(visit: Visit, server: Server) -> None:
     assert f"token 1, id {first}" in detail and "log probability -0.500 (60.7 %)" in detail
     assert "Model: computed by the model itself" in detail
     assert [other.split() for other in others] == [["a", "60.7", "%"], ["b", "36.8", "%"], ["c", "5.0", "%"]]
+    tokens, details = page.locator(".tokens").bounding_box(), page.locator(".token-detail").bounding_box()
+    assert details["y"] >= tokens["y"] + tokens["height"], "the details cover no token"
     widths = page.evaluate("[...document.querySelectorAll('.bar-value')].map((bar) => bar.offsetWidth)")
     assert widths[0] > widths[1] > widths[2] > 0
     detail, others = hovered(2)

@@ -76,6 +76,18 @@ async def test_it_loads_only_files_of_this_server_and_has_no_inline_script(serve
             assert (await server.client.get(path)).status_code == 200, (script.name, name)
 
 
+@pytest.mark.parametrize("path", ["/ui/assets/app.js", "/ui/assets/sources.css", "/docs/assets/swagger-ui.css"])
+async def test_files_are_compressed_for_clients_that_can_read_it(server: Serving, path: str) -> None:
+    plain = await server.client.get(path, headers={"accept-encoding": "identity"})
+    compressed = await server.client.get(path, headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in plain.headers and compressed.headers["content-encoding"] == "gzip"
+    assert compressed.text == plain.text and compressed.num_bytes_downloaded < len(plain.content)
+    assert "accept-encoding" in compressed.headers["vary"].lower()
+    if "etag" in plain.headers:
+        headers = {"accept-encoding": "gzip", "if-none-match": compressed.headers["etag"]}
+        assert (await server.client.get(path, headers=headers)).status_code == 304
+
+
 async def test_spellings_with_a_slash_redirect_within_the_path(server: Serving) -> None:
     answer = await server.client.get("/ui/")
     assert (answer.status_code, answer.headers["location"]) == (307, "../ui")
