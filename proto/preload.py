@@ -49,8 +49,14 @@ _LIBRARIES = (
     "TORCH_",
     "PYTORCH_",
     "TRITON_",
+    "HF_ENDPOINT",
     "HF_HOME",
     "HF_HUB_",
+    "HF_XET_",
+    "HUGGINGFACE_HUB_CACHE",
+    "HUGGINGFACE_CO_",
+    "TRANSFORMERS_",
+    "XDG_CACHE_HOME",
 )
 """Prefixes of variables that libraries read while they are imported. None is a secret."""
 

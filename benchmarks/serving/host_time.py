@@ -9,7 +9,6 @@ its own, both checkouts alternately.
 """
 # mypy: allow-untyped-calls
 
-import argparse
 import inspect
 import json
 import os
@@ -21,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+from benchmarks.evidence import arguments
 
 STEPS, WARM_UP, ROUNDS = 200, 8, 3
 MAX_NEW_TOKENS = 2400
@@ -147,7 +148,7 @@ def measured_in(folder: Path, case: HostCase) -> float:
 
 def main() -> None:
     """One case of this checkout, or all of both."""
-    parser = argparse.ArgumentParser(description="Processor time of a steady step.")
+    parser = arguments.parser(__doc__)
     parser.add_argument("--case", help="measure one case here, and print it as JSON")
     parser.add_argument("--cases", default="", help="names, all by default")
     parser.add_argument("--other", type=Path, metavar="FOLDER", help="another checkout")

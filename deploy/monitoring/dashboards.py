@@ -123,6 +123,22 @@ OVERVIEW = {
             "ops",
             "Requests that lost their KV pages because memory ran out, and compute again.",
         ),
+        Panel("Callers", {"active": total("lorikeet_active_callers")}),
+        Panel(
+            "Tokens by API key",
+            {"{{caller}}": top(rate("lorikeet_caller_tokens_total", "caller"))},
+            "short",
+            "Prompt and output tokens per second of the ten keys with most.",
+        ),
+        Panel(
+            "Requests taken back",
+            {
+                "for another caller": rate("lorikeet_requests_taken_back_total"),
+                "until they are read": rate("lorikeet_requests_held_total"),
+            },
+            "ops",
+            "They left their shard and continue later with the same tokens.",
+        ),
         Panel(
             "Device idle between steps",
             {"share": rate("lorikeet_device_idle_seconds_total")},

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.attacks.test_attacks import resident_mb
 from tests.e2e.conftest import EXACT, Replicas
 from tests.e2e.launched import Launched
-from tests.e2e.test_attacks import resident_mb
 from tests.oracles.hostile_grammars import Hostile, hostile
 
 SEED = 24

@@ -196,3 +196,17 @@ say(held, secret.decode() in Path(f"/proc/{pid}/environ").read_text())
         HF_TOKEN="hf_secret_of_the_operator",
     )
     assert held == [[], False]
+
+
+def test_it_reads_what_libraries_read_while_they_are_imported(tmp_path: Path) -> None:
+    """The address of the hub is such a variable, and the processes that download adapters are forked."""
+    (held,) = launched(
+        tmp_path,
+        """
+ended(started("print"))
+say(Path(f"/proc/{preload._process.pid}/environ").read_text().split("\\0"))
+""",
+        HF_ENDPOINT="http://127.0.0.1:1",
+        HF_TOKEN="hf_secret_of_the_operator",
+    )
+    assert "HF_ENDPOINT=http://127.0.0.1:1" in held[0] and not any("secret" in variable for variable in held[0])
