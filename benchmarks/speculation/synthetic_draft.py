@@ -22,6 +22,9 @@ SEED = 20_260_711
 """Seed of the accepted positions; fixed before anything was measured."""
 FORCED = 1e9
 """A logit that no other reaches."""
+ForcedText = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""A recorded text, and which of its positions are accepted."""
+NO_TEXT: ForcedText = np.empty(0, np.int64), np.empty(0, np.bool_)
 
 
 @dataclass
@@ -47,33 +50,42 @@ class ForcedAcceptance:
 
     def set(self, inputs: StepInputs, logits: torch.Tensor) -> None:
         """logits: [S, V], of the first S segments of a pass of the draft model; changed in place."""
-        by_pages = self._by_pages()
+        by_page = self._by_page()
         forced: list[tuple[int, int]] = []
         forbidden: list[tuple[int, int]] = []
-        for row, segment in enumerate(inputs.segments[: logits.shape[0]]):
-            ids, right = by_pages.get(id(segment.page_ids), ((), ()))
-            if segment.kv_len < len(ids):
-                (forced if right[segment.kv_len] else forbidden).append((row, int(ids[segment.kv_len])))
+        for row, (page, following) in enumerate(_ends(inputs)[: logits.shape[0]]):
+            ids, right = by_page.get(page, NO_TEXT)
+            if following < len(ids):
+                (forced if right[following] else forbidden).append((row, int(ids[following])))
         _put(logits, forced, FORCED)
         _put(logits, forbidden, -torch.inf)
 
     def force(self, inputs: StepInputs, logits: torch.Tensor) -> None:
         """Make the target generate the recorded texts. logits: [S + E, V], of one of its passes; changed in place."""
-        by_pages = self._by_pages()
+        by_page, ends = self._by_page(), _ends(inputs)
         forced: list[tuple[int, int]] = []
         for row, host_row in enumerate(inputs.host_rows):
             place = int(inputs.first_rows.searchsorted(host_row, side="right")) - 1
-            segment = inputs.segments[place]
-            ids, _ = by_pages.get(id(segment.page_ids), ((), ()))
-            following = segment.start + host_row - int(inputs.first_rows[place]) + 1
+            ids, _ = by_page.get(ends[place][0], NO_TEXT)
+            following = int(inputs.starts[place]) + int(host_row) - int(inputs.first_rows[place]) + 1
             if following < len(ids):
                 forced.append((row, int(ids[following])))
         _put(logits, forced, FORCED)
 
-    def _by_pages(self) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
-        """Recorded texts and accepted positions, by the identity of a request's list of pages."""
+    def _by_page(self) -> dict[int, ForcedText]:
+        """Recorded texts and accepted positions, by page of the requests that generate them."""
         self._live = [entry for entry in self._live if not entry[0].finish_reason]
-        return {id(request.page_ids): (ids, right) for request, ids, right in self._live}
+        by_page: dict[int, ForcedText] = {}
+        for request, ids, right in self._live:
+            by_page.update(dict.fromkeys(request.page_ids, (ids, right)))
+        return by_page
+
+
+def _ends(inputs: StepInputs) -> list[tuple[int, int]]:
+    """Of each segment, the page of its last token, which no other request has, and the position that follows."""
+    following = inputs.starts + inputs.counts
+    pages = inputs.page_table[np.arange(len(following)), (following - 1) // inputs.page_size]
+    return list(zip(pages.tolist(), following.tolist(), strict=True))
 
 
 def _put(logits: torch.Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
