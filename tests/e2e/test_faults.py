@@ -151,7 +151,7 @@ def troubled(trouble: Trouble) -> str:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("faults")
-    repositories = {PUBLIC: Repository(adapter("record")), PRIVATE: Repository(adapter("query"), token=TOKEN)}
+    repositories = {PUBLIC: Repository(adapter("citation")), PRIVATE: Repository(adapter("query"), token=TOKEN)}
     repositories[WELL] = Repository(small())
     for trouble in Trouble:  # with different content each
         repositories[troubled(trouble)] = Repository(small(revision=trouble.name), trouble=trouble)
