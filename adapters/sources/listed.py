@@ -174,14 +174,29 @@ class LocalSource(ListedSource):
         folders: dict[str, Path] = {}
         for root in self._roots:
             try:
-                for name in sorted(os.listdir(root)):
-                    if name.startswith(".") or name in folders or not (root / name / CONFIG).is_file():
-                        continue
-                    if len(folders) < _MAX_NAMES:
-                        folders[name] = self._folder(name)
-            except (OSError, AdapterNotFound):
+                names = sorted(os.listdir(root))
+            except OSError:
                 continue
-        return {name: _description(folder / _CARD) for name, folder in folders.items()}
+            for name in names:
+                if len(folders) >= _MAX_NAMES:
+                    break
+                if not name.startswith(".") and name not in folders and (folder := self._found(name)) is not None:
+                    folders[name] = folder
+        return {name: self._description(folder) for name, folder in folders.items()}
+
+    def _found(self, name: str) -> Path | None:
+        """The folder of that name, if it holds an adapter."""
+        try:
+            folder = self._folder(name)
+            return folder if (folder / CONFIG).is_file() else None
+        except (AdapterNotFound, OSError, ValueError):
+            return None
+
+    def _description(self, folder: Path) -> str:
+        """What its model card says, unless that is a link out of the roots or a special file."""
+        card = Path(os.path.realpath(folder / _CARD))
+        is_readable = (self._is_inside(card) or _is_blob(card, folder)) and card.is_file()
+        return _description(card) if is_readable else ""
 
     def missing(self, ref: Ref, token: str | None) -> AdapterNotFound:
         return _no_folder(ref.id)

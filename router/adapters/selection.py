@@ -202,13 +202,18 @@ class Selection:
                 yield line
 
     async def below_roots(self, caller: Caller) -> list[Listed]:
-        """The adapters below the local roots that have no alias, as far as the caller may use them."""
+        """The adapters below the local roots that have no alias, as far as the caller may use them. None of them where
+        the caller may not see an entry that could not be parsed, since nothing says which folders that entry closes.
+        """
         if self.rights is None:
             return []
-        entries = list(self.directory.entries())
-        known = {entry.alias for entry in entries} | {
-            version.ref.id for entry in entries for version in entry.versions if version.ref.source is SourceKind.LOCAL
-        }
+        known = set()
+        for line in self.directory.listed():
+            known.add(line.alias)
+            if line.entry is not None:
+                known |= {version.ref.id for version in line.entry.versions if version.ref.source is SourceKind.LOCAL}
+            elif not self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
+                return []
         if time.monotonic() - self._local_at >= LOOKUP_S:
             self._local_at = time.monotonic()
             self._local_names = await asyncio.to_thread(self.rights.sources.local.names)

@@ -232,3 +232,18 @@ def test_any_path_stays_inside_or_fails(tmp_path_factory: pytest.TempPathFactory
     else:
         assert folder.is_relative_to(base / "root") and folder != base / "root"
         assert all(file.handle.is_relative_to(base / "root") for file in files.values())
+
+
+def test_names_and_their_descriptions_stay_inside_the_roots(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", make(tmp_path / "outside", **{"README.md": "Secret."})
+    make(root / "a", **{"README.md": "---\ntags: [x]\n---\n# A\n\nAnswers\nquestions."})
+    make(root / "b")
+    (root / "b" / "README.md").symlink_to(outside / "README.md")
+    (root / "c").symlink_to(outside)
+    (root / "d").mkdir()
+    make(root / ".e")
+    make(root / "f")
+    os.mkfifo(root / "f" / "README.md")
+    make(root / "g")
+    local = source(tmp_path / "absent", root, hidden=(root / "g",))
+    assert local.names() == {"a": "Answers questions.", "b": "", "f": ""}

@@ -112,9 +112,13 @@ async def test_defaults_of_a_closed_alias_do_not_show(tmp_path: Path) -> None:
 
 async def test_entries_that_cannot_be_read_are_for_administrators(tmp_path: Path) -> None:
     async with closed(tmp_path, "support: {id: teamonly, keys: [team-a], weight: heavy}") as server:
-        for headers, names in (({}, []), (bearer("secret a"), []), (bearer("secret root"), ["support"])):
+        everything = ["support", "link", "open", "teamonly"]  # folders too, since the entry may close any of them
+        for headers, names in (({}, []), (bearer("secret a"), []), (bearer("secret root"), everything)):
             shown = [model["id"] for model in (await server.client.get("/v1/models", headers=headers)).json()["data"]]
             assert shown == [MODEL_ID, *names]
+            for folder in everything:
+                response = await server.client.get(f"/v1/models/{folder}", headers=headers)
+                assert response.status_code == (200 if folder in names else 404)
         await refused(server, bearer("secret a"), "/generate", "support")
 
 
@@ -131,7 +135,20 @@ async def test_a_key_with_adapters_uses_no_others(tmp_path: Path) -> None:
         for name in ("other", "open", "teamonly", "./v1"):
             await refused(server, narrow, "/v1/completions", name)
         models = (await server.client.get("/v1/models", headers=narrow)).json()["data"]
-        assert [model["id"] for model in models] == [MODEL_ID, "support"]
+        assert [model["id"] for model in models] == [MODEL_ID, "support", "v1"]
+        for name in ("other", "open", "teamonly", "link"):
+            assert (await server.client.get(f"/v1/models/{name}", headers=narrow)).status_code == 404
+
+
+@pytest.mark.parametrize("key", [None, "secret b"])
+async def test_folders_of_a_closed_adapter_are_not_listed(tmp_path: Path, key: str | None) -> None:
+    async with closed(tmp_path) as server:
+        for headers, names in (
+            (bearer(key) if key else {}, ["open"]),
+            (bearer("secret a"), ["support", "link", "open"]),
+        ):
+            shown = [model["id"] for model in (await server.client.get("/v1/models", headers=headers)).json()["data"]]
+            assert shown == [MODEL_ID, *names]
 
 
 async def test_metrics_name_only_what_the_catalogue_shows(tmp_path: Path) -> None:
