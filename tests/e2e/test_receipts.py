@@ -21,7 +21,7 @@ SMALL = ("--cpu-memory", "256MiB", "--threads", "1")
 SECRET = "def zyzzyva(quixotry):\n    return "
 RECORD = 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-MERGED = {"ids": ["json", "sql"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
+MERGED = {"ids": ["json", "cite"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
 CHAT = [{"role": "user", "content": "Write a loop."}]
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"adapter_id": "json", "speculative_method": "lookup", "speculative_schedule": "constant"}),
