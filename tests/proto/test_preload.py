@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.proto.preload import is_possible
-from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT
+from tests.launcher.processes.test_supervisor import ENVIRONMENT, ROOT, gone
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="needs Linux")
 
@@ -155,9 +155,9 @@ os._exit(0)
 """,
     )
     until = time.monotonic() + 30
-    while any(Path(f"/proc/{number}").exists() for number in (pid, preload)) and time.monotonic() < until:
+    while not (gone(pid) and gone(preload)) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{preload}").exists()
+    assert gone(pid) and gone(preload)
 
 
 def test_the_launcher_forgets_what_it_adopts(tmp_path: Path) -> None:
