@@ -98,6 +98,10 @@ class Catalogue:
 
     entries: dict[str, CatalogueEntry]
     problems: dict[str, str]
+    unparsed: tuple[CatalogueEntry, ...]
+    """For each of the others an entry without keys that may use it, which closes its adapters. It has no version where
+    its adapters cannot be read.
+    """
 
 
 def read(path: str | Path, default_source: SourceKind = SourceKind.HUB) -> Catalogue:
@@ -131,13 +135,15 @@ def parse(content: bytes | str, default_source: SourceKind = SourceKind.HUB, fol
         raise CatalogueError("it must be a mapping of aliases")
     entries: dict[str, CatalogueEntry] = {}
     problems: dict[str, str] = {}
+    unparsed = []
     for alias, fields in values.items():
         name = str(alias)[: refs.MAX_ALIAS_LEN]
         try:
             entries[name] = _entry(alias, fields, default_source, folder)
         except ValueError as error:
             problems[name] = str(error)
-    return Catalogue(entries, problems)
+            unparsed.append(CatalogueEntry(name, _named_versions(fields, default_source), keys=frozenset()))
+    return Catalogue(entries, problems, tuple(unparsed))
 
 
 def load_yaml(content: bytes | str) -> Any:
@@ -170,13 +176,29 @@ def _are_entries(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(entry, dict) for entry in value.values())
 
 
-def _entry(alias: Any, fields: Any, default_source: SourceKind, folder: Path | None) -> CatalogueEntry:
+def _check_fields(fields: Any) -> None:
     """Raises ValueError with a sentence."""
-    refs.check_alias(alias if isinstance(alias, str) else "")
     if not isinstance(fields, dict):
         raise ValueError("it must be a mapping with an `id` or `revisions`")
     if unknown := sorted(str(name) for name in set(fields) - set(_FIELDS)):
         raise ValueError(f"it has unknown fields: {', '.join(unknown)} (known: {', '.join(_FIELDS)})")
+
+
+def _named_versions(fields: Any, default_source: SourceKind) -> tuple[Version, ...]:
+    """The versions of an entry that has another problem; none where they cannot be read. An unknown field may be a
+    misspelled `source`, so it hides them too.
+    """
+    try:
+        _check_fields(fields)
+        return tuple(_versions(fields, _source(fields, default_source)))
+    except ValueError:
+        return ()
+
+
+def _entry(alias: Any, fields: Any, default_source: SourceKind, folder: Path | None) -> CatalogueEntry:
+    """Raises ValueError with a sentence."""
+    refs.check_alias(alias if isinstance(alias, str) else "")
+    _check_fields(fields)
     weight = fields.get("weight", 1.0)
     if not _is_number(weight) or not 0 < weight <= 1e6:
         raise ValueError(f"`weight` must be a number above 0, not {weight!r}")

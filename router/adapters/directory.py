@@ -68,6 +68,8 @@ class Directory:
         self._file: dict[str, CatalogueEntry] = {}
         self._entries = ChainMap(self._added, self._file, self._flags)
         self._unread: dict[str, str] = {}
+        self.unparsed: tuple[CatalogueEntry, ...] = ()
+        """What the file's other entries close, as in Catalogue."""
         self._wrong: dict[str, tuple[CatalogueEntry, str]] = {}
         """Problems that the validation of an entry's adapter has found."""
         self._heads: DefaultHeads | None = None
@@ -152,7 +154,7 @@ class Directory:
         self._loaded_at |= {entry.alias: (entry, int(time.time())) for entry in self.changed_entries(catalogue)}
         self._file.clear()
         self._file.update(catalogue.entries)
-        self._unread = dict(catalogue.problems)
+        self._unread, self.unparsed = dict(catalogue.problems), catalogue.unparsed
         self._wrong = {alias: wrong for alias, wrong in self._wrong.items() if self.find(alias) == wrong[0]}
         self._changed()
 

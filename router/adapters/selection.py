@@ -31,13 +31,20 @@ class AdapterAccess:
     """Access rights of one router. Without `sources` only the base model is served."""
 
     def __init__(
-        self, directory: Directory, sources: Sources | None, ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Directory,
+        sources: Sources | None,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Links in local folders are followed anew after `ttl_s`."""
+        """Links in local folders are followed anew after the configuration's `auth_cache_ttl_s`."""
         self._directory, self._sources = directory, sources
-        self._ttl_s, self._clock = ttl_s, clock
+        self._ttl_s, self._clock = config.auth_cache_ttl_s, clock
+        self._has_keys = config.has_keys
+        self._shares_hub_token = config.use_hub_token_for_all
+        """Whether the server reads adapters of the hub, too, with its own rights for every caller."""
         self._closed: dict[_RealId, list[CatalogueEntry]] = {}
-        """The entries with `keys`, by what they name."""
+        """The entries with `keys`, and those that could not be parsed, by what they name."""
         self._made_at = -math.inf
         self._resolved: dict[Ref, str] = {}
         """What the operator's names turned out to be at their sources."""
@@ -51,19 +58,25 @@ class AdapterAccess:
             return False
         return key is None or key.adapters is None or entry.alias in key.adapters
 
-    def may_list(self, line: Listed, key: Key | None, *, has_keys: bool) -> bool:
+    def may_list(self, line: Listed, key: Key | None) -> bool:
         """Whether the holder of `key` may list an alias. Entries that could not be parsed are for administrators, since
         they may have had `keys`.
         """
         if line.entry is not None:
             return self.may_use(line.entry, key)
-        return not has_keys or (key is not None and key.admin)
+        return not self._has_keys or (key is not None and key.admin)
 
     async def may_open(self, ref: Ref, key: Key | None, resolved: Resolved | None = None) -> bool:
-        """Whether the holder of `key` may use what `ref` names, whether or not it exists."""
+        """Whether the holder of `key` may use what `ref` names, whether or not it exists. An entry that could not be
+        parsed closes what it names to all but administrators. Where that is unknown, it closes all that the server
+        reads with its own rights.
+        """
         if key is not None and key.admin:
             return True
         if key is not None and key.adapters is not None and not {str(ref), ref.id} & key.adapters:
+            return False
+        is_servers = ref.source is not SourceKind.HUB or self._shares_hub_token
+        if is_servers and any(not entry.versions for entry in self._unparsed):
             return False
         if not (closed := await self._index()):
             return True
@@ -86,6 +99,7 @@ class AdapterAccess:
         if self._clock() - self._made_at >= self._ttl_s:
             began_at = self._clock()
             entries = [entry for entry in self._directory.entries() if entry.keys is not None]
+            entries += self._unparsed
             self._made_at = began_at  # a change during the next line asks for another index
             self._closed = await asyncio.to_thread(self._indexed, entries)
         return self._closed
@@ -99,6 +113,10 @@ class AdapterAccess:
                 for id in ids | ({self._resolved[ref]} if ref in self._resolved else set()):
                     index[ref.source, id].append(entry)
         return dict(index)
+
+    @property
+    def _unparsed(self) -> tuple[CatalogueEntry, ...]:
+        return self._directory.unparsed if self._has_keys else ()
 
     def _forget(self) -> None:
         self._made_at = -math.inf
@@ -117,7 +135,7 @@ class Selection:
         self.keys = keys
         self._local_names: dict[str, str] = {}
         self._local_at = -math.inf
-        self.access = AdapterAccess(directory, None if rights is None else rights.sources, config.auth_cache_ttl_s)
+        self.access = AdapterAccess(directory, None if rights is None else rights.sources, config)
 
     async def choose(self, fields: AdapterFields, caller: Caller) -> Adapter | None:
         """None for the base model. Raises ModelNotFound, ValidationError or a leaf of AdapterProblem."""
@@ -198,12 +216,12 @@ class Selection:
     def listed(self, caller: Caller) -> Iterator[Listed]:
         """The lines of the directory that the caller may know of."""
         for line in self.directory.listed():
-            if self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
+            if self.access.may_list(line, caller.key):
                 yield line
 
     async def below_roots(self, caller: Caller) -> list[Listed]:
         """The adapters below the local roots that have no alias, as far as the caller may use them. None of them where
-        the caller may not see an entry that could not be parsed, since nothing says which folders that entry closes.
+        the caller may not see an entry that could not be parsed.
         """
         if self.rights is None:
             return []
@@ -212,7 +230,7 @@ class Selection:
             known.add(line.alias)
             if line.entry is not None:
                 known |= {version.ref.id for version in line.entry.versions if version.ref.source is SourceKind.LOCAL}
-            elif not self.access.may_list(line, caller.key, has_keys=bool(self.keys)):
+            elif not self.access.may_list(line, caller.key):
                 return []
         if time.monotonic() - self._local_at >= LOOKUP_S:
             self._local_at = time.monotonic()

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from lorikeet.adapters.keys import sha256
+from tests.hub_server import Repository, hub
 from tests.router.api.routes.test_adapters import body
 from tests.router.api.routes.test_catalogue import KEYS, bearer, made, write
 from tests.router.serving import MODEL_ID, Serving, serving
@@ -120,6 +122,46 @@ async def test_entries_that_cannot_be_read_are_for_administrators(tmp_path: Path
                 response = await server.client.get(f"/v1/models/{folder}", headers=headers)
                 assert response.status_code == (200 if folder in names else 404)
         await refused(server, bearer("secret a"), "/generate", "support")
+
+
+@pytest.mark.parametrize("optional", [True, False])
+@pytest.mark.parametrize("fields", ["weight: heavy", "revisions: {teamonly: 0.5, open: 0.5}", "revision: v1", "idd: x"])
+async def test_an_entry_that_cannot_be_read_closes_its_adapter(tmp_path: Path, fields: str, optional: bool) -> None:
+    text = f"support: {{id: teamonly, keys: [team-a], {fields}}}"
+    async with closed(tmp_path, text, keys_optional=optional) as server:
+        for headers in (*([{}] if optional else []), bearer("secret a"), bearer("secret b")):
+            absent = await refused(server, headers, "/generate", "absent", adapter_source="local")
+            for name in spellings(tmp_path):
+                assert await refused(server, headers, "/generate", name, adapter_source="local") == absent
+                response = await server.client.post("/generate", json=merged("open", name), headers=headers)
+                assert response.status_code == 404, response.text
+            request = body("/generate", "open")
+            response = await server.client.post("/generate", json=request, headers=headers)
+            # Where the adapter cannot be read either, the entry may close any.
+            assert response.status_code == (200 if fields == "weight: heavy" else 404), response.text
+        for name in ("teamonly", "open"):
+            request = body("/generate", name)
+            response = await server.client.post("/generate", json=request, headers=bearer("secret root"))
+            assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("shares_token", [True, False])
+async def test_an_entry_that_cannot_be_read_closes_the_hub_where_all_share_the_servers_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares_token: bool
+) -> None:
+    with hub({"gpt-lora": Repository({"adapter_config.json": b"{}"})}) as source:
+        monkeypatch.setattr(constants, "ENDPOINT", source.url)
+        async with closed(tmp_path, "support: {idd: x}", use_hub_token_for_all=shares_token) as server:
+            for headers, status in (({}, 404 if shares_token else 200), (bearer("secret root"), 200)):
+                request = body("/generate", "hub:gpt-lora")
+                response = await server.client.post("/generate", json=request, headers=headers)
+                assert response.status_code == status, response.text
+
+
+async def test_without_keys_an_entry_that_cannot_be_read_closes_nothing(tmp_path: Path) -> None:
+    async with closed(tmp_path, "support: {weight: heavy}", keys_path=None, keys_optional=False) as server:
+        response = await server.client.post("/generate", json=body("/generate", "teamonly"))
+        assert response.status_code == 200, response.text
 
 
 async def test_a_key_with_adapters_uses_no_others(tmp_path: Path) -> None:
