@@ -95,7 +95,9 @@ class Child:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in its own words; empty if it did not say."""
+        """Why it failed, in its own words, or why it was not forked; empty if nobody says."""
+        if isinstance(self._process, ForkedProcess) and self._process.problem:
+            return self._process.problem
         try:
             return "" if self._failure_file is None else self._failure_file.read_text()
         except FileNotFoundError:
@@ -328,7 +330,7 @@ class ForkServer:
         if code < 0:
             name = signal.Signals(-code).name
             return f"was ended by {name}: look for `oom` in the kernel's log (dmesg), and give it more memory"
-        return f"ended with exit code {code}: the lines above say why"
+        return f"ended{f' with exit code {code}' if code else ''}: the lines above say why"
 
     async def fork(self, **options: Any) -> tuple[int, socket.socket]:
         """A new process and the socket to it. Raises ProcessEnded if the server has ended."""

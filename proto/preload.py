@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -35,6 +37,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 65536
 MAX_STARTS, WINDOW_S = 5, 60.0
 """A process that ended so often within so many seconds is not started again."""
+REQUEST_S = 10.0
+"""A client that connects sends its request at once; until then no other one is read."""
 _TITLE_BYTES = 512
 """Place for the command of a forked process, which `ps` shows in place of this one's."""
 _STANDARD = 3
@@ -67,9 +71,10 @@ def is_possible() -> bool:
 
 
 class ForkedProcess:
-    """A process that a preloaded one forks, with the methods of subprocess.Popen. It runs once `poll` has seen it."""
+    """A process that a preloaded one forks, with the methods of subprocess.Popen that its users call, from any thread.
 
-    stdin = None
+    It waits until `poll` has seen it, and never runs if it was ended before.
+    """
 
     def __init__(
         self,
@@ -79,19 +84,24 @@ class ForkedProcess:
         environment: Mapping[str, str],
         output: int | None = None,
         inherits: Sequence[int] = (),
-        niceness: int = 0,
+        preload: "Preload | None" = None,
     ) -> None:
         """`address`: of the socket. `output`: descriptor of standard output and error, by default this process's;
-        `inherits`: descriptors that keep their numbers in it.
+        `inherits`: descriptors that keep their numbers in it; `preload`: what answers there, if this process starts it.
+        Raises OSError if nothing answers.
         """
         self.pid = 0
         """0 until it was forked: the modules are still imported."""
+        self.problem = ""
+        """Why it was never forked."""
+        self._preload = preload
         self._end: int | None = None
-        self._exited: int | None = None
-        """Readable once the process has ended."""
+        self._lock = threading.Lock()
+        self._exited: io.FileIO | None = None
+        """Readable once the process has ended. Open as long as this object: another thread may wait for it."""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(address)
-        request = {"module": module, "arguments": list(arguments), "inherits": list(inherits), "niceness": niceness}
+        request = {"module": module, "arguments": list(arguments), "inherits": list(inherits)}
         nothing, texts = os.open(os.devnull, os.O_RDONLY), os.memfd_create("environment")
         try:
             os.write(texts, json.dumps(dict(environment)).encode())
@@ -105,15 +115,16 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The process's exit code once it has ended; negative for a signal, always 0 for another process's child."""
-        if self._end is None and not self.pid:
-            self._receive()
-        if self._end is None and self._exited is not None and select.select([self._exited], [], [], 0)[0]:
-            self._set_end(self._reaped())
-        return self._end
+        with self._lock:
+            if self._end is None and not self.pid:
+                self._receive()
+            if self._end is None and self._exited is not None and _is_readable(self._exited):
+                self._end = self._reaped()
+            return self._end
 
     def wait_until_forked(self, timeout: float) -> None:
         """Raises subprocess.TimeoutExpired."""
-        if self.poll() is None and not self.pid and not select.select([self._connection], [], [], timeout)[0]:
+        if self.poll() is None and not self.pid and not _is_readable(self._connection, timeout):
             raise subprocess.TimeoutExpired("a forked process", timeout)
         self.poll()
 
@@ -122,19 +133,19 @@ class ForkedProcess:
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             seconds = None if until is None else max(0.0, until - time.monotonic())
-            waited_for = self._connection.fileno() if self._exited is None else self._exited
-            if not select.select([waited_for], [], [], seconds)[0]:
+            if not _is_readable(self._exited or self._connection, seconds):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal. One that is not forked yet never runs."""
+        """Send a signal."""
         if self.poll() is not None:
             return
-        if self._exited is not None:
-            signal.pidfd_send_signal(self._exited, number)
-        else:
-            self._set_end(-number)
+        with self._lock:
+            if self._exited is not None:
+                signal.pidfd_send_signal(self._exited.fileno(), number)
+            else:
+                self._give_up(-number)
 
     def kill(self) -> None:
         """End it."""
@@ -142,19 +153,25 @@ class ForkedProcess:
 
     def _receive(self) -> None:
         """Take its process id, if it was forked, and let it run."""
-        if not select.select([self._connection], [], [], 0)[0]:
+        if self._preload is not None:
+            self._preload.check()
+            if self._preload.problem:
+                self._give_up(1, self._preload.problem)
+                return
+        if not _is_readable(self._connection):
             return
         try:
-            answer = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"{}")
-            if "pid" in answer:
-                self._exited = os.pidfd_open(answer["pid"])
-                self._connection.send(b"run")
-                self.pid = answer["pid"]
-                self._connection.close()
-                return
+            pid = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES))["pid"]
+            self._exited = io.FileIO(os.pidfd_open(pid))
+            self._connection.send(b"run")
+            self.pid = pid
         except (OSError, ValueError):
-            pass
-        self._set_end(1)
+            self._give_up(1, "the process that forks it has ended")
+
+    def _give_up(self, code: int, problem: str = "") -> None:
+        self._end, self.problem = code, problem
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._connection.shutdown(socket.SHUT_RDWR)  # not closed: another thread may wait for it
 
     def _reaped(self) -> int:
         try:
@@ -162,12 +179,10 @@ class ForkedProcess:
         except ChildProcessError:  # the launcher's child, and this is another process
             return 0
 
-    def _set_end(self, code: int) -> None:
-        self._end = code
-        self._connection.close()
-        if self._exited is not None:
-            os.close(self._exited)
-            self._exited = None
+
+def _is_readable(file: io.FileIO | socket.socket, seconds: float | None = 0) -> bool:
+    """Whether a file can be read within `seconds`; None waits for it."""
+    return bool(select.select([file], [], [], seconds)[0])
 
 
 class Preload:
@@ -176,6 +191,8 @@ class Preload:
     def __init__(self, folder: Path, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """`folder`: for the socket. Changes this process: it adopts what its descendants leave."""
         self.address = str(folder / "preload.sock")
+        self.problem = ""
+        """Why it is not started again."""
         self._modules = modules
         named = {name: text for name, text in environment.items() if name in ENVIRONMENT or name.startswith(_LIBRARIES)}
         # more threads of libraries could not be forked
@@ -187,28 +204,33 @@ class Preload:
         self._listening.listen(64)
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the last one that was started; 0 without one."""
+        return 0 if self._process is None else self._process.pid
+
     def forked(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any
     ) -> ForkedProcess:
         """A process that runs a module. `options`: of ForkedProcess."""
         self.start()
-        return ForkedProcess(self.address, module, arguments, environment, **options)
+        return ForkedProcess(self.address, module, arguments, environment, preload=self, **options)
 
     def check(self) -> None:
-        """Start it again if it has ended. Raises RuntimeError if it ends too often."""
+        """Start it again if it has ended."""
         if self._process is not None:
             self.start()
 
     def start(self) -> None:
-        """Start it unless it runs. Raises RuntimeError if it ends too often."""
-        if self._process is not None and self._process.poll() is None:
+        """Start it unless it runs, or has ended too often."""
+        if self.problem or (self._process is not None and self._process.poll() is None):
             return
         now = time.monotonic()
         if len(self._started_at) == MAX_STARTS and now - self._started_at[0] < WINDOW_S:
             assert self._process is not None
-            raise RuntimeError(
-                f"the process that forks others ended with exit code {self._process.returncode} repeatedly"
-            )
+            code = self._process.returncode
+            self.problem = f"the process that forks it ended {MAX_STARTS} times in a row with exit code {code}"
+            return
         self._started_at.append(now)
         descriptor = self._listening.fileno()
         command = python("lorikeet.proto.preload", str(descriptor), *self._modules, " " * _TITLE_BYTES)
@@ -237,10 +259,12 @@ def main() -> None:
     """Import, then fork until the parent ends."""
     parent_pid = os.getppid()
     end_with_parent()
-    warnings.simplefilter("ignore")
     listening = socket.socket(fileno=int(sys.argv[1]))
+    # the filters that modules set stay for forked processes
+    show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
     for module in sys.argv[2:-1]:
         importlib.import_module(module)
+    warnings.showwarning = show
     gc.collect()
     gc.freeze()  # a collection would write to pages that the children share
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
@@ -269,10 +293,12 @@ def _fork(connection: socket.socket, listening: socket.socket, parent_pid: int) 
 
 
 def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    connection.settimeout(REQUEST_S)
     try:
         message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 64)
     except OSError:
         return b"", []
+    connection.settimeout(None)
     return message, list(descriptors)
 
 
@@ -314,11 +340,8 @@ def _set_up(request: dict[str, Any], descriptors: list[int]) -> None:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    if request["niceness"]:
-        os.nice(request["niceness"])
     sys.argv = [request["module"], *request["arguments"]]
     _set_title(["python", "-m", request["module"], *request["arguments"]])
-    warnings.resetwarnings()
 
 
 def _above(descriptor: int, least: int) -> int:

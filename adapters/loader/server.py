@@ -230,7 +230,8 @@ async def run(config: LoaderConfig, config_path: Path) -> None:
         server.close()
         await loading.close()
         if not ended.is_set():
-            raise ValueError(f"the process that reads adapters ended with {loading.ended.result()}")
+            code = loading.ended.result()
+            raise ValueError(f"the process that reads adapters has ended{f' with exit code {code}' if code else ''}")
     finally:
         loading.kill()
 

@@ -435,12 +435,9 @@ class Supervisor:
             self._router.child.reload()
 
     def _check_preload(self, preload: Preload) -> None:
-        """Start it again if it has ended. Raises LauncherError."""
-        reap_adopted([child.pid for child in self._children()])
-        try:
-            preload.check()
-        except RuntimeError as error:
-            raise LauncherError(Exit.SHARD_CANNOT_START, str(error)) from None
+        """Start it again if it has ended, also for the loader, which cannot; forget what the launcher adopted."""
+        reap_adopted([preload.pid, *(child.pid for child in self._children())])
+        preload.check()
 
     def _drain(self, signals: Signals) -> Exit:
         """End the router first: it finishes running requests, which needs the shards."""

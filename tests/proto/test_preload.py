@@ -127,20 +127,18 @@ say(ended(started("print")))
 
 
 def test_one_that_cannot_import_is_not_started_for_ever(tmp_path: Path) -> None:
-    (message,) = launched(
+    first, second = launched(
         tmp_path,
         """
 preload._modules = ["tests.proto.no_such_module"]
 child = started("print")
-try:
-    while child.exit_code is None:
-        preload.check()
-        time.sleep(0.01)
-except RuntimeError as error:
-    say(str(error))
+say(ended(child), child.exit_code)
+say(ended(started("print")))
 """,
     )
-    assert message == ["the process that forks others ended with exit code 1 repeatedly"]
+    problem = "the process that forks it ended 5 times in a row with exit code 1"
+    assert first == [f"the child ended with exit code 1 ({problem})", 1]
+    assert second == [f"the child ended with exit code 1 ({problem})"]
 
 
 def test_a_forked_process_ends_with_the_launcher(tmp_path: Path) -> None:
@@ -210,3 +208,71 @@ say(Path(f"/proc/{preload._process.pid}/environ").read_text().split("\\0"))
         HF_TOKEN="hf_secret_of_the_operator",
     )
     assert "HF_ENDPOINT=http://127.0.0.1:1" in held[0] and not any("secret" in variable for variable in held[0])
+
+
+def test_a_client_that_sends_nothing_delays_no_other(tmp_path: Path) -> None:
+    (ending,) = launched(
+        tmp_path,
+        """
+import socket
+silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+silent.connect(preload.address)
+say(ended(started("print")))
+""",
+    )
+    assert ending == ["the child ended with exit code 0"]
+
+
+def test_several_threads_see_the_same_end(tmp_path: Path) -> None:
+    """One waits, as the loader does for what reads adapters, and another ends the process."""
+    (codes,) = launched(
+        tmp_path,
+        """
+import threading
+child, codes = started("wait"), []
+while not child.pid:
+    child.exit_code
+process = child._process
+threads = [threading.Thread(target=lambda: codes.append(process.wait(60))) for _ in range(8)]
+for thread in threads:
+    thread.start()
+time.sleep(0.2)
+process.kill()
+codes.append(process.wait(60))
+for thread in threads:
+    thread.join()
+say(*codes)
+""",
+    )
+    assert codes == [-9] * 9
+
+
+def test_it_warns_as_python_does(tmp_path: Path) -> None:
+    """What is imported warns of nothing; a forked process has the filters of Python."""
+    reported, own = launched(
+        tmp_path,
+        """
+reading, writing = os.pipe()
+child = started("filters", str(writing), inherits=[writing])
+while not child.pid:
+    child.exit_code
+say(os.read(reading, 65536).decode())
+import warnings
+say(repr(warnings.filters))
+""",
+    )
+    assert reported == own
+
+
+def test_its_end_is_seen_though_the_launcher_adopts(tmp_path: Path) -> None:
+    (code,) = launched(
+        tmp_path,
+        """
+ended(started("print"))
+preload._process.kill()
+time.sleep(0.2)
+reap_adopted([preload.pid])
+say(preload._process.wait())
+""",
+    )
+    assert code == [-9]
