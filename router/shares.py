@@ -126,6 +126,10 @@ class Lane(Generic[Item]):
         place = self._order[0]
         return place.item, place.work
 
+    def work(self, item: Item) -> float:
+        """The work of a waiting item."""
+        return self._places[item].work
+
     def remove(self, item: Item) -> bool:
         """False where it does not wait."""
         if self._places.pop(item, None) is None:

@@ -343,7 +343,7 @@ class Dispatcher:
             choice = self._placement.choose(generation) or self._choose_with_room(generation, now)
             if choice is None or choice[0] not in open_links:
                 break
-            self.queue.pop(blocked)
+            self.queue.take(number)
             link, reason = choice
             del self._queued[number]
             batches.setdefault(link, []).append(self._dispatch(generation, link, now))

@@ -89,19 +89,22 @@ class FairQueue:
         starve.
         """
         caller = self._shares.next(blocked)
-        return None if caller is None else self._first_of(caller)[1]
-
-    def pop(self, blocked: Container[str] = ()) -> int | None:
-        """Take the next request."""
-        caller = self._shares.next(blocked)
         if caller is None:
             return None
-        adapter, request_id, tokens = self._first_of(caller)
-        adapters = self._callers[caller].adapters
-        adapters.take_turn(adapter, tokens)
-        self._shares.take_turn(caller, tokens / adapters.weight(adapter))
-        self.remove(request_id)
+        entry = self._callers[caller]
+        adapter = entry.adapters.next()
+        assert adapter is not None
+        request_id, _ = entry.lanes[adapter].first()
         return request_id
+
+    def take(self, request_id: int) -> None:
+        """Take a waiting request, and charge it: the one that `first` returned, though others may be first by now."""
+        adapter, caller = self._place_of[request_id]
+        entry = self._callers[caller]
+        tokens = entry.lanes[adapter].work(request_id)
+        entry.adapters.take_turn(adapter, tokens)
+        self._shares.take_turn(caller, tokens / entry.adapters.weight(adapter))
+        self.remove(request_id)
 
     def remove(self, request_id: int) -> bool:
         """Remove a waiting request; False when it is not queued."""
@@ -135,13 +138,6 @@ class FairQueue:
         self._callers = {name: caller for name, caller in self._callers.items() if caller.lanes}
         for caller in self._callers.values():
             caller.adapters.forget_idle()
-
-    def _first_of(self, caller: str) -> tuple[str, int, float]:
-        """The adapter, the id and the tokens of a caller's next request."""
-        entry = self._callers[caller]
-        adapter = entry.adapters.next()
-        assert adapter is not None
-        return adapter, *entry.lanes[adapter].first()
 
     def _joined(self, caller: str, adapter: str, request_id: int) -> _Caller:
         """The caller of another waiting request."""

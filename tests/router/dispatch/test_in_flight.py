@@ -98,6 +98,20 @@ async def test_what_is_taken_back_continues_where_it_was(tmp_path: Path) -> None
         assert not here.dispatcher.metrics.requests_retried.values.get("")
 
 
+async def test_what_makes_room_does_not_go_ahead_of_whom_it_is_made_for(tmp_path: Path) -> None:
+    """The caller that owes more gets the room, though the request that was taken back for it owes less."""
+    async with stage(tmp_path, SimulatedModel(kv_tokens=400)) as here:
+        long = [here.dispatcher.submit(request(200, num_prompt=200, caller="long")) for _ in range(3)]
+        await here.until(lambda: all(generation.num_generated for generation in long))
+        await ids_of(here.dispatcher.submit(request(1, caller="debtor")))
+        here.dispatcher.queue.charge("", 10_000, "debtor")
+        async with asyncio.timeout(10):
+            short = here.dispatcher.submit(request(2, num_prompt=500, caller="debtor"))
+            assert len(await ids_of(short)) == 2
+            assert here.dispatcher.metrics.requests_taken_back.values["addresses"]
+            assert [len(await ids_of(generation)) for generation in long] == [200] * 3
+
+
 async def test_shares_of_keys_are_in_the_metrics(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         await ids_of(here.dispatcher.submit(request(3, caller="key:team", share=2.0)))
