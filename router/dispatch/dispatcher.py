@@ -380,12 +380,14 @@ class Dispatcher:
         link.credit.taken_back(generation.num_known)
         self.metrics.requests_taken_back.add(1, caller_label(generation.request.caller))
         self.recovery.requeue(generation, self.retry)
+        self.update_gauges()
 
     def hold(self, link: ShardLink, generation: Generation, now: float) -> None:
         """End a request in its shard, and queue it again once its reader has taken what has come of it."""
         link.abort(generation, now)
         self.metrics.requests_held.add()
         self.recovery.requeue(generation, self._await_reader)
+        self.update_gauges()
 
     def _await_reader(self, generation: Generation) -> None:
         self._queued[generation.routing.number] = generation
@@ -447,9 +449,8 @@ class Dispatcher:
     def on_connect(self, link: ShardLink) -> None:
         """A new stream to a shard is open."""
         assert link.info is not None
-        self.config = self._config.within(
-            min(link.info.max_total_tokens for link in self.links if link.info is not None)
-        )
+        shards = (link.info for link in self.links if link.info is not None)
+        self.config = self._config.within(min(shard.max_total_tokens for shard in shards))
         if self.admission is not None:
             self.admission.on_connect(link)
         self._is_known.set()
@@ -645,9 +646,9 @@ class Delivery:
             try:
                 rows = ColumnRows(columns)
             except ValueError as error:
-                for generation in list(filter(None, map(running.get, columns.ids))):
-                    self._malformed(generation, error)
-                    link.abort(generation, now)
+                for wire_id in set(columns.ids) & running.keys():
+                    generation = running[wire_id]
+                    self._dispatcher.fail(generation, self._malformed(generation, error))
                 continue
             for index, (wire_id, token_id, logprob) in enumerate(rows):
                 if (receiver := running.get(wire_id)) is None:
@@ -665,10 +666,10 @@ class Delivery:
             if (receiver := running.get(part.id)) is not None:
                 yield receiver, self._feed(link, receiver, output, part, now)
 
-    def _malformed(self, generation: Generation, error: Exception) -> None:
-        """One request fails alone. Neither the error's text nor its locals are logged: both may hold a prompt."""
+    def _malformed(self, generation: Generation, error: Exception) -> GenerationFailed:
+        """What one request fails with. Neither the error's text nor its locals are logged: both may hold a prompt."""
         log.error("output_malformed", kind=type(error).__name__, request_id=generation.request.request_id)
-        generation.fail(GenerationFailed("the router could not read the shard's output"))
+        return GenerationFailed("the router could not read the shard's output")
 
     def wake_readers(self) -> None:
         updated, self.updated = self.updated, []
@@ -692,7 +693,7 @@ class Delivery:
         try:
             num_tokens = generation.feed(part, now)
         except Exception as exception:
-            self._malformed(generation, exception)
+            generation.fail(self._malformed(generation, exception))
             num_tokens = 0
         if generation.finish_reason is not None:
             self._dispatcher.receipts.finished(generation)
@@ -710,6 +711,7 @@ class Delivery:
         elif error:
             link.remove(part.id, now)
             self._dispatcher.recovery.on_error(generation, error, part.in_step)
+            self._dispatcher.update_gauges()
         return num_tokens
 
     def _end(self, link: ShardLink, generation: Generation, part: ShardOutput, now: float) -> None:
@@ -764,7 +766,7 @@ class Recovery:
                 continue
             if not routing.has_output:
                 routing.poison_tracker.suspect()
-            self._retry(generation)
+            self.requeue(generation, self._dispatcher.retry, is_retry=True)
 
     def on_error(self, generation: Generation, error: str, in_step: bool) -> None:
         """A shard could not continue a request; another may, or the same one in another batch."""
@@ -773,7 +775,7 @@ class Recovery:
         if in_step:
             self._record_crash(generation, GenerationFailed(error))
         else:
-            self._retry(generation)
+            self.requeue(generation, self._dispatcher.retry, is_retry=True)
 
     def _record_crash(self, generation: Generation, error: RouterError) -> None:
         """A step that computed the request failed. Fail with `error` where the request must be the cause."""
@@ -781,12 +783,10 @@ class Recovery:
         if tracker.record_crash():
             request_id = generation.request.request_id
             log.error("request_failed_poison", request_id=request_id, num_crashes=tracker.num_crashes)
+            self._dispatcher.metrics.generation_lost("error")
             generation.fail(error)
         else:
-            self._retry(generation)
-
-    def _retry(self, generation: Generation) -> None:
-        self.requeue(generation, self._dispatcher.retry, is_retry=True)
+            self.requeue(generation, self._dispatcher.retry, is_retry=True)
 
     def requeue(self, generation: Generation, queue: Callable[[Generation], None], *, is_retry: bool = False) -> None:
         """Queue it again by `queue`, unless its output is complete."""

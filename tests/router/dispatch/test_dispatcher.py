@@ -320,6 +320,25 @@ async def test_malformed_output_fails_one_request(tmp_path: Path) -> None:
         assert here.shard.aborted_ids == [broken.routing.wire_id]
 
 
+async def test_malformed_columns_fail_the_requests_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path) as here:
+        lost = list[str]()
+        monkeypatch.setattr(here.dispatcher.metrics, "generation_lost", lost.append)
+        broken = here.dispatcher.submit(request(20))
+        await broken.next()
+        nonsense = pb.TokenColumns(ids=[broken.routing.wire_id], token_ids=[200, 201])
+        here.dispatcher.on_output(here.dispatcher.links[0], pb.StepOutput(columns=[nonsense]))
+        with pytest.raises(GenerationFailed, match="could not read"):
+            await ids_of(broken)
+        assert here.dispatcher.metrics.gauges["lorikeet_active_requests"] == 0
+        assert lost == ["error"]
+        await here.idle()
+        assert here.shard.aborted_ids == [broken.routing.wire_id]
+        assert await here.dispatcher.drain(1)
+
+
 async def test_requests_fail_before_a_shard_is_connected(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_level())
     dispatcher = Dispatcher(RouterConfig("model", "", (f"unix:{tmp_path}/none.sock",)), tokenizer)

@@ -98,7 +98,7 @@ async def test_what_is_taken_back_continues_where_it_was(tmp_path: Path) -> None
         assert not here.dispatcher.metrics.requests_retried.values.get("")
 
 
-async def test_what_makes_room_does_not_go_ahead_of_whom_it_is_made_for(tmp_path: Path) -> None:
+async def test_a_chosen_request_gets_the_room_that_is_made_for_it(tmp_path: Path) -> None:
     """The caller that owes more gets the room, though the request that was taken back for it owes less."""
     async with stage(tmp_path, SimulatedModel(kv_tokens=400)) as here:
         long = [here.dispatcher.submit(request(200, num_prompt=200, caller="long")) for _ in range(3)]

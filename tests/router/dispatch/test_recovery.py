@@ -248,12 +248,14 @@ async def test_a_cleared_request_survives_any_number_of_crashes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("computed", [True, False])
-async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> None:
+async def test_a_retryable_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: bool) -> None:
     """A failed step makes its requests suspects, and fails one that was isolated; a rejection does neither."""
     async with fleet(tmp_path, 1) as here:
         shard = await here.start(0)
         made = here.submit(50)
         (link,) = here.dispatcher.links
+        lost = list[str]()
+        monkeypatch.setattr(here.dispatcher.metrics, "generation_lost", lost.append)
 
         def fail() -> None:
             shard.may_end.clear()
@@ -275,6 +277,9 @@ async def test_a_retryable_error_is_retried(tmp_path: Path, computed: bool) -> N
             fail()
             with pytest.raises(GenerationFailed, match="the step failed"):
                 await ids_of(made)
+            assert here.dispatcher.metrics.gauges["lorikeet_active_requests"] == 0
+            assert lost == ["error"]
+            assert await here.dispatcher.drain(1)  # nothing runs
         else:
             await ids_of(made)
             assert made.emitted_ids == text_of(1, 50)
