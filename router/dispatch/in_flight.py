@@ -80,7 +80,10 @@ class InFlight:
 
     def excess(self) -> Iterator[tuple[ShardLink, Generation]]:
         """The newest sequences of callers above their limits."""
-        above = {name: num - limit for name, limit in self.limits.items() if (num := self.running[name]) > limit}
+        running = self.running
+        above = {name: running[name] - limit for name, limit in self.limits.items() if running[name] > limit}
+        if not above:
+            return
         for link, generation in self._newest(above):
             caller = generation.request.caller
             if above[caller] > 0:

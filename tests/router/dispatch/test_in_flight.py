@@ -1,6 +1,7 @@
 """Sequences in flight: limits are max-min fair, a short request starts at once, and what is taken back continues."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from lorikeet.proto.params import SamplingParams
 from lorikeet.router.dispatch import in_flight
-from lorikeet.router.dispatch.in_flight import fair_limits
+from lorikeet.router.dispatch.in_flight import InFlight, fair_limits
 from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
 from tests.router.simulated_shard import SimulatedModel
 
@@ -96,6 +97,27 @@ async def test_what_is_taken_back_continues_where_it_was(tmp_path: Path) -> None
             start = WORDS.index(ids[0])
             assert ids == [WORDS[(start + index) % len(WORDS)] for index in range(60)]
         assert not here.dispatcher.metrics.requests_retried.values.get("")
+
+
+async def test_many_callers_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What callers have in excess is asked for with every batch, so sequences are counted once, not for each caller."""
+    async with stage(tmp_path, SimulatedModel(max_running=32)) as here:
+        flood = [here.dispatcher.submit(request(2000, caller=f"{number % 50}")) for number in range(100)]
+        await here.until(lambda: here.shard.num_running == 32)
+        num_counts, running = 0, here.dispatcher.in_flight.running
+
+        def count(_: InFlight) -> Counter[str]:
+            nonlocal num_counts
+            num_counts += 1
+            return running
+
+        monkeypatch.setattr(InFlight, "running", property(count))
+        assert len(here.dispatcher.in_flight.limits) > 10
+        assert not list(here.dispatcher.in_flight.excess())
+        assert num_counts == 1
+        monkeypatch.undo()
+        for generation in flood:
+            generation.cancel()
 
 
 async def test_a_chosen_request_gets_the_room_that_is_made_for_it(tmp_path: Path) -> None:
