@@ -437,7 +437,10 @@ class Supervisor:
     def _check_preload(self, preload: Preload) -> None:
         """Start it again if it has ended, also for the loader, which cannot; forget what the launcher adopted."""
         reap_adopted([preload.pid, *(child.pid for child in self._children())])
+        pid = preload.pid
         preload.check()
+        if preload.pid != pid:
+            self._log.error("process_ended: the process that forks shards ended: it was started again")
 
     def _drain(self, signals: Signals) -> Exit:
         """End the router first: it finishes running requests, which needs the shards."""

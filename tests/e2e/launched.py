@@ -80,7 +80,7 @@ class Launched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in [self.pid, *self.children()]:
+        for pid in [self.pid, *self.all_children()]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -103,12 +103,16 @@ class Launched:
 
     def children(self) -> list[int]:
         """Shards, loader and router that it has started and that still run; not what forks them, nor what they fork."""
+        return [pid for pid in self.all_children() if not any(map(command(pid).__contains__, FORKING))]
+
+    def all_children(self) -> list[int]:
+        """All processes that it has started or adopted and that still run."""
         try:
             text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except (FileNotFoundError, ProcessLookupError):
             text = ""
         self._seen |= {int(pid) for pid in text.split()}
-        return sorted(pid for pid in self._seen if alive(pid) and not any(map(command(pid).__contains__, FORKING)))
+        return sorted(pid for pid in self._seen if alive(pid))
 
     def child(self, module: str) -> int:
         """The child that runs `python -m module`."""

@@ -17,8 +17,9 @@ import pytest
 
 from lorikeet.launcher.exits import Exit
 from lorikeet.launcher.processes.supervisor import SAME_REQUEST_S
+from lorikeet.proto.preload import is_possible
 from tests.e2e import tiny_server_model
-from tests.e2e.launched import ROOT, Launched
+from tests.e2e.launched import ROOT, Launched, command
 
 SMALL = ("--cpu-memory", "64MiB", "--threads", "1")
 LOUD_LIBRARIES = """
@@ -221,6 +222,26 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
         assert drafted["details"]["speculation"]["sources"]["medusa"] > 0
         server.signal_group(signal.SIGHUP)
         assert server.wait() == Exit.OK
+
+
+@pytest.mark.skipif(not is_possible(), reason="needs Linux")
+def test_a_shard_is_replaced_after_the_process_that_forks_it_was_killed(model: Path) -> None:
+    with Launched("--model-id", str(model), *SMALL) as server:
+        server.wait_until_ready()
+        shard = server.child("shard")
+        (forking,) = [pid for pid in server.all_children() if "lorikeet.proto.preload" in command(pid)]
+        os.kill(forking, signal.SIGKILL)
+        server.wait_for("the process that forks shards ended")
+        first = generated(server)
+        assert server.child("shard") == shard
+        os.kill(shard, signal.SIGKILL)
+        assert generated(server) == first and server.child("shard") != shard
+
+
+def generated(server: Launched) -> str:
+    body = {"inputs": "one two", "parameters": {"max_new_tokens": 4}}
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+    return str(answer.raise_for_status().json()["generated_text"])
 
 
 @pytest.mark.parametrize("ask", ONE_REQUEST)
