@@ -34,6 +34,27 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     found = re.findall(r'(?:src|href)="(https?://[^"]+)"', (tmp_path / "index.html").read_text())
     loaded = [url for url in found if re.search(r"\.(css|js|woff2?|png|svg)$", url)]
     assert loaded == [], "the site loads files from other hosts"
+    for page in tmp_path.rglob("*.html"):
+        targets = re.findall(r'(?:src|href)="(?!/|\w+:)([^"#]+)', page.read_text())
+        dead = {target for target in targets if not (page.parent / target).exists()}
+        assert dead == set(), f"{page.name} links to pages that the site does not have"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the list of committed files")
+def test_modules_and_addresses_of_the_repository_exist() -> None:
+    command = ["git", "ls-files", "*.md", "*.py", "*.yaml", "*.yml", "*.toml", "deploy", "Makefile", "Dockerfile"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
+        if name.startswith("docs/log/") or "/vendor/" in name:
+            continue
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"lorikeet-serve/lorikeet/(?:blob|tree)/main/([\w./-]*\w)", text):
+            assert (ROOT / target).exists(), f"{name} links to {target}"
+        if name.endswith(".py") or name == "CHANGELOG.md":  # which has former names
+            continue
+        for module in re.findall(r"python3? -m ((?:lorikeet|benchmarks|tests)[\w.]*\w)", text):
+            path = ROOT / module.removeprefix("lorikeet.").replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{name} names {module}"
 
 
 def navigation(node: object) -> Iterator[str]:

@@ -52,6 +52,9 @@ def test_every_variant_of_lora_is_known() -> None:
 def test_the_documentation_has_every_type() -> None:
     text = DOCS.read_text()
     assert [name for name in KINDS if f"`{name}`" not in text] == []
+    others = sum(kind.how != "refused" for name, kind in KINDS.items() if name != "LORA")
+    for page in ("README.md", "CHANGELOG.md"):
+        assert f"{others} more of PEFT's types" in (DOCS.parents[1] / page).read_text(), page
 
 
 @pytest.mark.parametrize("name", kinds.CONFIGS)

@@ -76,4 +76,15 @@ def test_the_tool_trains_heads_as_good_as_the_committed_ones() -> None:
 
 def test_all_that_is_committed_is_small() -> None:
     files = [path for path in (ROOT / "demo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert sum(path.stat().st_size for path in files if path.suffix not in SOURCES) <= 32e6
+    size = sum(path.stat().st_size for path in files if path.suffix not in SOURCES)
+    assert size <= 32e6
+    readme = (ROOT / "demo" / "README.md").read_text()
+    base = (ROOT / "demo" / "base" / "model.safetensors").stat().st_size
+    assert f"| {size / 1e6:.1f} MB |" in readme and f" {base / 1e6:.1f} MB, which" in readme
+
+
+def test_the_readme_has_the_stored_scores() -> None:
+    readme = (ROOT / "demo" / "README.md").read_text()
+    scores = json.loads((ROOT / "demo" / "smollm2" / "scores.json").read_text())
+    rows = {f"| `{name}` | {row['examples']} | {row['score']} | {row['base']} |" for name, row in scores.items()}
+    assert rows <= set(readme.splitlines())
