@@ -104,6 +104,14 @@ def test_every_manifest_is_valid(chart: Chart, version: str) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
+def test_services_do_not_set_variables_of_flags(tmp_path: Path) -> None:
+    """A Service `lorikeet` would set LORIKEET_PORT to `tcp://…`, which is the variable of --port."""
+    for mode in ("distributed", "small"):
+        workloads = [one for one in rendered({"mode": mode}, tmp_path) if "template" in one.get("spec", {})]
+        pods = [one["spec"]["template"]["spec"] for one in workloads]
+        assert pods and all(pod["enableServiceLinks"] is False for pod in pods)
+
+
 def test_names_are_unique(chart: Chart) -> None:
     names = [(one["kind"], one["metadata"]["name"]) for one in chart.all]
     assert len(names) == len(set(names))

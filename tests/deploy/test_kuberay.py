@@ -36,6 +36,9 @@ def test_kubernetes_objects_are_valid(kind: str) -> None:
 def test_pods_are_valid(group: dict[str, Any]) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": group["template"]["spec"]}
     kubernetes_validate.validate(pod, "1.34", strict=True)
+    assert group["template"]["spec"]["enableServiceLinks"] is False, (
+        "the Service `lorikeet` would set LORIKEET_PORT, a flag's variable"
+    )
 
 
 def test_the_launcher_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,8 @@ securityContext:
 
 {{- define "lorikeet.pod" -}}
 automountServiceAccountToken: false
+{{- /* A Service `lorikeet` would set LORIKEET_PORT, the variable of --port. */}}
+enableServiceLinks: false
 securityContext:
   {{- toYaml .Values.securityContext | nindent 2 }}
 {{- if .Values.image.pullSecrets }}
