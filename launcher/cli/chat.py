@@ -34,7 +34,7 @@ class ChatSession:
 
     client: Client
     model: str
-    """The model's or an adapter's name."""
+    """The name of the model or adapter that answers."""
     fields: Mapping[str, Any]
     """Other fields of the body, such as `temperature`."""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -93,18 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     token = token_of(options)
     try:
         client = Client(options.url, token=token)
-        model = options.adapter or options.model or client.model_names()[0]
+        is_one = options.message is not None
+        base = options.model or (options.adapter if is_one else "") or client.model_names()[0]
     except (ValueError, ServerError) as error:
         return _failed(error)
     except OSError as error:
         return _failed(f"cannot connect to {client.url}: {error}")
     named = {"temperature": options.temperature, "max_tokens": options.max_tokens, "seed": options.seed}
     fields = {name: value for name, value in named.items() if value is not None}
-    conversation = ChatSession(client, model, fields)
+    conversation = ChatSession(client, options.adapter or base, fields)
     conversation.restart(options.system)
-    if options.message is not None:
+    if is_one:
         return _answer(conversation, sys.stdin.read() if options.message == "-" else options.message)
-    return _converse(conversation)
+    return _converse(conversation, base)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,12 +122,11 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _converse(conversation: ChatSession) -> int:
-    """Answer lines until the input ends."""
+def _converse(conversation: ChatSession, base: str) -> int:
+    """Answer lines until the input ends. `base` is the model's name."""
     with suppress(ImportError):
         import readline  # noqa: F401  # edits lines and keeps their history
 
-    base = conversation.model
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{conversation.client.url}, {conversation.model}. /help lists commands, Ctrl-D ends.")

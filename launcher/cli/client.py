@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from lorikeet.proto import server_url
 
 TOKEN_VARIABLE = "LORIKEET_TOKEN"
+_ENDED_EARLY = "the stream ended early"
 
 
 def command_parser(prog: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -119,23 +120,22 @@ class Client:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         connection, response = self._send("POST", "/v1/chat/completions", body)
         try:
-            for line in response:
-                data = line.removeprefix(b"data:").strip()
+            for data in _data_lines(response):
                 if data == b"[DONE]":
                     return
-                if line.startswith(b"data:"):
-                    event: dict[str, Any] = json.loads(data)
-                    if event.get("error"):
-                        raise ServerError(200, _sentence(event))
-                    yield event
-            raise ServerError(200, "the stream ended early")
+                event: dict[str, Any] = json.loads(data)
+                if event.get("error"):
+                    raise ServerError(200, _sentence(event))
+                yield event
+            raise ServerError(200, _ENDED_EARLY)
         finally:
             response.close()
             connection.close()
 
     def model_names(self) -> list[str]:
         """The names that `/v1/models` lists: the model, then its adapters. Raises ServerError if there is none."""
-        names = [str(model["id"]) for model in self._answer("GET", "/v1/models", None)["data"]]
+        answer = self._answer("GET", "/v1/models", None)
+        names = [str(model["id"]) for model in answer.get("data") or ()] if isinstance(answer, dict) else []
         if not names:
             raise ServerError(200, "the server lists no model")
         return names
@@ -161,6 +161,10 @@ class Client:
         connection, response = self._send(method, path, body, headers)
         try:
             return json.loads(response.read() or b"null")
+        except http.client.HTTPException as error:
+            raise ServerError(response.status, f"the answer to {path} ended early") from error
+        except ValueError as error:
+            raise ServerError(response.status, f"the answer to {path} is not JSON") from error
         finally:
             connection.close()
 
@@ -174,6 +178,9 @@ class Client:
             response = connection.getresponse()
             if response.status != 200:
                 raise ServerError(response.status, _message(response.read()))
+        except http.client.HTTPException as error:
+            connection.close()
+            raise ConnectionError(f"the answer to {path} is not HTTP, or ended early") from error
         except BaseException:
             connection.close()
             raise
@@ -201,10 +208,8 @@ class Stream:
 
     def __iter__(self) -> Iterator[AnswerToken]:
         try:
-            for line in self._response:
-                if not line.startswith(b"data:"):
-                    continue
-                event = json.loads(line.removeprefix(b"data:"))
+            for data in _data_lines(self._response):
+                event = json.loads(data)
                 if "error" in event:
                     raise ServerError(200, _sentence(event))
                 if event["generated_text"] is not None:
@@ -212,13 +217,23 @@ class Stream:
                 if event["token"] is not None:
                     yield AnswerToken.read(event["token"])
             if self.text is None:
-                raise ServerError(200, "the stream ended early")
+                raise ServerError(200, _ENDED_EARLY)
         finally:
             self.close()
 
     def close(self) -> None:
         self._response.close()
         self._connection.close()
+
+
+def _data_lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The data of server-sent events. Raises ServerError if the connection ends within one."""
+    try:
+        for line in response:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip()
+    except http.client.HTTPException as error:
+        raise ServerError(200, _ENDED_EARLY) from error
 
 
 def _message(body: bytes) -> str:

@@ -66,7 +66,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str], hostname: str
     for name, flag in FLAGS.items():
         texts, origin = parsed[name], f"--{name}"
         if texts is None:
-            texts, origin = _from_environment(flag, environment, hostname), flag.environment
+            texts, origin = _from_environment(flag, environment, hostname)
         if texts is None and name in in_file:
             texts, origin = in_file[name].texts, in_file[name].origin
             if origin.startswith(f"{flag.formerly} in "):
@@ -110,7 +110,8 @@ def asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> b
     if f"--{flag.name}" in arguments:
         return True
     try:
-        return bool(flag.value(environment.get(flag.environment) or _in_file(arguments, flag) or "false"))
+        text = _from_environment(flag, environment, "")[0] or _in_file(arguments, flag) or "false"
+        return bool(flag.value(str(text)))
     except (ValueError, LauncherError):
         return False
 
@@ -223,13 +224,17 @@ def help_text(flag: Flag) -> str:
     return f"{text} [default: {flag.shown_default}{f', env: {flag.environment}' if flag.variable else ''}]"
 
 
-def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str) -> str | list[str] | None:
-    """The text of the flag's variable, with or without the prefix LORIKEET_; an empty variable is ignored."""
+def _from_environment(flag: Flag, environment: Mapping[str, str], hostname: str) -> tuple[str | list[str] | None, str]:
+    """The text of the flag's variable, with or without the prefix LORIKEET_, and the variable's name.
+
+    An empty variable is ignored, and so is HOSTNAME where it is the machine's own name.
+    """
     names = (f"{PREFIX}{flag.environment}", flag.environment) if flag.variable else ()
-    text = next((environment[name] for name in names if environment.get(name)), "")
-    if not text or (flag.name == "hostname" and text.partition(".")[0] == hostname.partition(".")[0]):
-        return None
-    return [part.strip() for part in text.split(flag.separator) if part.strip()] if flag.repeated else text
+    name = next((name for name in names if environment.get(name)), "")
+    if not name or (name == "HOSTNAME" and environment[name].partition(".")[0] == hostname.partition(".")[0]):
+        return None, ""
+    text = environment[name]
+    return ([part.strip() for part in text.split(flag.separator) if part.strip()] if flag.repeated else text), name
 
 
 def _value(flag: Flag, texts: str | list[str], origin: str) -> Any:

@@ -68,6 +68,21 @@ def test_a_conversation_keeps_its_messages_until_a_new_one(monkeypatch: pytest.M
     assert fourth["messages"][0] == {"role": "system", "content": "Short."}
 
 
+def test_without_a_name_the_model_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(body=HELLO)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/adapter\nAgain\n"))
+    assert chat(scripted, "--adapter", "pirate") == 0
+    assert [body["model"] for body in sent(scripted)] == ["pirate", "base"]
+
+
+def test_the_listed_model_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(body=HELLO, models=["listed", "pirate"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/adapter\nAgain\n"))
+    with serving(scripted) as client:
+        assert main(["--url", client.url, "--adapter", "pirate"]) == 0
+    assert [body["model"] for body in sent(scripted)] == ["pirate", "listed"]
+
+
 def test_an_unknown_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     scripted = Scripted(body=HELLO)
     assert converse(scripted, "/adaptor x\n/help\n", monkeypatch) == 0
@@ -82,6 +97,7 @@ def test_an_unknown_command_is_not_sent(monkeypatch: pytest.MonkeyPatch, capsys:
         (Scripted(404, b'{"error": {"message": "there is no adapter x"}}'), "there is no adapter x"),
         (Scripted(body=events({"content": "a"}, end=b"")), "the stream ended early"),
         (Scripted(body=b'data: {"error": {"message": "the shard was lost"}}\n\n'), "the shard was lost"),
+        (Scripted(body=HELLO[:90], chunked=True), "the stream ended early"),
     ],
 )
 def test_an_error_is_one_sentence(scripted: Scripted, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,11 +105,19 @@ def test_an_error_is_one_sentence(scripted: Scripted, said: str, capsys: pytest.
     assert capsys.readouterr().err == f"lorikeet chat: {said}\n"
 
 
-def test_the_first_model_is_asked_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    scripted = Scripted(body=json.dumps({"data": []}).encode())
+@pytest.mark.parametrize(
+    ("scripted", "said"),
+    [
+        (Scripted(body=b'{"data": []}'), "the server lists no model"),
+        (Scripted(body=b"{}"), "the server lists no model"),
+        (Scripted(body=b"<html>"), "the answer to /v1/models is not JSON"),
+        (Scripted(body=b"{", chunked=True), "the answer to /v1/models ended early"),
+    ],
+)
+def test_the_first_model_is_asked_by_default(scripted: Scripted, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(scripted) as client:
         assert main(["--url", client.url, "Hi"]) == 1
-    assert capsys.readouterr().err == "lorikeet chat: the server lists no model\n"
+    assert capsys.readouterr().err == f"lorikeet chat: {said}\n"
 
 
 def test_reasoning_is_shown_but_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

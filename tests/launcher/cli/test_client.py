@@ -19,6 +19,10 @@ class Scripted:
 
     status: int = 200
     body: bytes = b"{}"
+    chunked: bool = False
+    """The response ends within a chunk."""
+    models: list[str] = field(default_factory=list)
+    """Names for `/v1/models`, if any."""
     asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
 
 
@@ -29,9 +33,15 @@ def serving(scripted: Scripted) -> Iterator[Client]:
             length = int(self.headers.get("content-length", 0))
             body = json.loads(self.rfile.read(length) or b"null")
             scripted.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, body))
+            answer = scripted.body
+            if scripted.models and self.path == "/v1/models":
+                answer = json.dumps({"data": [{"id": name} for name in scripted.models]}).encode()
             self.send_response(scripted.status)
+            if scripted.chunked:
+                self.send_header("transfer-encoding", "chunked")
+                answer = b"ffff\r\n" + answer
             self.end_headers()
-            self.wfile.write(scripted.body)
+            self.wfile.write(answer)
 
         do_GET = do_POST
 

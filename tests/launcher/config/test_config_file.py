@@ -149,6 +149,7 @@ def test_it_decides_how_errors_are_written_too(tmp_path: Path) -> None:
     file.write_text("json-output: true\nport: http\n")
     assert asks_for_json(["--config", str(file)], {}) and asks_for_json([f"--config={file}"], {})
     assert not asks_for_json(["--config", str(file)], {"JSON_OUTPUT": "false"})
+    assert asks_for_json([], {"LORIKEET_JSON_OUTPUT": "true", "JSON_OUTPUT": "false"})
     assert not asks_for_json(["--config"], {}) and not asks_for_json(["--config", "/nowhere"], {})
 
 

@@ -66,7 +66,13 @@ def test_repeated_flags_gather_and_their_variable_has_commas() -> None:
 def test_hostname_that_every_shell_sets_is_not_an_address() -> None:
     assert settings(HOSTNAME="box")["hostname"] == settings(HOSTNAME="box.example.org")["hostname"] == "0.0.0.0"
     assert settings(HOSTNAME="127.0.0.1")["hostname"] == "127.0.0.1"
-    assert settings("--hostname", "box")["hostname"] == "box"
+    assert settings("--hostname", "box")["hostname"] == settings(LORIKEET_HOSTNAME="box")["hostname"] == "box"
+
+
+@pytest.mark.parametrize("name", ["PORT", "LORIKEET_PORT"])
+def test_an_error_names_the_variable_that_was_set(name: str) -> None:
+    with pytest.raises(LauncherError, match=f"^{name} must be an integer, not 'tcp://10.0.0.1:80'"):
+        settings(**{name: "tcp://10.0.0.1:80"})
 
 
 def test_the_first_word_is_the_model() -> None:
