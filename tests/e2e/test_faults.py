@@ -243,7 +243,7 @@ def test_a_full_disk_delays_no_request_and_lost_lines_are_logged_once(scene: Sce
         while not whole(path)[-1]:
             assert time.monotonic() < end, path.read_text()[-999:]
             time.sleep(0.05)
-        assert whole(path).count(False) == 1
+        assert whole(path).count(False) <= 1  # none where the last line ended with the page
 
 
 def whole(path: Path) -> list[bool]:

@@ -1,9 +1,14 @@
 """Unsupported checkpoints are rejected with a reason before any weight is read."""
 
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorikeet.shard.config import ShardConfig
@@ -84,3 +89,40 @@ def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
     load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="bfloat16"))
     with pytest.raises(ValueError, match="cannot serve llama in float16: its activations exceed 65,504"):
         load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype="float16"))
+
+
+def test_the_probe_draws_its_weights_once_and_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of a large model are gigabytes: minutes on the host, and twice that for two networks."""
+    module = sys.modules["lorikeet.shard.model.probe"]
+    drawn: list[dict[str, int]] = []
+
+    def parameters(network: torch.nn.Module) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
+
+    def vary(network: torch.nn.Module, plain: Callable[[torch.nn.Module], None] = module.vary) -> None:
+        plain(network)
+        drawn.append(parameters(network))
+
+    plain_assemble = module.assemble
+
+    def assemble(network: torch.nn.Module, *rest: Any, **named: Any) -> Any:
+        assert [parameters(network)] == drawn
+        return plain_assemble(network, *rest, **named)
+
+    monkeypatch.setattr(module, "vary", vary)
+    monkeypatch.setattr(module, "assemble", assemble)
+    config = ShardConfig("tiny", "unused", "unix:unused")
+    checkpoint = AutoConfig.for_model(tiny.VARIANTS["llama"][0], **tiny.VARIANTS["llama"][1])
+    probe_function(config, checkpoint)
+    assert len(drawn) == 1
+
+    devices: list[torch.device] = []
+
+    def from_config(*_: Any, **__: Any) -> None:
+        devices.append(torch.get_default_device())
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    with pytest.raises(ValueError, match="no network"):
+        probe_function(replace(config, device="meta"), checkpoint)
+    assert devices == [torch.device("meta")]

@@ -3,7 +3,8 @@
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,46 @@ def test_laying_out_keeps_the_caller_s_priority() -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     lora.library_for(torch.float32).pack(None, 0, 0, adapter_file.NICENESS, 2)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_norms_of_dora_are_computed_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the kernels of a running step do not wait for them, nor they for these."""
+    streams: list[object] = []
+    entered: list[object] = []
+
+    @contextmanager
+    def stream(entering: object) -> Iterator[None]:
+        entered.append(entering)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or f"stream {len(streams)}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    adapter_file._reader_stream.cache_clear()
+    for _ in range(2):
+        with adapter_file.apart_from_steps(torch.device("cuda")):
+            assert entered[-1] == "stream 1"
+    adapter_file._reader_stream.cache_clear()
+    assert streams == [torch.device("cuda")]
+
+    inside: list[bool] = []
+
+    @contextmanager
+    def apart(device: torch.device) -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    monkeypatch.setattr(adapter_file, "apart_from_steps", apart)
+    target = make_targets([(8, 4)])["linear-0"]
+    weight, a, b = torch.randn(4, 8), torch.randn(2, 8), torch.randn(2, 4)
+    target.squared_norms = weight.square().sum(1)
+
+    def project(x: torch.Tensor) -> torch.Tensor:
+        assert inside == [True]
+        return x @ weight.t()
+
+    target.project = project
+    expected = (weight + b.t() @ a).square().sum(1)
+    torch.testing.assert_close(adapter_file.row_squares(target, a, b), expected)
+    assert inside == [True, False]

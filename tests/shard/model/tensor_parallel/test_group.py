@@ -1,9 +1,16 @@
 """What ranks tell each other before they serve."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
 from lorikeet.shard.model.tensor_parallel.group import Group
+from lorikeet.shard.ranks.commands import EndMemory
+from lorikeet.shard.ranks.leader import Leader
+from lorikeet.shard.startup.rank_worker import RankWorker
 from tests.shard.ranks_in_threads import Meeting, together
 
 
@@ -25,3 +32,74 @@ def test_every_rank_refuses_pages_of_different_sizes() -> None:
     assert problems(64, 64, 64) == ["", "", ""]
     actual = problems(64, 256, 64)
     assert len(set(actual)) == 1 and "of 64 tokens on one rank and of 256 on another" in actual[0]
+
+
+def test_the_first_rank_allocates_what_the_rank_with_the_least_memory_has() -> None:
+    """Each rank has other processes next to it; page ids are the same on all."""
+    meeting = Meeting(3)
+
+    class Shared:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def least(self, value: int) -> int:
+            return int(min(meeting.all(self._rank, value)))
+
+    def of_leader(_: Group) -> int:
+        leader = cast(Leader, SimpleNamespace(send=lambda command: None, group=Shared(0)))
+        return Leader.least_memory(leader, 900, spare=5)
+
+    def of_worker(rank: int, num_bytes: int) -> int:
+        asked: list[int] = []
+        memory = SimpleNamespace(room=lambda config, spare: asked.append(spare) or num_bytes)
+        worker = cast(RankWorker, SimpleNamespace(_group=Shared(rank), _memory=memory, _config=None))
+        RankWorker.execute(worker, EndMemory(spare=5))
+        return asked[0]
+
+    first, *spares = together([of_leader, lambda _: of_worker(1, 700), lambda _: of_worker(2, 800)])
+    assert (first, spares) == (700, [5, 5])
+
+
+def test_ranks_wait_for_each_other_longer_while_they_load_than_while_they_serve() -> None:
+    """Two processes over gloo: the second one is late twice."""
+    with late("0", "0") as first:
+        assert first.stdout is not None
+        port = first.stdout.readline().strip()
+        with late("1", port):
+            assert first.stdout.read().split() == ["waited", "gave-up"]
+
+
+@contextmanager
+def late(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A rank, of a number and with a port."""
+    with subprocess.Popen([sys.executable, "-c", LATE, *arguments], stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+import torch
+from torch.distributed import TCPStore
+from lorikeet.shard.model.tensor_parallel import group as group_module
+rank, port, short, late = int(sys.argv[1]), int(sys.argv[2]), 1.0, 3.0
+group_module.prefer_loopback("127.0.0.1")
+store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60))
+if rank == 0:
+    print(store.port, flush=True)
+group = group_module.Group(rank, 2, store, torch.device("cpu"), 60.0)
+for is_serving in (False, True):
+    if is_serving:
+        group.sum(torch.ones(1))
+        group.serve(short)
+    if rank == 1:
+        time.sleep(late)
+    try:
+        group.sum(torch.ones(1))
+        print("waited", flush=True)
+    except RuntimeError:
+        print("gave-up", flush=True)
+"""
