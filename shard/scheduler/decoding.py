@@ -161,8 +161,8 @@ class DecodingRequests:
         rows = self.members.rows
         return int((self._num_known(rows) > self._num_covered[rows]).sum())
 
-    def plan(self) -> DecodeStep | None:
-        """The next token of each request that may have one, counted as launched. There are enough pages for it."""
+    def launch(self) -> DecodeStep | None:
+        """Launch one token of each request that has one left; None if none has. Its missing pages must be available."""
         members = self.members
         known = self._num_known(members.rows)
         is_open = known < self._limits[members.rows]

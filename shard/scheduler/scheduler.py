@@ -27,9 +27,9 @@ class StepPlan(NamedTuple):
     """What the next step computes."""
 
     decode: DecodeStep | None
-    """Newest tokens of requests about which nothing is decided."""
+    """The newest token of each request that only decodes."""
     scheduled: list[ScheduledRequest]
-    """Everything else."""
+    """The tokens of all other requests."""
     load: Load
     """What the step computes, its drafts included."""
 
@@ -71,8 +71,8 @@ class Scheduler:
         """Launched, with drafts that the device made: how many it accepts is not known."""
         self._num_arrived = 0
         self._capped_adapters_skipped = False
-        self._isolated: Request | None = None
-        """The only request of the newest step, because it may have crashed a shard."""
+        self.is_isolated = False
+        """Whether the newest step computes a single request because that may have crashed a shard."""
         self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
         self.decoding = DecodingRequests(limits.max_running, cache)
         self._suspects: list[Request] = []
@@ -87,11 +87,6 @@ class Scheduler:
     def is_idle(self) -> bool:
         """No request is left, not even one that has ended but is still being computed."""
         return not self.requests and not self._ending
-
-    @property
-    def is_isolated(self) -> bool:
-        """Whether the newest step computes a single request because that may have crashed a shard."""
-        return self._isolated is not None
 
     def add(self, request: Request) -> None:
         """Queue a request. Its key must be new."""
@@ -116,15 +111,15 @@ class Scheduler:
         return late
 
     def plan(self) -> StepPlan:
-        """Plan the next step and count it as launched."""
-        decode = self._plan_decoding()
+        """Choose what the next step computes, and count it as launched."""
+        decode = self._launch_decoding()
         decoding = NO_LOAD if decode is None else decode.load
         scheduled = self.schedule(decoding)
         return StepPlan(decode, scheduled, load_of(scheduled) + decoding if scheduled else decoding)
 
-    def _plan_decoding(self) -> DecodeStep | None:
-        """The part of the next step that nothing has to be decided about. None if it has none, or if other requests
-        must run alone or may be preempted: then all are planned by `schedule`.
+    def _launch_decoding(self) -> DecodeStep | None:
+        """The next step's part of the requests that only decode. If a request must run alone, or pages are short so
+        that requests may be preempted, no request is one that only decodes: `schedule` chooses among all of them.
         """
         if not len(self.decoding):
             return None
@@ -132,14 +127,14 @@ class Scheduler:
         for request in self._others():
             num_tokens = request.num_known + self._num_uncertain(request)
             num_missing += max(0, self.cache.num_needed(num_tokens) - len(request.page_ids))
-        if num_missing > self.cache.num_available or self._suspected() or self._isolated is not None:
+        if num_missing > self.cache.num_available or self.is_isolated or self._open_suspects():
             self.decoding.leave_all()
             return None
-        return self.decoding.plan()
+        return self.decoding.launch()
 
     def decode(self, request: Request) -> None:
-        """After a commit: plan the request without further decisions from now on, if there is nothing to decide."""
-        is_short = self.cache.num_available < len(self.running)  # it would soon be planned like the others
+        """After a commit: count the request among those that only decode, if it is one."""
+        is_short = self.cache.num_available < len(self.running)  # requests may soon be preempted
         if may_decode(request) and not is_short and not self.proposer.drafters.of(request):
             self.decoding.join(request)
 
@@ -149,31 +144,35 @@ class Scheduler:
             return []
         return [request for request in self.running if not request.is_decoding]
 
-    def _suspected(self) -> list[Request]:
+    def _open_suspects(self) -> list[Request]:
+        """Requests that still have isolation steps to come, in order of arrival."""
         if self._suspects:
             self._suspects = [each for each in self._suspects if each.isolation_steps and not each.finish_reason]
         return self._suspects
 
     def schedule(self, decoding: Load = NO_LOAD) -> list[ScheduledRequest]:
-        """Plan the next step and count it as launched, without the part of it that only decodes, which is `decoding`.
+        """Launch the next step's requests, except those that only decode. decoding: what the step computes for these.
+
+        A request that may have crashed a shard is computed alone. Its steps and those of all other requests take turns
+        as long as both have something to compute.
+        """
+        suspects = self._open_suspects()
+        turns = [None, *suspects] if self.is_isolated else [*suspects, None]
+        for suspect in turns:
+            if scheduled := self._fill_step(decoding, suspect):
+                self.is_isolated = suspect is not None
+                return scheduled
+        self.is_isolated = False
+        return []
+
+    def _fill_step(self, decoding: Load, suspect: Request | None) -> list[ScheduledRequest]:
+        """Launch as many requests as the step's budget and the pages allow: `suspect` alone, or all but suspects.
 
         Prompts of an adapter with more requests than another one are capped and wait for every second step. Where the
-        other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order. A request that may
-        have crashed a shard is computed alone, in alternation with all others.
+        other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order.
         """
-        last, self._isolated = self._isolated, None
-        if last is None:
-            for suspect in self._suspected():
-                self._isolated = suspect
-                if scheduled := self._schedule(decoding):
-                    return scheduled
-        self._isolated = None
-        scheduled = self._schedule(decoding)
-        return self.schedule() if last is not None and not scheduled else scheduled
-
-    def _schedule(self, decoding: Load) -> list[ScheduledRequest]:
         scheduled: list[ScheduledRequest] = []
-        caps = self._adapter_prefill_caps.of(self._num_by_adapter) if self._isolated is None else {}
+        caps = self._adapter_prefill_caps.of(self._num_by_adapter) if suspect is None else {}
         if len(self.decoding) == len(self.running) and not self.waiting:
             self._capped_adapters_skipped = False
             return scheduled
@@ -181,12 +180,12 @@ class Scheduler:
         if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
             caps = {}  # nothing would be left for the capped adapters
         budget = Budget(self.limits, caps, step_tokens)
-        is_complete = self._plan(scheduled, budget)
+        is_complete = self._launch_fitting(scheduled, budget, suspect)
         has_prompts = budget.num_left < step_tokens
         self._capped_adapters_skipped = bool(caps) and has_prompts and not self._capped_adapters_skipped
         if caps and is_complete and not self._capped_adapters_skipped:
             budget.pass_for_capped = True
-            self._plan(scheduled, budget)
+            self._launch_fitting(scheduled, budget, suspect)
         if not self.oom_backoff.is_active:
             self.proposer.propose(scheduled, len(self.running), budget, decoding)
             drafted = (item for item in scheduled if item.is_on_device)
@@ -204,8 +203,8 @@ class Scheduler:
         behind = (r.num_known - r.num_computed for r in able if r.adapter_digest not in digests)
         return sum(num for num in behind if num > 1)
 
-    def _plan(self, scheduled: list[ScheduledRequest], budget: Budget) -> bool:
-        """Add the requests that this pass may compute; False if it ended because of too few pages."""
+    def _launch_fitting(self, scheduled: list[ScheduledRequest], budget: Budget, suspect: Request | None) -> bool:
+        """Append what the budget grants to running requests, then to waiting ones. False if pages ran out."""
         num_preempted = self.num_preempted
         index = 0
         while index < len(self.running):
@@ -213,7 +212,8 @@ class Scheduler:
             if request.is_decoding:
                 index += 1
                 continue
-            num_tokens = budget.grant(request) if self._may_compute(request) and not self._must_wait(request) else 0
+            may_compute = _may_compute(request, suspect) and not self._must_wait(request)
+            num_tokens = budget.grant(request) if may_compute else 0
             if num_tokens:
                 num_covered = len(request.page_ids) * self.cache.page_size
                 num_wanted = request.num_computed + num_tokens + self._num_uncertain(request)
@@ -222,7 +222,7 @@ class Scheduler:
                 scheduled.append(self._launch(request, num_tokens, budget))
             index += 1
         if self.num_preempted == num_preempted:
-            self._admit(scheduled, budget)
+            self._admit(scheduled, budget, suspect)
         return True
 
     def commit(self, item: ScheduledRequest, token_ids: Sequence[int] = (), head_ids: Sequence[int] = ()) -> int:
@@ -383,10 +383,6 @@ class Scheduler:
     def _has_row(self) -> bool:
         return bool(self._rows) and len(self.running) < self.oom_backoff.max_running
 
-    def _may_compute(self, request: Request) -> bool:
-        """A step computes one isolated request, or others only."""
-        return request.isolation_steps == 0 if self._isolated is None else request is self._isolated
-
     def _must_wait(self, request: Request) -> bool:
         """Whether the number of the next tokens, or the token that the next draft depends on, is unknown until the next
         commit.
@@ -398,8 +394,9 @@ class Scheduler:
         return request.constraint.is_constrained or self.proposer.may_draft(request, len(self.running))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Find pages, preempting the latest. False if the request itself had to go, or if the latest is still being
-        computed, or drafts are: pages are free after the next commit, so the plan ends here.
+        """Give a running request pages for `num_tokens` tokens, if need be by preempting the latest requests. False if
+        it was preempted itself, or if the latest request or drafts are still being computed: the next commit frees
+        pages, so the plan ends here.
         """
         while not self.cache.grow(request, num_tokens):
             latest = self.running[-1]
@@ -418,14 +415,15 @@ class Scheduler:
         self._release(request)
         self._enqueue(request)
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: Budget) -> None:
-        """Let waiting requests run, in order. Requests that wait for their adapter, its pass or another request's page
-        are skipped; no request overtakes any other.
+    def _admit(self, scheduled: list[ScheduledRequest], budget: Budget, suspect: Request | None) -> None:
+        """Let waiting requests run, in order of arrival. One that waits for its grammar, its adapter, the pass for
+        capped adapters or a page that another request is computing is left out, and later ones may run before it. One
+        that waits for free pages ends the pass, so that no later one takes them.
         """
         index = 0
         while index < len(self.waiting) and self._has_row and budget.num_left > 0:
             request = self.waiting[index]
-            may_run = request.constraint.is_ready and self._may_compute(request)
+            may_run = request.constraint.is_ready and _may_compute(request, suspect)
             if budget.is_spent(request) or not may_run or not self._take_slots(request):
                 index += 1
                 continue
@@ -516,3 +514,8 @@ class Scheduler:
         heads_digest = request.heads_digest or request.adapter_digest
         if heads_digest and request.speculation.takes_heads:
             request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)
+
+
+def _may_compute(request: Request, suspect: Request | None) -> bool:
+    """Whether the step is one for this request: a suspect has steps of its own, the others' steps have no suspect."""
+    return request.isolation_steps == 0 if suspect is None else request is suspect

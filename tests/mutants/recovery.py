@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "an isolation step computes other requests too",
         "shard/scheduler/scheduler.py",
-        "return request.isolation_steps == 0 if self._isolated is None else request is self._isolated",
+        "return request.isolation_steps == 0 if suspect is None else request is suspect",
         "return True",
         "tests/shard/engine/test_engine.py::test_isolated_requests_are_computed_alone_and_announced[0]",
     ),
