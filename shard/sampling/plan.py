@@ -31,8 +31,8 @@ class Row:
     logprobs: LogprobParams
     slot: int
     """Row of the token counts, -1 without penalties."""
-    by_rejection: bool = False
-    """Whether a draft model's drafts are verified by the rejection rule, where tokens are sampled at all."""
+    rejects: bool = False
+    """Whether a draft model's drafts are verified by the rejection rule. Never of a greedy row."""
     num_prompt: int = 0
     # [V] bool on the device, None for all
     allowed: torch.Tensor | None = None
@@ -41,11 +41,6 @@ class Row:
     def do_sample(self) -> bool:
         """Whether its tokens are sampled; else they are the arg max."""
         return self.params.do_sample
-
-    @property
-    def rejects(self) -> bool:
-        """Whether a draft model's drafts are verified by the rejection rule."""
-        return self.by_rejection and self.do_sample
 
     @property
     def has_logit_processors(self) -> bool:
@@ -74,8 +69,8 @@ class Row:
         return not (self.params.watermark or self.params.bad_words or self.rejects or self.logprobs.alternatives)
 
     @property
-    def plain(self) -> bool:
-        """Whether only the arg max of its logits is wanted."""
+    def is_plain(self) -> bool:
+        """Whether only the arg max of its unchanged logits is wanted, without a log probability."""
         return not (self.do_sample or self.has_logit_processors or self.logprobs.wanted)
 
 
@@ -161,9 +156,9 @@ class Plan:
     rows: torch.Tensor
     fused: Fused | None
     chunks: list[Chunk]
-    """Chunks of the rows that kernels do not sample."""
+    """Chunks of the rows that are neither fused nor plain."""
     any_plain: bool
-    """Whether one of these rows is the arg max of its logits."""
+    """Whether one of these rows is plain: in no chunk, but the arg max of its logits."""
     needs_positions: bool
     """Whether sampling depends on the positions of the tokens."""
     num_alternatives: list[int]
@@ -198,7 +193,7 @@ class Planner:
         fused = [(index, row) for index, row in indexed if may_fuse and self.is_fused(row)]
         others = [(index, row) for index, row in indexed if not (may_fuse and self.is_fused(row))]
         sampled = [(index, row) for index, row in others if row.do_sample]
-        greedy = [(index, row) for index, row in others if not row.do_sample and not row.plain]
+        greedy = [(index, row) for index, row in others if not row.do_sample and not row.is_plain]
         chunks = []
         for kind in (sampled, greedy):
             for start in range(0, len(kind), self._chunk_rows):
@@ -207,7 +202,7 @@ class Planner:
             rows=self.tensor([row.row for _, row in indexed]),
             fused=self._fused(fused),
             chunks=chunks,
-            any_plain=any(row.plain for _, row in others),
+            any_plain=any(row.is_plain for _, row in others),
             needs_positions=bool(fused) or any(row.do_sample or row.params.has_masks for _, row in others),
             num_alternatives=[row.logprobs.alternatives for _, row in indexed],
             counted=self.pair([(index, row.slot) for index, row in others if row.slot >= 0]),

@@ -2,6 +2,12 @@
 
 Owns the device state that sampling needs. Never reads from the device while sampling, so a step may be sampled before
 the one before it is known to the host.
+
+There are three kinds of rows (`Row` in plan.py), by how their tokens are chosen:
+
+    fused      by the device's Triton kernels, all such rows in one launch; on CPU no row is fused
+    plain      the arg max of unchanged logits, without log probabilities: one arg max over all rows of the step
+    in chunks  all others: PyTorch operators over chunks of similar rows, all sampled or all greedy
 """
 
 from collections.abc import Sequence
@@ -58,15 +64,16 @@ class Sampler:
         self.last_tokens = self._state.last_tokens
         self._on_device: DeviceRows | None = None
         if kernels is not None:
-            state = self._state.last_tokens, self._state.counts
-            self._on_device = kernels.DeviceRows(max_rows, self._device, *state, tile or kernels.Tile())
+            self._on_device = kernels.DeviceRows(
+                max_rows, self._device, self._state.last_tokens, self._state.counts, tile or kernels.Tile()
+            )
         kernel = None if self._on_device is None else self._on_device.propose
         self.device_drafts = DeviceDrafts(max_rows, self.device_tokens, ngrams, kernel)
         self._slow_rows = SlowRows()
         self._unfused: set[int] = set()
         """Rows that kernels of the device do not sample."""
-        self._plan: Plan | None = None
-        self._planned: list[int] = []
+        self._newest_plan: tuple[list[int], Plan] | None = None
+        """The rows of the newest plan, and the plan; None after a row has changed."""
         self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
 
     def add(
@@ -80,24 +87,24 @@ class Sampler:
         most_tokens: int = 0,
     ) -> None:
         """Add a request as `row`; its first `num_prompt` known tokens are prompt, the others earlier output. With
-        `rejects` the drafts of a draft model are verified by the rejection rule, where tokens are sampled at all.
-        `most_tokens`: all tokens that the request may get, if the device makes its drafts, else 0.
+        `rejects` the drafts of a draft model are verified by the rejection rule, unless the request is greedy.
+        `most_tokens`: all tokens that the request may get, if the device makes its drafts, else 0. Raises ValueError if
+        the row has a request.
         """
-        state = self._state
-        if row in state.rows:
-            raise ValueError(f"row {row} is taken")
-        alternatives = min(logprobs.alternatives, state.vocab_size)
-        added = state.rows[row] = Row(
+        if row in self._state.rows:
+            raise ValueError(f"row {row} of the sampler has a request: remove it before another is added")
+        alternatives = min(logprobs.alternatives, self._state.vocab_size)
+        added = self._state.rows[row] = Row(
             row=row,
             params=replace(params, logit_bias=_summed(params.logit_bias)),
             logprobs=replace(logprobs, wanted=logprobs.wanted or logprobs.alternatives > 0, alternatives=alternatives),
-            slot=state.counts.take(token_ids, num_prompt) if params.is_penalised else -1,
-            by_rejection=rejects,
+            slot=self._state.counts.take(token_ids, num_prompt) if params.is_penalised else -1,
+            rejects=rejects and params.do_sample,
             num_prompt=num_prompt,
             allowed=self._kept(params.allowed_ids) if params.allowed_ids else None,
         )
         if added.reads_history:
-            state.history.begin(row, token_ids)
+            self._state.history.begin(row, token_ids)
         if not self._state.planner.is_fused(added):
             self._unfused.add(row)
         elif self._on_device is not None:
@@ -139,26 +146,28 @@ class Sampler:
         return self._on_device.results(num_rows, num_places, self._slow_rows).start_copy()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int] | torch.Tensor) -> Sampled:
-        """logits: [S, V] float32, not changed; one per entry of `rows`, whose next token is at `positions`: S of them,
-        on the device perhaps with others behind.
+        """Sample one token for each of `rows`.
+
+        logits: [S, V] float32, not changed; positions: [≥ S] of the sampled tokens in their requests. A tensor on the
+        device may have further entries, which are not read.
         """
         plan = self._plan_for(list(rows))
-        found = self._begin(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
+        sampled = self._choose_plain(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
         at = None
         if plan.needs_positions:
             at = positions if isinstance(positions, torch.Tensor) else self._state.planner.tensor(positions)
-        self._sample_plan(plan, logits, at, found, updates=True)
+        self._sample_plan(plan, logits, at, sampled, updates=True)
         if plan.is_fused:
-            return found.start_copy()
-        self.last_tokens.index_copy_(0, plan.rows, found.token_ids)
+            return sampled.start_copy()
+        self.last_tokens.index_copy_(0, plan.rows, sampled.token_ids)
         if plan.counted is not None:
             counted, slots = plan.counted
-            self._state.counts.append(slots, found.token_ids.index_select(0, counted))
+            self._state.counts.append(slots, sampled.token_ids.index_select(0, counted))
         if plan.recorded is not None and at is not None:
             recorded, device_rows = plan.recorded
-            token_ids = found.token_ids.index_select(0, recorded)
+            token_ids = sampled.token_ids.index_select(0, recorded)
             self._state.history.write(device_rows, at.index_select(0, recorded), token_ids)
-        return found.start_copy()
+        return sampled.start_copy()
 
     def verify(
         self,
@@ -180,12 +189,12 @@ class Sampler:
         """
         planner = self._state.planner
         block = Block([self._state.rows[row] for row in rows], positions, drafts)
-        any_plain = any(row.plain and not planner.is_fused(row) for row in block.rows)
-        found = self._begin(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
+        any_plain = any(row.is_plain and not planner.is_fused(row) for row in block.rows)
+        sampled = self._choose_plain(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
         if at is None:
             at = planner.tensor(block.positions)
         if on_device is not None and on_device.rows:
-            found.drafted = self.device_drafts.drafted(on_device)
+            sampled.drafted = self.device_drafts.drafted(on_device)
         distributions = None if draws is None else draws.distributions(block)
         for depth, members in enumerate(block.dependency_levels()):
             if depth:
@@ -194,32 +203,37 @@ class Sampler:
                 rejecting = [member for member in members if member[1].row in distributions.of]
                 members = [member for member in members if member[1].row not in distributions.of]
                 for chunk in planner.plan_some(rejecting).chunks:
-                    self._sample_chunk(chunk, logits, at, found, distributions)
-            self._sample_plan(planner.plan_some(members), logits, at, found, updates=False)
-        self._commit_state(block, found, on_device)
-        return found.start_copy()
+                    self._sample_chunk(chunk, logits, at, sampled, distributions)
+            self._sample_plan(planner.plan_some(members), logits, at, sampled, updates=False)
+        self._commit_state(block, sampled, on_device)
+        return sampled.start_copy()
 
     def begin_drafts(self) -> DraftDraws:
         """Begin to sample a step's drafts from a draft model, with each request's own transforms and noise."""
         return DraftDraws(self._state, self._draft_plans)
 
-    def _begin(self, logits: torch.Tensor, num_alternatives: list[int], any_plain: bool, is_fused: bool) -> Sampled:
-        found = Sampled(num_alternatives, self._device, is_fused, self._slow_rows)
+    def _choose_plain(
+        self, logits: torch.Tensor, num_alternatives: list[int], any_plain: bool, is_fused: bool
+    ) -> Sampled:
+        """The results of a step, in which only the tokens of plain rows are final: with `any_plain`, every row has the
+        arg max of its logits, which is overwritten for all others. is_fused: whether all rows are fused.
+        """
+        sampled = Sampled(num_alternatives, self._device, is_fused, self._slow_rows)
         if any_plain:
-            found.token_ids.copy_(arg_max(logits))
-            found.bad.copy_(_is_bad(logits, found.token_ids))
-        return found
+            sampled.token_ids.copy_(arg_max(logits))
+            sampled.bad.copy_(_is_bad(logits, sampled.token_ids))
+        return sampled
 
     def _sample_plan(
-        self, plan: Plan, logits: torch.Tensor, positions: torch.Tensor | None, found: Sampled, updates: bool
+        self, plan: Plan, logits: torch.Tensor, positions: torch.Tensor | None, sampled: Sampled, updates: bool
     ) -> None:
         """logits: [S, V]; positions: [S], needed where tokens are sampled. `updates`: whether the tokens are the newest
         of their rows, for rows that kernels sample.
         """
         if plan.fused is not None and self._on_device is not None and positions is not None:
-            self._on_device.sample(logits, plan.fused, positions, found, updates)
+            self._on_device.sample(logits, plan.fused, positions, sampled, updates)
         for chunk in plan.chunks:
-            self._sample_chunk(chunk, logits, positions, found)
+            self._sample_chunk(chunk, logits, positions, sampled)
 
     def _assume_accepted(self, block: Block, depth: int) -> None:
         """Continue as if the draft before this depth had been emitted, where the distribution depends on history."""
@@ -232,17 +246,17 @@ class Sampler:
         if recorded := block.recorded_drafts(depth - 1):
             self._state.history.write(*columns(recorded))
 
-    def _commit_state(self, block: Block, found: Sampled, on_device: StepDrafts | None) -> None:
+    def _commit_state(self, block: Block, sampled: Sampled, on_device: StepDrafts | None) -> None:
         """Move the rows' state to the last emitted token."""
         tensor, columns, counts = self._state.planner.tensor, self._state.planner.columns, self._state.counts
         firsts = tensor(block.firsts)
         drafted = to_device(torch.tensor(block.padded_drafts(), dtype=torch.long), self._device)
-        if found.drafted is not None and on_device is not None:
+        if sampled.drafted is not None and on_device is not None:
             width = drafted.shape[1]
-            drafted.index_copy_(0, tensor(on_device.requests), found.drafted[:, :width])
-        found.num_accepted = num_accepted(found.token_ids, found.bad, firsts, drafted)
-        last = firsts + found.num_accepted
-        token_ids = found.token_ids.index_select(0, last)
+            drafted.index_copy_(0, tensor(on_device.requests), sampled.drafted[:, :width])
+        sampled.num_accepted = num_accepted(sampled.token_ids, sampled.bad, firsts, drafted)
+        last = firsts + sampled.num_accepted
+        token_ids = sampled.token_ids.index_select(0, last)
         self.last_tokens.index_copy_(0, tensor([row.row for row in block.rows]), token_ids)
         recorded = [(index, row.row) for index, row in enumerate(block.rows) if row.reads_history]
         if recorded:
@@ -271,21 +285,21 @@ class Sampler:
         return to_device(kept, self._device)
 
     def _forget_plans(self) -> None:
-        self._plan = None
+        self._newest_plan = None
         self._draft_plans.clear()
 
     def _plan_for(self, rows: list[int]) -> Plan:
-        if self._plan is None or self._planned != rows:
-            self._plan = self._state.planner.plan([self._state.rows[row] for row in rows])
-            self._planned = rows
-        return self._plan
+        """The plan of a batch, made anew only if its rows differ from those of the newest plan."""
+        if self._newest_plan is None or self._newest_plan[0] != rows:
+            self._newest_plan = rows, self._state.planner.plan([self._state.rows[row] for row in rows])
+        return self._newest_plan[1]
 
     def _sample_chunk(
         self,
         chunk: Chunk,
         logits: torch.Tensor,
         positions: torch.Tensor | None,
-        found: Sampled,
+        sampled: Sampled,
         distributions: DraftDistributions | None = None,
     ) -> None:
         """logits: [S, V]; positions: [S], needed where tokens are sampled; distributions: for the rejection rule."""
@@ -298,12 +312,12 @@ class Sampler:
             draft_probs, drafted = distributions.select(chunk.batch_rows)
             at = positions.index_select(0, chunk.batch_rows)
             token_ids = rejection_sample(scores, draft_probs, drafted, chunk.seeds, at, self._state.words)
-        found.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
-        found.bad.index_copy_(0, chunk.batch_rows, _is_bad(scores, token_ids))
+        sampled.token_ids.index_copy_(0, chunk.batch_rows, token_ids)
+        sampled.bad.index_copy_(0, chunk.batch_rows, _is_bad(scores, token_ids))
         if chunk.processed is not None:
-            found.report(chunk.processed, scores, token_ids)
+            sampled.report(chunk.processed, scores, token_ids)
         if chunk.raw is not None:
-            found.report(chunk.raw, raw, token_ids)
+            sampled.report(chunk.raw, raw, token_ids)
 
 
 def _kernels() -> Any:

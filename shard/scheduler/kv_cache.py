@@ -8,7 +8,15 @@ A page is in exactly one of three states:
 
 Only full pages of computed and committed tokens get a hash. It chains: parent's hash, the page's tokens; the root names
 the adapter and the salt. Where an adapter applies from a later token on (aLoRA), the pages that end before that token
-are the base model's, and the first page behind it names the adapter and the position.
+are the base model's, and the first page after it names the adapter and the position.
+
+What happens to a request's pages:
+
+    admit      it gets pages for all of its known tokens, the leading ones from the prefix cache; grow and shrink follow
+    announce   the pages that it is about to fill are listed, so that requests with the same prefix wait for them
+    publish    its full committed pages get a hash: others find them from now on
+    release    it gives all pages back: those with a hash become cached, the others free
+    forget     pages that were computed with an adapter lose their hash: the adapter was unloaded
 """
 
 from array import array
@@ -45,7 +53,7 @@ class KvCache:
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
         self._adapter_by_page: dict[int, str] = {}  # adapter digest of each page with a hash
-        self._computing: dict[bytes, Request] = {}  # pages that will be published by a request that has them
+        self._computing: dict[bytes, Request] = {}  # announced pages: the request that fills them, by hash
 
     @property
     def num_available(self) -> int:
@@ -67,14 +75,16 @@ class KvCache:
         return -(-num_tokens // self.page_size)
 
     def admit(self, request: Request, num_spare: int) -> Admission:
-        """Give a request without pages those of all its known tokens, shared ones where they can be found.
+        """Give a request without pages as many as its known tokens need. The leading ones are shared if the prefix
+        cache has them, and their tokens count as computed.
 
-        `num_spare` pages must stay available. Sets the request's counts to what the shared pages hold.
+        FULL if fewer than `num_spare` pages would stay available. The request gets pages only if it is ADMITTED.
         """
         if request.awaited_hash is not None and request.awaited_hash in self._computing:
             return Admission.AWAITS
         num_pages = self.num_needed(len(request.token_ids))
         num_shareable = request.num_shareable // self.page_size if self.prefix_caching else 0
+        # Too few pages even if all shareable ones are found: no hash is computed for a request that waits.
         if self.num_available < num_pages - num_shareable + num_spare:
             return Admission.FULL
         shared = self._find(request, num_shareable)
@@ -82,6 +92,7 @@ class KvCache:
             request.awaited_hash = request.page_hashes[len(shared)]
             return Admission.AWAITS
         request.awaited_hash = None
+        # Now exactly. Cached pages count as available until they are shared.
         num_from_cached = sum(self._num_owners[page] == 0 for page in shared)
         if self.num_available - num_from_cached < num_pages - len(shared) + num_spare:
             return Admission.FULL
@@ -95,7 +106,9 @@ class KvCache:
         return Admission.ADMITTED
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give a request the pages that `num_tokens` tokens need in all; False, and nothing changed, if too few."""
+        """Give a request further pages until it has enough for `num_tokens` tokens. False, and no page is given, if too
+        few are available.
+        """
         num_missing = self.num_needed(num_tokens) - len(request.page_ids)
         if num_missing > self.num_available:
             return False
@@ -128,7 +141,7 @@ class KvCache:
         request.num_published = num_full
 
     def release(self, request: Request) -> None:
-        """Take all pages from a request. Only when no launched step writes them."""
+        """Take all pages from a request. No launched step may still write them."""
         for page_hash in request.page_hashes[request.num_published :]:
             if self._computing.get(page_hash) is request:
                 del self._computing[page_hash]
@@ -144,7 +157,7 @@ class KvCache:
         request.num_computed = request.num_committed = request.num_published = 0
 
     def forget(self, adapter_digest: str) -> None:
-        """Unpublish all pages that were computed with this adapter."""
+        """Remove the hashes of all pages that were computed with this adapter."""
         for page in [page for page, digest in self._adapter_by_page.items() if digest == adapter_digest]:
             self._forget_page(page)
             if page in self._cached:

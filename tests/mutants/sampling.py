@@ -103,7 +103,7 @@ MUTANTS = [
     Mutant(
         "the watermark always depends on the prompt's last token",
         SAMPLER,
-        "self.last_tokens.index_copy_(0, plan.rows, found.token_ids)",
+        "self.last_tokens.index_copy_(0, plan.rows, sampled.token_ids)",
         "self.last_tokens.index_copy_(0, plan.rows, self.last_tokens.index_select(0, plan.rows))",
         "tests/shard/sampling/test_watermark.py::test_a_marked_text_is_green",
     ),

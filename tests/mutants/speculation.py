@@ -87,8 +87,9 @@ MUTANTS = [
         "M2 greedy requests with rejection verification are sampled",
         PLAN,
         "return self.params.do_sample\n",
-        "return self.params.do_sample or self.by_rejection\n",
+        "return self.params.do_sample or self.rejects\n",
         f"{DISTRIBUTION}::test_greedy_rows_take_no_part",
+        more=((SAMPLER, "rejects=rejects and params.do_sample", "rejects=rejects"),),
     ),
     Mutant(
         "M3 rejection sampling applies the temperature twice to the target's scores",

@@ -144,7 +144,7 @@ def test_rows_that_end_leave_nothing_behind() -> None:
 def test_a_taken_row_is_rejected() -> None:
     sampler = Sampler(10, 2, CPU)
     sampler.add(1, SamplingParams(), LogprobParams(), [3], 1)
-    with pytest.raises(ValueError, match="row 1 is taken"):
+    with pytest.raises(ValueError, match="row 1 of the sampler has a request"):
         sampler.add(1, SamplingParams(), LogprobParams(), [3], 1)
 
 
