@@ -310,13 +310,14 @@ class Engine:
         self._committed_at = now
 
     def _commit_decoding(self, decode: DecodeStep, results: HostResults) -> None:
-        """The tokens of requests that only decode: by columns for those that continue, one by one for the others."""
+        """Commit a step's part of the requests that only decode: as columns where they continue, else one by one."""
         sampled, num_decoding = results.columns, len(decode.members)
         assert sampled is not None
         continues = self.scheduler.decoding.commit(decode, sampled.token_ids[:num_decoding], sampled.bad[:num_decoding])
         do_all = bool(continues.all())
         for group in decode.members.groups:
-            self._outputs.append(decoded_columns(group, sampled, None if do_all else continues))
+            if do_all or continues[group.indices].any():
+                self._outputs.append(decoded_columns(group, sampled, None if do_all else continues))
         for index in [] if do_all else np.flatnonzero(~continues).tolist():
             self._commit_part(Part(decode.item(index), range(index, index + 1)), results, NO_SECONDS)
 

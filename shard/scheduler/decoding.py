@@ -223,8 +223,7 @@ class DecodingRequests:
         requests = [request for row in rows.tolist() if (request := self._requests[row]) is not None]
         by_group: dict[tuple[int, bool, int], list[int]] = {}
         for index, request in enumerate(requests):
-            wanted = request.logprobs
-            key = request.key[0], wanted.wanted or wanted.alternatives > 0, wanted.alternatives
+            key = request.key[0], request.logprobs.wanted, request.logprobs.alternatives
             by_group.setdefault(key, []).append(index)
         groups = [
             OutputGroup(*key, np.array(indices), np.array([requests[index].key[1] for index in indices], np.uint64))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.outbox import Output, TokenColumns
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
@@ -21,6 +21,7 @@ KINDS = (
     {"sampling": SAMPLED, "logprobs": LOGPROBS},
     {"logprobs": SCORED},
     {"logprobs": LogprobParams(alternatives=21)},
+    {"logprobs": LogprobParams(alternatives=2)},
     {"speculation": Speculation(Method.LOOKUP, 3)},
     {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))},
     {"stop_ids": frozenset((1, 5)), "isolation_steps": 2},
@@ -113,6 +114,18 @@ def test_requests_that_only_decode_are_arrays(lag: int) -> None:
     for number, request in enumerate(requests):
         assert outputs[number].token_ids == generate_alone([number, 2, 3], 20) == request.token_ids[3:]
         assert outputs[number].finish_reason is FinishReason.LENGTH and not request.is_decoding
+
+
+def test_no_columns_are_sent_for_requests_that_have_all_ended() -> None:
+    rig = Rig()
+    rig.submit(*(make_request(number, [number, 2, 3], 6) for number in range(2)))
+    sent: list[Output | TokenColumns] = []
+    for _ in range(8):
+        rig.engine.step()
+        sent += rig.outbox.take(1).outputs
+    assert [len(part.ids) for part in sent if isinstance(part, TokenColumns)] == [2, 2, 2, 2]
+    ended = [part.key[1] for part in sent if isinstance(part, Output) and part.finish_reason]
+    assert ended == [0, 1]
 
 
 def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
