@@ -9,14 +9,6 @@ A page is in exactly one of three states:
 Only full pages of computed and committed tokens get a hash. It chains: parent's hash, the page's tokens; the root names
 the adapter and the salt. Where an adapter applies from a later token on (aLoRA), the pages that end before that token
 are the base model's, and the first page after it names the adapter and the position.
-
-What happens to a request's pages:
-
-    admit      it gets pages for all of its known tokens, the leading ones from the prefix cache; grow and shrink follow
-    announce   the pages that it is about to fill are listed, so that requests with the same prefix wait for them
-    publish    its full committed pages get a hash: others find them from now on
-    release    it gives all pages back: those with a hash become cached, the others free
-    forget     pages that were computed with an adapter lose their hash: the adapter was unloaded
 """
 
 from array import array
@@ -37,7 +29,16 @@ class Admission(Enum):
 
 
 class KvCache:
-    """The pool of pages, the page table of each request, and the prefix cache."""
+    """The pool of pages, the page table of each request, and the prefix cache.
+
+    What happens to a request's pages:
+
+        admit      it gets pages for its known tokens, the first ones from the prefix cache; grow and shrink follow
+        announce   the pages that it is about to fill are listed, so that requests with the same prefix wait for them
+        publish    its full committed pages get a hash: others find them from now on
+        release    it gives all pages back: those with a hash become cached, the others free
+        forget     pages that were computed with an adapter lose their hash: the adapter was unloaded
+    """
 
     def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
         self.num_pages = num_pages
