@@ -99,7 +99,7 @@ def _plan(
     read = models.with_tokens(read, folders.draft)
     pooled = model.read_pooling(read, base, config)
     rules.check_pooled(read, pooled, config, where[1])
-    complete = adapters.with_family(model.with_lengths(read, config, pooled, draft), os.environ, base.family)
+    complete = adapters.with_demo_adapters(model.with_lengths(read, config, pooled, draft), os.environ, base.family)
     rules.check_lengths(complete, pooled)
     sources = adapters.plan(complete, os.environ, base.path, folder)
     device, num_ranks = where

@@ -252,8 +252,8 @@ def _is_address(text: str) -> bool:
 def _check_revision(settings: Settings, name: str, revision: str) -> None:
     model = settings[name]
     if settings[revision] is not None:
-        if Path(model).is_dir():
-            refuse(f"--{revision} needs a hub id, and {model} is a folder")
+        if Path(model).exists():
+            refuse(f"--{revision} needs a hub id, and {model} is on this machine")
         if "@" in model:
             refuse(f"--{revision} and the revision in --{name} {model} contradict each other: give one")
 

@@ -76,22 +76,22 @@ def plan(settings: Settings, environment: Mapping[str, str], model: Path, folder
     )
 
 
-def with_family(settings: Settings, environment: Mapping[str, str], family: Path | None) -> Settings:
+def with_demo_adapters(settings: Settings, environment: Mapping[str, str], family: Path | None) -> Settings:
     """The settings with the adapters of a demo model by alias, unless other adapters are given. `family`: the folder
     of the demo model's adapters; None for any other model.
     """
     if family is None or settings["adapters"] is not None or settings["local-adapter-root"]:
         return settings
     roots = (str(family / "adapters"), str(family), str(hub_cache(settings, environment)))
-    return settings.with_values(adapters=str(_family_catalogue(settings, family)), local_adapter_root=roots)
+    return settings.with_values(adapters=str(_demo_catalogue(settings, family)), local_adapter_root=roots)
 
 
-def is_family(settings: Settings, family: Path | None) -> bool:
+def serves_demo_adapters(settings: Settings, family: Path | None) -> bool:
     """Whether the adapters of a demo model are served."""
-    return family is not None and settings["adapters"] == str(_family_catalogue(settings, family))
+    return family is not None and settings["adapters"] == str(_demo_catalogue(settings, family))
 
 
-def _family_catalogue(settings: Settings, family: Path) -> Path:
+def _demo_catalogue(settings: Settings, family: Path) -> Path:
     """Catalogue of a demo model's adapters: those that generate text, or those that embed it."""
     embeds = settings["pooling"] or settings["embedding-dim"] is not None
     return family / ("embedders.yaml" if embeds else "adapters.yaml")

@@ -93,7 +93,7 @@ def _download(request: DemoRequest, package: Path, log: logging.Logger) -> None:
 
     digest, received, said = hashlib.sha256(), 0, time.monotonic()
     timeout = httpx.Timeout(_STALL_S, connect=_CONNECT_S)
-    log.info("demo_download: %s is downloaded once, from %s", NAME, httpx.URL(request.url).host)
+    log.info("demo_download: downloading %s from %s, once", NAME, httpx.URL(request.url).host)
     try:
         with (
             httpx.stream("GET", request.url, timeout=timeout, follow_redirects=True) as answer,

@@ -225,6 +225,8 @@ def named(settings: Settings) -> refs.Ref | ModelFolder | GgufModel | DemoModel:
     """The base model of the settings: a demo model, a local folder or file, or a reference to the hub."""
     text = settings["model-id"]
     embeds = settings["pooling"] is not None or settings["embedding-dim"] is not None
+    if text in (EMBEDDED_ID, DEMO_ID) and settings["revision"] is not None:
+        refuse(f"--revision needs another model: {text} has no revisions")
     if text == EMBEDDED_ID or (text is None and embeds):  # the demo's model has no adapter that embeds
         return embedded()
     if text is None or text == DEMO_ID:

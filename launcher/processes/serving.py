@@ -450,20 +450,20 @@ _POOLED_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
 def _try_it(plan: ServerPlan, address: Address) -> str:
     """A request to try; for a demo model with an adapter."""
     request: dict[str, Any] = {"inputs": "def fibonacci(n):", "parameters": {"max_new_tokens": 40}}
-    is_family = adapters.is_family(plan.settings, plan.model.family)
+    has_demo_adapters = adapters.serves_demo_adapters(plan.settings, plan.model.family)
     is_demo = plan.model.family == model.DEMO_FAMILY
-    if is_family and not is_demo:
+    if has_demo_adapters and not is_demo:
         request = {"inputs": 'Record:\nname = "Wamiko"\nscore = 93\n\nAs JSON:\n'}
         request["parameters"] = {"adapter_id": "json", "max_new_tokens": 64, "details": True}
         request["parameters"] |= {"speculative_schedule": "constant"}  # `auto` may find that speculation does not pay
     path = "generate"
     if plan.task:
         path, request = _POOLED_TRIALS[plan.task]
-        if is_family:
+        if has_demo_adapters:
             request = {"model": "search", "input": "Return the length of the list"}
-    elif (is_demo or not is_family) and _is_chat(plan):
-        text = "Nora Schmidt, 34, works as a baker in Ghent." if is_family else "What is the capital of France?"
-        name = "json" if is_family else _name(plan)
+    elif (is_demo or not has_demo_adapters) and _is_chat(plan):
+        text = "Nora Schmidt, 34, works as a baker in Ghent." if has_demo_adapters else "What is the capital of France?"
+        name = "json" if has_demo_adapters else _name(plan)
         request = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 100}
         path = "v1/chat/completions"
     body = json.dumps(request)

@@ -1,11 +1,11 @@
-// Whether the server takes requests: asked every two seconds until it does, and less often after that.
+// Whether the server takes requests: asked every second until it does, and every ten seconds after that.
 
 import { ApiError, json } from "./api.js";
 import { button, el } from "./dom.js";
 
-const SOON_MS = 1000;
-const LATER_MS = 10000;
-const PATIENCE_MS = 5000; // a server that ends may accept a connection, and answer nothing
+const RETRY_MS = 1000;
+const POLL_MS = 10000;
+const TIMEOUT_MS = 5000; // a server that is shutting down may accept a connection and never answer
 
 // 72 s is "1 min 12 s".
 export function span(seconds) {
@@ -36,7 +36,7 @@ export class ServerStatus {
   async check() {
     clearTimeout(this.timer);
     try {
-      this.capabilities = await json("v1/capabilities", { signal: AbortSignal.timeout(PATIENCE_MS) });
+      this.capabilities = await json("v1/capabilities", { signal: AbortSignal.timeout(TIMEOUT_MS) });
       this.#take(stateOf(this.capabilities));
     } catch (error) {
       this.#take(error instanceof ApiError && error.status === 401 ? "key" : error instanceof ApiError ? "ready" : "gone");
@@ -46,7 +46,7 @@ export class ServerStatus {
 
   #plan() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => (document.hidden ? this.#plan() : this.check()), this.isReady ? LATER_MS : SOON_MS);
+    this.timer = setTimeout(() => (document.hidden ? this.#plan() : this.check()), this.isReady ? POLL_MS : RETRY_MS);
   }
 
   #take(state) {

@@ -13,30 +13,30 @@ ENVIRONMENT = {"HF_HUB_CACHE": "/data"}
 
 
 def test_the_demo_model_includes_its_adapters() -> None:
-    settings = adapters.with_family(read([], {}, "box"), ENVIRONMENT, FAMILY)
+    settings = adapters.with_demo_adapters(read([], {}, "box"), ENVIRONMENT, FAMILY)
     assert Path(settings["adapters"]).is_relative_to(FAMILY)
     assert settings["local-adapter-root"] == (str(FAMILY / "adapters"), str(FAMILY), "/data")
 
 
 def test_the_demo_model_has_other_adapters_when_it_embeds() -> None:
-    settings = adapters.with_family(read(["--pooling", "mean"], {}, "box"), ENVIRONMENT, FAMILY)
-    assert settings["adapters"] == str(FAMILY / "embedders.yaml") and adapters.is_family(settings, FAMILY)
+    settings = adapters.with_demo_adapters(read(["--pooling", "mean"], {}, "box"), ENVIRONMENT, FAMILY)
+    assert settings["adapters"] == str(FAMILY / "embedders.yaml") and adapters.serves_demo_adapters(settings, FAMILY)
 
 
 @pytest.mark.parametrize("flag", ["--adapters", "--local-adapter-root"])
 def test_given_adapters_replace_the_demo_s(flag: str) -> None:
     settings = read([flag, "something"], {}, "box")
-    assert adapters.with_family(settings, ENVIRONMENT, FAMILY) == settings
+    assert adapters.with_demo_adapters(settings, ENVIRONMENT, FAMILY) == settings
 
 
 def test_another_model_has_no_adapters_of_the_demo() -> None:
     settings = read(["--model-id", "owner/name"], {}, "box")
-    assert adapters.with_family(settings, ENVIRONMENT, None) == settings
-    assert not adapters.is_family(settings, None)
+    assert adapters.with_demo_adapters(settings, ENVIRONMENT, None) == settings
+    assert not adapters.serves_demo_adapters(settings, None)
 
 
 def test_the_default_adapter_root_need_not_exist(tmp_path: Path) -> None:
-    settings = adapters.with_family(read([], {}, "box"), {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY)
+    settings = adapters.with_demo_adapters(read([], {}, "box"), {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY)
     planned = adapters.plan(settings, {"HF_HUB_CACHE": str(tmp_path / "later")}, FAMILY / "base", tmp_path)
     assert planned.roots == (str(FAMILY / "adapters"), str(FAMILY), str(tmp_path / "later"))
 

@@ -106,6 +106,13 @@ def test_a_hub_id_may_include_a_revision() -> None:
     )
 
 
+@pytest.mark.parametrize("name", [model.DEMO_ID, model.EMBEDDED_ID])
+def test_demo_models_have_no_revisions(name: str) -> None:
+    with pytest.raises(LauncherError, match=f"^--revision needs another model: {name} has no revisions$") as caught:
+        model.named(settings("--model-id", name, "--revision", "main"))
+    assert caught.value.exit is Exit.ARGUMENT_VALIDATION
+
+
 @pytest.mark.parametrize("text", ["owner/name/more", "../x@y/..", "a b", "@main", "owner/name@", "-x/y"])
 def test_an_invalid_hub_id_is_an_error(text: str) -> None:
     with pytest.raises(LauncherError):
