@@ -4,7 +4,7 @@ Rows of panels are data; Grafana's JSON is made from them. For Grafana 10.4 and 
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ COLUMNS, HEIGHT = 24, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: PromQL by the text of its legend."""
+    """A graph or a number: PromQL by the text of its legend."""
 
     title: str
     queries: dict[str, str]
@@ -25,7 +25,9 @@ class Panel:
     """What it shows, for those who do not know."""
     kind: str = "timeseries"
     width: int = 8
-    options: dict[str, Any] = field(default_factory=dict)
+    height: int = HEIGHT
+    decimals: int | None = None
+    """Digits after the point; None: as many as Grafana finds useful."""
 
 
 def rate(metric: str, *by: str, of: str = "") -> str:
@@ -39,6 +41,11 @@ def total(metric: str, *by: str) -> str:
     return f"sum{_by(by)} ({metric}{{{SELECT}}})"
 
 
+def increase(metric: str) -> str:
+    """Events of the last hour, added up over routers."""
+    return f"sum (increase({metric}{{{SELECT}}}[1h]))"
+
+
 def quantile(share: float, metric: str, *by: str) -> str:
     """The quantile of a histogram over the rate's window."""
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *by)})"
@@ -46,6 +53,11 @@ def quantile(share: float, metric: str, *by: str) -> str:
 
 def quantiles(metric: str) -> dict[str, str]:
     return {f"p{round(100 * share)}": quantile(share, metric) for share in (0.5, 0.95, 0.99)}
+
+
+def number(title: str, expression: str, unit: str = "short", text: str = "", decimals: int | None = None) -> Panel:
+    """A single number: its current value, or that over the rate's window."""
+    return Panel(title, {"": expression}, unit, text, kind="stat", width=4, height=4, decimals=decimals)
 
 
 def over(numerator: str, denominator: str) -> str:
@@ -62,6 +74,19 @@ def top(expression: str, count: int = 10) -> str:
 
 
 OVERVIEW = {
+    "Now": [
+        number("Requests per second", rate("lorax_request_count"), "reqps"),
+        number("Output tokens per second", rate("lorikeet_generated_tokens_total"), decimals=0),
+        number("First token, median", quantile(0.5, "lorikeet_time_to_first_token_seconds"), "s"),
+        number("Between tokens, median", quantile(0.5, "lorikeet_inter_token_latency_seconds"), "s"),
+        number("Queue", total("lorax_queue_length"), text="Requests that wait for a place in a shard."),
+        number(
+            "Failed requests",
+            over(rate("lorax_request_failure"), rate("lorax_request_count")),
+            "percentunit",
+            "The share of requests that failed.",
+        ),
+    ],
     "Traffic": [
         Panel("Requests", {"arrived": rate("lorax_request_count"), "answered": rate("lorax_request_success")}, "reqps"),
         Panel(
@@ -78,8 +103,8 @@ OVERVIEW = {
         ),
     ],
     "Latency": [
-        Panel("Time to first token", quantiles("lorikeet_time_to_first_token"), "s"),
-        Panel("Inter-token latency", quantiles("lorikeet_inter_token_latency"), "s"),
+        Panel("Time to first token", quantiles("lorikeet_time_to_first_token_seconds"), "s"),
+        Panel("Inter-token latency", quantiles("lorikeet_inter_token_latency_seconds"), "s"),
         Panel("Whole requests", quantiles("lorax_request_duration"), "s"),
         Panel("Time in the queue", quantiles("lorikeet_queue_seconds"), "s"),
         Panel("Steps", {"{{method}} p95": quantile(0.95, "lorax_batch_inference_duration", "method")}, "s"),
@@ -87,8 +112,8 @@ OVERVIEW = {
             "First token within 500 ms",
             {
                 "share": over(
-                    rate("lorikeet_time_to_first_token_bucket", of='le="0.498789"'),
-                    rate("lorikeet_time_to_first_token_count"),
+                    rate("lorikeet_time_to_first_token_seconds_bucket", of='le="0.498789"'),
+                    rate("lorikeet_time_to_first_token_seconds_count"),
                 )
             },
             "percentunit",
@@ -151,6 +176,18 @@ OVERVIEW = {
     ],
 }
 ADAPTERS = {
+    "Now": [
+        number("In slots", total("lorikeet_adapters_resident"), text="Adapters on the device."),
+        number("Known", total("lorikeet_adapters_known"), text="Adapters whose content the router knows."),
+        number("Loading", total("lorikeet_adapters_loading"), text="Adapters that are being loaded."),
+        number(
+            "Requests found it in a slot",
+            over(rate("lorikeet_adapter_hits_total", of='tier="slot"'), rate("lorikeet_adapter_hits_total")),
+            "percentunit",
+        ),
+        number("Load, 95 %", quantile(0.95, "lorikeet_adapter_load_seconds"), "s", "Time to load an adapter."),
+        number("Errors of adapters", rate("lorikeet_adapter_errors_total"), "ops"),
+    ],
     "Where adapters are": [
         Panel(
             "Adapters",
@@ -203,6 +240,29 @@ ADAPTERS = {
     ],
 }
 SPECULATION = {
+    "Now": [
+        number(
+            "Accepted",
+            over(rate("lorikeet_accepted_tokens_total"), rate("lorikeet_drafted_tokens_total")),
+            "percentunit",
+            "Accepted draft tokens over those that were verified.",
+        ),
+        number("Drafted per second", rate("lorikeet_drafted_tokens_total"), decimals=0),
+        number("Accepted per second", rate("lorikeet_accepted_tokens_total"), decimals=0),
+        number(
+            "Output tokens from drafts",
+            over(rate("lorikeet_accepted_tokens_total"), rate("lorikeet_generated_tokens_total")),
+            "percentunit",
+            "The share of output tokens that were accepted draft tokens.",
+        ),
+        number(
+            "Tokens per step",
+            "1 + " + over(rate("lorikeet_speculation_accepted_tokens_total"), rate("lorikeet_speculation_steps_total")),
+            text="Of steps that verified drafts.",
+            decimals=2,
+        ),
+        number("Time of drafts", rate("lorikeet_speculation_seconds_total"), "percentunit", "Seconds per second."),
+    ],
     "All": [
         Panel(
             "Acceptance rate",
@@ -288,6 +348,14 @@ SPECULATION = {
     ],
 }
 RECOVERY = {
+    "Now": [
+        number("Routers with a ready shard", total("lorikeet_shard_ready")),
+        number("Streams lost", increase("lorikeet_shard_reconnects_total"), text="In the last hour.", decimals=0),
+        number("Requests retried", increase("lorikeet_requests_retried_total"), text="In the last hour.", decimals=0),
+        number("Failed steps", increase("lorax_batch_inference_failure"), text="In the last hour.", decimals=0),
+        number("Running requests", total("lorikeet_running_requests")),
+        number("Credit", total("lorikeet_credit_requests"), text="Requests that shards could start now."),
+    ],
     "Shards": [
         Panel(
             "Routers with a ready shard",
@@ -333,10 +401,10 @@ def dashboard(name: str, rows: dict[str, list[Panel]]) -> dict[str, Any]:
         x, y = 0, y + 1
         for panel in row:
             if x + panel.width > COLUMNS:
-                x, y = 0, y + HEIGHT
-            panels.append(_panel(panel, len(panels) + 1, _at(x, y, panel.width, HEIGHT)))
+                x, y = 0, y + panel.height
+            panels.append(_panel(panel, len(panels) + 1, _at(x, y, panel.width, panel.height)))
             x += panel.width
-        y += HEIGHT
+        y += row[-1].height
     return {
         "uid": f"lorikeet-{name}",
         "title": f"Lorikeet: {name}",
@@ -351,19 +419,25 @@ def dashboard(name: str, rows: dict[str, list[Panel]]) -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, identity: int, position: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    options: dict[str, Any]
+    if panel.kind == "stat":
+        defaults |= {"color": {"mode": "fixed", "fixedColor": "text"}}
+        defaults |= {} if panel.decimals is None else {"decimals": panel.decimals}
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "graphMode": "area", "textMode": "value"}
+    else:
+        defaults["custom"] = {"fillOpacity": 8, "showPoints": "never"}
+        options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
     return {
-        "id": number,
+        "id": identity,
         "type": panel.kind,
         "title": panel.title,
         "description": panel.text,
         "gridPos": position,
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8, "showPoints": "never"}},
-            "overrides": [],
-        },
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
         "targets": [
             {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend}
             for index, (legend, expression) in enumerate(panel.queries.items())

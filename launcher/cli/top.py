@@ -159,8 +159,8 @@ def _traffic(interval: Interval, live: Snapshot) -> Table:
     table.add_row("waiting", f"{waiting:.0f}")
     if live:
         table.add_row("preempted", str(live["requests"]["preempted"]))
-    table.add_row("first token p50, p95", _milliseconds(interval, "lorikeet_time_to_first_token"))
-    table.add_row("between tokens p50, p95", _milliseconds(interval, "lorikeet_inter_token_latency"))
+    table.add_row("first token p50, p95", _milliseconds(interval, "lorikeet_time_to_first_token_seconds"))
+    table.add_row("between tokens p50, p95", _milliseconds(interval, "lorikeet_inter_token_latency_seconds"))
     return table
 
 

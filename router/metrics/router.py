@@ -40,6 +40,25 @@ _COUNTERS = {
     "learning_cpu_seconds": ("cpu_seconds", "Processor seconds of trainings, which run where a processor is idle"),
 }
 
+FORMER_NAMES = {
+    "lorikeet_time_to_first_token_seconds": "lorikeet_time_to_first_token",
+    "lorikeet_inter_token_latency_seconds": "lorikeet_inter_token_latency",
+    "lorikeet_dispatch_batch_size": "lorikeet_batch_sent",
+    "lorikeet_device_idle_seconds_total": "lorikeet_step_gap_seconds_total",
+    "lorikeet_requests_retried_total": "lorikeet_requests_moved_total",
+    "lorikeet_routing_decisions_total": "lorikeet_placements_total",
+}
+"""Names of earlier versions, which are exported for one release more."""
+_FORMER_REASONS = {
+    "only_shard": "only",
+    "adapter_resident": "adapter",
+    "prefix_cached": "prefix",
+    "adapter_affinity": "home",
+    "overflow": "spread",
+    "least_loaded": "credit",
+}
+"""Values of `reason` of lorikeet_placements_total."""
+
 
 class LearningMetrics:
     """Learning metrics of one router. A restarted shard counts from zero, so its earlier totals are kept."""
@@ -212,8 +231,12 @@ class Metrics:
         self.request_classify_output_count = Histogram([], "lorax_request_classify_output_count", text)
         self.steps = StepMetrics(_DURATIONS)
         # Ours.
-        self.time_to_first_token = _own(_DURATIONS, "time_to_first_token", "Seconds from arrival to the first token")
-        self.inter_token_latency = _own(_LATENCIES, "inter_token_latency", "Seconds between tokens of one request")
+        self.time_to_first_token = _own(
+            _DURATIONS, "time_to_first_token_seconds", "Seconds from arrival to the first token"
+        )
+        self.inter_token_latency = _own(
+            _LATENCIES, "inter_token_latency_seconds", "Seconds between tokens of one request"
+        )
         self.queue_seconds = _own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
         self.batch_size = _own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
         self.prompt_tokens = _counter("prompt_tokens", "Prompt tokens sent to shards")
@@ -417,7 +440,13 @@ class Metrics:
         return lambda label: label in (BASE, OTHER, "") or self.adapters.is_digest(label) or may_name(label)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus families of all metrics."""
+        """Prometheus families of all metrics, and those with former names again."""
+        for family in self._current():
+            yield family
+            if family.name in FORMER_NAMES:
+                yield _as_former(family)
+
+    def _current(self) -> Iterator[Metric]:
         yield from families(self)
         yield from self.steps.collect()
         yield from self.adapters.collect()
@@ -462,6 +491,16 @@ class Metrics:
         gauges["lorikeet_shard_waiting_requests"] = sum(load.num_waiting for load in loads)
         gauges["lorikeet_kv_pages_used"] = used
         gauges["lorikeet_kv_pages_cached"] = sum(load.cached_pages for load in loads)
+
+
+def _as_former(family: Metric) -> Metric:
+    """The same numbers under the family's former name."""
+    name = FORMER_NAMES[family.name]
+    former = Metric(name, f"Deprecated: {family.name} has the same numbers", family.type)
+    for sample in family.samples:
+        labels = {key: _FORMER_REASONS.get(value, value) for key, value in sample.labels.items()}
+        former.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+    return former
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -128,6 +128,16 @@ def test_panels_do_not_overlap() -> None:
             taken |= cells
 
 
+def test_each_dashboard_begins_with_a_row_of_single_numbers() -> None:
+    for board in dashboards().values():
+        first, *panels = board["panels"]
+        kinds = [panel["type"] for panel in panels]
+        assert first["title"] == "Now" and kinds[:7] == ["stat"] * 6 + ["row"] and "stat" not in kinds[6:]
+        assert {panel["gridPos"]["y"] for panel in panels[:6]} == {1}
+        assert all(len(panel["targets"]) == 1 and " by (" not in panel["targets"][0]["expr"].replace("by (le)", "")
+                   for panel in panels[:6])  # fmt: skip
+
+
 def test_alerts_say_what_to_do() -> None:
     for rule in alerts():
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}

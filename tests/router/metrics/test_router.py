@@ -7,7 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.histogram import Histogram
-from lorikeet.router.metrics.router import PROMETHEUS_TYPE, Metrics
+from lorikeet.router.metrics.router import FORMER_NAMES, PROMETHEUS_TYPE, Metrics
+from lorikeet.router.shards.members import Reason
 
 LORAX_COUNTERS = {
     "lorax_request_count",
@@ -69,19 +70,46 @@ def test_idle_seconds_of_each_shard_are_added_up() -> None:
     assert samples(metrics)["lorikeet_device_idle_seconds_total"] == pytest.approx((1500 + 100 + 200) / 1e6)
 
 
-def test_retries_placements_batches_and_idle_time_have_one_name_each() -> None:
+def test_retries_placements_batches_and_idle_time_keep_their_former_names() -> None:
     metrics = filled()
     metrics.requests_retried.add(3)
     metrics.routing_decisions.add(2, "overflow")
     metrics.device_idle_seconds.add(0.5)
     metrics.batch_left(4)
     values = samples(metrics)
-    assert values["lorikeet_requests_retried_total"] == 3
+    assert values["lorikeet_requests_retried_total"] == values["lorikeet_requests_moved_total"] == 3
     assert values['lorikeet_routing_decisions_total{reason="overflow"}'] == 2
-    assert values["lorikeet_device_idle_seconds_total"] == 0.5
-    assert values['lorikeet_dispatch_batch_size_bucket{le="4"}'] == 1
-    former = ("requests_moved", "placements", "batch_sent", "step_gap")
-    assert not [name for name in values if name.startswith(tuple(f"lorikeet_{name}" for name in former))]
+    assert values['lorikeet_placements_total{reason="spread"}'] == 2
+    assert values["lorikeet_device_idle_seconds_total"] == values["lorikeet_step_gap_seconds_total"] == 0.5
+    assert values['lorikeet_dispatch_batch_size_bucket{le="4"}'] == values['lorikeet_batch_sent_bucket{le="4"}'] == 1
+
+
+def test_former_names_are_deprecated_copies() -> None:
+    families = {family.name: family for family in filled().collect()}
+    for name, former in FORMER_NAMES.items():
+        assert families[former].documentation == f"Deprecated: {name} has the same numbers"
+        assert families[former].type == families[name].type
+        assert [sample.value for sample in families[former].samples] == [
+            sample.value for sample in families[name].samples
+        ]
+        assert all(sample.name.startswith(former) for sample in families[former].samples)
+
+
+def test_every_reason_for_a_shard_had_a_former_name() -> None:
+    metrics = filled()
+    for reason in Reason:
+        metrics.routing_decisions.add(1, reason)
+    reasons = {name.partition('"')[2].rstrip('"}') for name in samples(metrics) if "placements" in name}
+    assert reasons == {"only", "adapter", "prefix", "home", "spread", "credit"}
+
+
+def test_our_metrics_have_units_and_counters_end_in_total() -> None:
+    for family in filled().collect():
+        if not family.name.startswith("lorikeet_") or family.documentation.startswith("Deprecated"):
+            continue
+        assert (family.type == "counter") is family.name.endswith("_total")
+        if family.documentation.startswith("Seconds"):
+            assert "_seconds" in family.name
 
 
 def test_names_are_lorax_s_own() -> None:
@@ -109,8 +137,8 @@ def test_our_own_metrics() -> None:
     assert values["lorikeet_kv_pages_used"] == 5
     assert values["lorikeet_kv_pages_cached"] == 7
     assert values["lorikeet_kv_pages"] == 100
-    assert values["lorikeet_inter_token_latency_count"] == 4
-    assert values["lorikeet_inter_token_latency_sum"] == pytest.approx(0.05)
+    assert values["lorikeet_inter_token_latency_seconds_count"] == 4
+    assert values["lorikeet_inter_token_latency_seconds_sum"] == pytest.approx(0.05)
 
 
 def test_the_text_form_can_be_parsed() -> None:
