@@ -152,7 +152,7 @@ class _Downloads:
         if "error" in content:
             raise LauncherError(Exit.DOWNLOAD_ERROR, content["error"])
         log = logging.getLogger("lorikeet.launcher")
-        log.info("demo_conversion: writing the weights of %s in bfloat16, once. This takes about half a minute", demo.NAME)
+        log.info("demo_conversion: writing %s in bfloat16, once. This takes about half a minute", demo.NAME)
         folder = scratch / "folder"
         self._made_for(role, GgufModel(content["path"]), use, self.folder / f"made-{role}.json", plain=folder)
         try:

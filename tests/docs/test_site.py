@@ -18,6 +18,7 @@ from lorikeet.router.error_answers import ANSWERS
 from tests.e2e.launched import ROOT
 
 DOCS = ROOT / "docs"
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 OF_OTHERS = """gpus shm-size build-arg build user set head address again list smoke commit suite upgrade fail silent
 compile retry switch verify replicas"""
 """Flags of other programs, and of an example, that pages name."""
@@ -88,6 +89,46 @@ def test_every_page_is_reached_from_the_index() -> None:
             waiting.append(path)
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert {page for page in pages if not page.startswith("decisions/")} <= reached
+
+
+def written(path: Path) -> str:
+    """A page without code, whose brackets are not links."""
+    return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("](", "] ("), _FENCED.sub("", path.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of its headings, on GitHub and on the site."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in plain}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the list of committed files")
+def test_every_link_leads_to_a_file_and_to_a_heading_of_it() -> None:
+    command = ["git", "ls-files", "*.md"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    num_links, dead = 0, []
+    for name in names:
+        page = ROOT / name
+        for link in re.findall(r"\]\(([^)\s]+)\)", written(page)):
+            target, _, anchor = link.partition("#")
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            num_links += 1
+            path = Path(os.path.normpath(page.parent / target)) if target else page
+            if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+                dead.append(f"{name}: {link}")
+    assert num_links > 300
+    assert dead == []
+
+
+def test_a_release_is_a_page_of_the_changelog() -> None:
+    """Entries that a merge brought back stand twice, or make it long."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entries = [line for line in text.splitlines() if line.startswith("- ")]
+    assert len(entries) == len(set(entries))
+    for release in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        assert len(release) < 20_000, f"shorten {release.partition(chr(10))[0]}: to what users notice"
 
 
 @pytest.mark.parametrize(
