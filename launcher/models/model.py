@@ -159,6 +159,8 @@ _STEP_OF_PROMPTS = 2048
 """Tokens of a step of a model that generates no text: short prompts are computed together."""
 _CACHED = "models--"
 """How huggingface-hub's cache begins the name of a model's folder."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+"""Parameters of generation_config.json that requests have too."""
 _FILES = (".gguf", ".safetensors")
 """Endings of a file's name, which no repository has."""
 
@@ -289,6 +291,16 @@ def has_chat_template(path: Path) -> bool:
         return bool(json.loads((path / "tokenizer_config.json").read_bytes()).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def recommended_sampling(path: Path) -> dict[str, float]:
+    """The sampling parameters that the model's generation_config.json names. They are not applied."""
+    try:
+        values = json.loads((path / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    named = {name: values.get(name) for name in _SAMPLING} if isinstance(values, dict) else {}
+    return {name: value for name, value in named.items() if type(value) in (int, float)}
 
 
 def configuration(path: Path) -> dict[str, Any]:

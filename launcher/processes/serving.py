@@ -362,6 +362,9 @@ def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Sign
         log.warning("adapter_store: %s", plan.adapters.warning)
     if plan.adapters.s3_warning:
         log.warning("s3_open: %s", plan.adapters.s3_warning)
+    if plan.has_router and (sampling := model.recommended_sampling(plan.model.path)):
+        listed = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        log.info("sampling_not_applied: %s recommends %s: requests that want this must say so", plan.model.id, listed)
     if plan.num_replicas:
         log.info("model_loading: loading %s on %s from %s", plan.model.id, plan.device, plan.model.path)
     if plan.num_replicas and plan.draft is not None:

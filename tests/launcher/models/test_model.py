@@ -106,6 +106,24 @@ def test_a_hub_id_may_include_a_revision() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "sampling"),
+    [
+        ('{"do_sample": true, "temperature": 0.7, "top_k": 20, "eos_token_id": 2}', {"temperature": 0.7, "top_k": 20}),
+        ('{"temperature": null, "top_p": "0.9", "min_p": true}', {}),
+        ("[]", {}),
+        ("no JSON", {}),
+        (None, {}),
+    ],
+)
+def test_the_sampling_parameters_that_a_model_recommends(
+    tmp_path: Path, text: str | None, sampling: dict[str, float]
+) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert model.recommended_sampling(tmp_path) == sampling
+
+
 @pytest.mark.parametrize("name", [model.DEMO_ID, model.EMBEDDED_ID])
 def test_demo_models_have_no_revisions(name: str) -> None:
     with pytest.raises(LauncherError, match=f"^--revision needs another model: {name} has no revisions$") as caught:
