@@ -21,7 +21,7 @@ export const prefersTokens = () => localStorage.getItem(SHOWN) === "true";
 
 export function titleOf({ adapter, method, draftTokens }, isCompared) {
   const drafts = method === "off" || draftTokens === 0 ? "without drafts" : "with drafts";
-  return [adapter || "Base model", isCompared ? drafts : ""].filter(Boolean).join(" · ");
+  return [adapter || "No adapter", isCompared ? drafts : ""].filter(Boolean).join(" · ");
 }
 
 export class AnswerView {

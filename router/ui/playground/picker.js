@@ -61,7 +61,7 @@ export class Picker {
     this.matching = this.all.filter((model) => words.every((word) => text(model).includes(word)))
       .sort((a, b) => (rank[a.tier] ?? 3) - (rank[b.tier] ?? 3) || (a.id < b.id ? -1 : 1));
     const typed = this.search.value.trim();
-    const base = { id: "", name: "Base model", description: this.capabilities.model };
+    const base = { id: "", name: "No adapter", description: `${this.capabilities.model} alone` };
     const hasBase = words.every((word) => `${base.name} ${base.description}`.toLowerCase().includes(word));
     this.rows = hasBase ? [base, ...this.matching] : this.matching.slice();
     if (typed && !this.all.some((model) => model.id === typed)) {

@@ -169,13 +169,16 @@ export class Playground {
     this.conversation.draft = this.input.value;
     this.conversation.files = this.files.all;
     this.#fit();
+    this.#showSending();
     this.#save();
   }
 
   #setInput(text, isNew = true) {
     this.input.value = text;
-    if (isNew) this.#drafted();
-    else this.#fit();
+    if (isNew) return this.#drafted();
+    this.#fit();
+    this.#showSending();
+    return undefined;
   }
 
   // The field grows with its text, where the browser does not do it by itself.
@@ -255,7 +258,7 @@ export class Playground {
 
   // The adapter of a side; pressing it chooses another.
   #chip({ adapter }, side, isDouble) {
-    const name = adapter || "Base model";
+    const name = adapter || "No adapter";
     return el("button", {
       type: "button", class: "adapter-button", "aria-label": `${isDouble ? `Side ${"AB"[side]}: ` : ""}Adapter: ${name}. Choose another`, onclick: () => this.#choose(side),
     }, isDouble ? el("span", { class: "side-mark", "data-side": "AB"[side] }) : null, el("span", { class: "picker-name" }, name), icon("chevron"));
@@ -270,8 +273,9 @@ export class Playground {
     this.halt.hidden = !(isRunning && isSingle);
     this.submit.hidden = isRunning && isSingle;
     if (hadFocus && this.halt.hidden) this.input.focus();
-    this.submit.disabled = !this.status.isReady;
-    this.submit.title = WAITING[this.status.state] || "Send";
+    const isEmpty = !this.input.value.trim() && !this.files.all.length;
+    this.submit.disabled = !this.status.isReady || isEmpty;
+    this.submit.title = WAITING[this.status.state] || (isEmpty ? "Write something first" : "Send");
   }
 
   #running() {

@@ -37,7 +37,7 @@ export class SettingsPanel {
       this.onChange();
     });
     this.tools = this.#section("Tools", this.#toolFields());
-    this.element = el("div", { class: "settings" }, this.presets.element, this.systemField, this.#slider("temperature", "Temperature", 0, 2, 0.05),
+    this.element = el("div", { class: "settings" }, this.presets.element, this.systemField, this.#slider("temperature", "Temperature", 0, 2, 0.05, "0: always the most likely token. Higher: more varied"),
       field("Longest answer", this.#number("maxTokens", 1, capabilities.max_total_tokens - 1, 1), "In tokens"),
       this.#section("Sampling", this.#samplingFields()), this.#section("Speculative decoding", this.#speculationFields()),
       this.#section("Output", [...this.#outputFields(), this.grammarField]), this.tools);
@@ -191,9 +191,9 @@ export class SettingsPanel {
     return this.#control(name, el("textarea", properties));
   }
 
-  #slider(name, label, min, max, step) {
+  #slider(name, label, min, max, step, hint) {
     const control = this.#control(name, el("input", { type: "range", min, max, step }));
-    const shown = field(label, control);
+    const shown = field(label, control, hint);
     control.output = el("output", { class: "slider-value", htmlFor: control.id });
     shown.querySelector("label").after(control.output);
     return shown;

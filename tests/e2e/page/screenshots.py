@@ -67,7 +67,6 @@ def opened(browser: Any, url: str, theme: str) -> Any:
     page = browser.new_context(color_scheme=theme, viewport={"width": 1280, "height": 800}).new_page()
     page.goto(url)
     page.wait_for_selector("[data-ready]")
-    until(page, "!document.querySelector('.composer [type=submit]').disabled")
     return page
 
 
@@ -75,7 +74,7 @@ def take(browser: Any, url: str) -> None:
     page = opened(browser, url, "light")
     page.get_by_role("button", name="Completion").click()
     page.get_by_role("button", name="Compare").click()
-    until(page, "document.getElementById('prompt').value")
+    until(page, "!document.querySelector('.composer [type=submit]').disabled")
     page.press("#prompt", "Enter")
     until(page, "document.querySelectorAll('.answer:not(.running)').length === 2")
     page.hover(".token:nth-child(8)")

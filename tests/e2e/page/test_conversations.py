@@ -166,9 +166,27 @@ def test_a_loading_model_is_waited_for(visit: Visit) -> None:
     page.unroute_all(behavior="ignoreErrors")
 
 
+def test_only_a_message_or_a_file_can_be_sent(visit: Visit) -> None:
+    page = visit.open()
+    send = page.get_by_role("button", name="Send")
+    assert send.is_disabled() and send.get_attribute("title") == "Write something first"
+    page.fill("#prompt", "  ")
+    assert send.is_disabled()
+    page.fill("#prompt", "Hello")
+    wait_for(page, send.is_enabled)
+    page.fill("#prompt", "")
+    assert send.is_disabled()
+    page.locator(".composer input[type=file]").set_input_files(
+        {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"A note"}
+    )
+    wait_for(page, send.is_enabled)
+
+
 def test_a_server_that_does_not_answer_is_said(visit: Visit) -> None:
     """One that accepts connections and sends nothing, too; and that it is there again."""
     page = visit.open()
+    page.fill("#prompt", "Hello")
+    wait_for(page, lambda: page.get_by_role("button", name="Send").is_enabled())
     held: list[Any] = []
     page.route("**/v1/capabilities", lambda route: held.append(route))  # noqa: PLW0108 - playwright marks functions
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")

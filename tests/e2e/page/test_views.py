@@ -84,7 +84,7 @@ def test_all_is_done_with_the_keyboard(browser: Any, adapting: Server) -> None:
 
         keys.tab_to("Compare")
         keys.press("Enter")
-        keys.tab_to("Side B: Adapter: Base model. ", "Shift+Tab")
+        keys.tab_to("Side B: Adapter: No adapter. ", "Shift+Tab")
         keys.press("Enter")
         page.wait_for_selector(".picker-row")
         assert keys.focused() == "Search adapters"
