@@ -10,11 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.docs.snippets import standin
+from tests.docs.snippets import ENDING, standin
 from tests.e2e.launched import alive
 
-ENDING = ("--help", "-h", "--version", "--print-config", "--download-only")
-"""Flags with which the launcher does not serve."""
 START_S = 240.0
 
 
@@ -26,13 +24,15 @@ def main(arguments: Sequence[str]) -> int:
         return subprocess.run(command, check=False).returncode
     small = ["--hostname", "127.0.0.1", "--port", os.environ["SNIPPET_PORT"], "--cpu-memory", "256MiB"]
     small += [] if "--num-shard" in words else ["--threads", "1"]
-    end_earlier()
+    if "--shard-address" not in words:  # the shard is an earlier server of the page
+        end_earlier()
     log = Path(os.environ["SNIPPET_LOG"])
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, *small], stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
         )
-    Path(os.environ["SNIPPET_PIDS"]).write_text(f"{server.pid}\n")
+    with Path(os.environ["SNIPPET_PIDS"]).open("a") as pids:
+        pids.write(f"{server.pid}\n")
     end = time.monotonic() + START_S
     while "is ready at" not in log.read_text():
         if server.poll() is not None or time.monotonic() > end:
@@ -52,6 +52,7 @@ def end_earlier() -> None:
             continue
         while alive(int(line)):
             time.sleep(0.05)
+    pids.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

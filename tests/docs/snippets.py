@@ -20,6 +20,8 @@ from tests.e2e.launched import ROOT, free_port
 
 BEFORE, INSIDE, OUTPUT = "not run: ", "file: ", "output"
 DEMO_PAGE = "<!-- server: lorikeet/smollm2 -->\n"
+ENDING = ("--help", "-h", "--version", "--print-config", "--download-only")
+"""Flags with which the launcher does not serve."""
 LANGUAGES = ("sh", "python", "json", "yaml", "text")
 _FENCE = re.compile(
     r"(?:^ *<!-- (?P<mark>[^\n]*?) -->\n+)?^ *```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *```$", re.M | re.S
@@ -83,10 +85,11 @@ def blocks(page: Path) -> list[Block]:
 class Sandbox:
     """The folder of one page: `adapters` and `model` are there, and servers that a block starts end with the page."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        """`port` is that of a running demo server."""
+    def __init__(self, folder: Path, port: int, **environment: str) -> None:
+        """`port` is that of a running demo server. `environment`: further variables of the commands."""
         self._folder = folder
         self._port = port
+        self._shard_port = free_port()
         self._pids = folder / "pids"
         tools = folder / "bin"
         tools.mkdir()
@@ -108,7 +111,7 @@ class Sandbox:
         self._environment = kept | {
             "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
             "SNIPPET_PIDS": str(self._pids), "SNIPPET_LOG": str(folder / "log"), "MODEL_ID": "lorikeet/base",
-        }  # fmt: skip
+        } | environment  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -127,9 +130,10 @@ class Sandbox:
         if block.file:
             (self._folder / block.file).write_text(block.text)
             return ""
-        if re.search("lorikeet-launcher|lorikeet serve", block.text) and block.language == "sh":
+        if block.language == "sh" and _starts_a_server(block.text):
             self._port = free_port()
         text = re.sub(r"(localhost|127\.0\.0\.1):3000", f"127.0.0.1:{self._port}", block.text)
+        text = text.replace("127.0.0.1:9000", f"127.0.0.1:{self._shard_port}")
         url = f"http://127.0.0.1:{self._port}"
         environment = self._environment | {"SNIPPET_PORT": str(self._port), "LORIKEET_URL": url}
         command = ["bash", "-euo", "pipefail", "-c", text]
@@ -144,6 +148,22 @@ class Sandbox:
         assert done.returncode == 0, f"exit code {done.returncode} of\n{block.text}\n{done.stdout[-4000:]}"
         assert '"error":' not in done.stdout.partition("\n")[0], f"an error of\n{block.text}\n{done.stdout[:2000]}"
         return done.stdout
+
+
+def run_page(page: Path, sandbox: Sandbox) -> None:
+    """Execute the blocks of a page, and compare what they print with the page."""
+    printed = ""
+    for block in blocks(page):
+        if block.is_run or block.file:
+            printed = sandbox.run(block)
+        elif block.is_output:
+            missing = [line for line in block.text.splitlines() if line.strip() and line.strip() not in printed]
+            assert not missing, f"{page.relative_to(ROOT)} shows {missing}; printed was\n{printed}"
+
+
+def _starts_a_server(text: str) -> bool:
+    commands = [line for line in text.splitlines() if re.search("lorikeet-launcher|lorikeet serve", line)]
+    return any(not set(re.findall(r"(?<!\S)--?[a-z-]+", line)) & set(ENDING) for line in commands)
 
 
 def standin(word: str) -> str:

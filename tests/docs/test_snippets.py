@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from lorikeet.launcher.config.settings import parser
-from tests.docs.snippets import LANGUAGES, Block, Sandbox, blocks, needs_demo, pages
+from tests.docs.snippets import LANGUAGES, Block, Sandbox, blocks, needs_demo, pages, run_page
 from tests.e2e.launched import ROOT, Launched
 
 PAGES = [page for page in pages() if blocks(page)]
 RUN = [page for page in PAGES if any(block.is_run for block in blocks(page))]
-ON_DEMO = [page for page in RUN if needs_demo(page)]
 
 
 def name(page: Path) -> str:
@@ -75,34 +74,20 @@ def port() -> Iterator[int]:
         yield launched.wait_until_ready().port
 
 
-@pytest.fixture(scope="module")
-def demo_port() -> Iterator[int]:
-    """Of a server of the demo's model, which is downloaded unless it is in the cache."""
-    with Launched(
-        "--threads", "1", "--speculative-tokens", "3", MODEL_ID="lorikeet/smollm2", HF_HUB_OFFLINE="0"
-    ) as server:
-        yield server.wait_until_ready().port
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in RUN if page not in ON_DEMO], ids=name)
+@pytest.mark.parametrize("page", [page for page in RUN if not needs_demo(page)], ids=name)
 def test_every_block_runs(page: Path, port: int, tmp_path: Path) -> None:
-    run(page, port, tmp_path)
+    with Sandbox(tmp_path, port) as sandbox:
+        run_page(page, sandbox)
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("page", ON_DEMO, ids=name)
-def test_every_block_runs_on_the_demo_s_model(page: Path, demo_port: int, tmp_path: Path) -> None:
-    run(page, demo_port, tmp_path)
-
-
-def run(page: Path, port: int, folder: Path) -> None:
-    """Execute the blocks of a page, and compare what they print with the page."""
-    printed = ""
-    with Sandbox(folder, port) as sandbox:
-        for block in blocks(page):
-            if block.is_run or block.file:
-                printed = sandbox.run(block)
-            elif block.is_output:
-                missing = [line for line in block.text.splitlines() if line.strip() and line.strip() not in printed]
-                assert not missing, f"{name(page)} shows {missing}; printed was\n{printed}"
+def test_every_tutorial_is_executed_against_the_demo_s_model() -> None:
+    """By tests/real."""
+    tutorials = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+    assert len(tutorials) >= 4
+    for page in tutorials:
+        assert needs_demo(page), f"{name(page)}: begin with the comment that names the server"
+        code = [block for block in blocks(page) if block.language in ("sh", "python")]
+        first = next(number for number, block in enumerate(blocks(page)) if block.is_run)
+        assert all(block.is_run for block in code), f"{name(page)} has code that is not executed"
+        assert any(block.is_output for block in blocks(page)[first:]), f"{name(page)} does not show what is printed"
