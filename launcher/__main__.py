@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--version" in arguments:
             from lorikeet.proto.version import version
 
-            print(version())
+            print(f"lorikeet {version()}")
             return Exit.OK
         if page := settings.help_page(arguments):
             print(page)

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(parser().format_help())
         return 0
     if name == "--version":
-        print(version())
+        print(f"lorikeet {version()}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)

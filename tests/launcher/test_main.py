@@ -14,6 +14,7 @@ import pytest
 from lorikeet.launcher.__main__ import main
 from lorikeet.launcher.exits import Exit
 from lorikeet.launcher.processes import serving
+from lorikeet.proto.version import version
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == Exit.OK
-    assert capsys.readouterr().out.strip()
+    assert capsys.readouterr().out == f"lorikeet {version()}\n"
 
 
 def test_an_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

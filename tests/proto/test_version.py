@@ -22,7 +22,7 @@ def output_of(*command: str, cwd: Path, path: Path) -> str:
 
 def test_a_checkout_says_what_its_pyproject_says(tmp_path: Path) -> None:
     assert version.version() == DECLARED
-    assert output_of("-m", "lorikeet.launcher", "--version", cwd=tmp_path, path=ROOT / "src") == DECLARED
+    assert output_of("-m", "lorikeet.launcher", "--version", cwd=tmp_path, path=ROOT / "src") == f"lorikeet {DECLARED}"
 
 
 def test_an_installation_says_what_was_installed(tmp_path: Path) -> None:

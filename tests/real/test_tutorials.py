@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs.snippets import Sandbox, blocks, needs_demo, pages, run_page
+from tests.docs.snippets import Block, Sandbox, blocks, needs_demo, pages, run_page
 from tests.e2e.launched import ROOT, Launched
 from tests.real import models
 
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.real
 
 HUB = models.CACHE / "hub"
 """Where the launcher keeps the model, which it downloads once."""
+PICTURE = ROOT / "docs" / "images" / "demo.svg"
 PAGES = [page for page in pages() if needs_demo(page) and any(block.is_run for block in blocks(page))]
 
 
@@ -30,3 +32,24 @@ def port() -> Iterator[int]:
 def test_the_page_prints_what_it_shows(page: Path, port: int, tmp_path: Path) -> None:
     with Sandbox(tmp_path, port, HF_HUB_CACHE=str(HUB)) as sandbox:
         run_page(page, sandbox)
+
+
+def recorded(picture: Path) -> list[tuple[str, str]]:
+    """Commands of the terminal in a picture, each with what it printed."""
+    root = ElementTree.fromstring(picture.read_text())
+    lines = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    parts = "\n".join(lines).split("$ ")[1:]
+    commands = []
+    for part in parts:
+        rows = part.splitlines()
+        size = next(size for size in range(1, len(rows) + 1) if "\n".join(rows[:size]).count('"') % 2 == 0)
+        commands.append(("\n".join(rows[:size]), "\n".join(rows[size:])))
+    return commands
+
+
+def test_the_recording_of_the_readme_is_what_the_commands_print(port: int, tmp_path: Path) -> None:
+    chats = [(text, output) for text, output in recorded(PICTURE) if text.startswith("lorikeet chat")]
+    assert len(chats) >= 3
+    with Sandbox(tmp_path, port, HF_HUB_CACHE=str(HUB)) as sandbox:
+        for text, output in chats:
+            assert output in sandbox.run(Block("sh", text))

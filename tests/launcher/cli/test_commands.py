@@ -38,7 +38,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(f"    {name}" in printed and command.summary in printed for name, command in COMMANDS.items())
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{version()}\n"
+    assert capsys.readouterr().out == f"lorikeet {version()}\n"
 
 
 @pytest.mark.parametrize(
