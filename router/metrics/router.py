@@ -231,12 +231,8 @@ class Metrics:
         self.request_classify_output_count = Histogram([], "lorax_request_classify_output_count", text)
         self.steps = StepMetrics(_DURATIONS)
         # Ours.
-        self.time_to_first_token = _own(
-            _DURATIONS, "time_to_first_token_seconds", "Seconds from arrival to the first token"
-        )
-        self.inter_token_latency = _own(
-            _LATENCIES, "inter_token_latency_seconds", "Seconds between tokens of one request"
-        )
+        self.time_to_first_token = _own(_DURATIONS, "time_to_first_token_seconds", "Seconds to the first token")
+        self.inter_token_latency = _own(_LATENCIES, "inter_token_latency_seconds", "Seconds between a request's tokens")
         self.queue_seconds = _own(_DURATIONS, "queue_seconds", "Seconds in the router's queue")
         self.batch_size = _own(_BATCH_SIZES, "dispatch_batch_size", "Requests per message to a shard")
         self.prompt_tokens = _counter("prompt_tokens", "Prompt tokens sent to shards")
