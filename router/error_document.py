@@ -45,7 +45,7 @@ MEANINGS = {
     "KeyRequired": "the request has no valid API key",
     "TooManyFailedKeys": "too many invalid keys from this address",
     "AlreadyLoaded": "the adapter's name is in use",
-    "ReloadRefused": "the catalogue or the file of keys is not valid; the old one stays in use",
+    "ReloadRefused": "an administrator's request conflicts with the server's state or its files; the text says how",
     "Overloaded": "the server has `--max-concurrent-requests`, or the adapter's or the queue's limit is reached",
     "TooManyStreams": "too many resumable streams, of all or of this key",
     "BodyMemoryFull": "`--max-body-memory` is in use",

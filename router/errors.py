@@ -297,7 +297,7 @@ class AlreadyLoaded(InvalidRequest):
 
 
 class ReloadRefused(InvalidRequest):
-    """The operator's files are rejected, and nothing has changed."""
+    """An administrator's request conflicts with the server's state or with its files; nothing has changed."""
 
 
 class Refused(RouterError):

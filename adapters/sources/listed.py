@@ -112,7 +112,10 @@ class ListedSource(ABC):
         return contents
 
 
-_HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")
+ARRIVING = ".arriving-"
+"""Before the name of an adapter in that of the folder that receives its files, until all of them are there."""
+_NO_ADAPTERS = ("models--", "datasets--", "spaces--", ARRIVING)
+"""Beginnings of the names of folders of a hub's cache, and of those that receive files."""
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_FILES = 10_000
 _MAX_NAMES = 2_000
@@ -262,14 +265,14 @@ class LocalSource(ListedSource):
         raise _no_folder(id)
 
     def _is_inside(self, path: Path) -> bool:
-        """Whether a real path is below a root and not in a hidden folder or a hub cache."""
+        """Whether a real path is below a root, but not in a hidden folder, a hub cache or an unfinished upload."""
         if any(path.is_relative_to(folder) for folder in self._hidden):
             return False
         if any(path.is_relative_to(folder) for folder in self._folders):
             return True
         return any(
             path.is_relative_to(root)
-            and not any(part.startswith(_HUB_CACHE_FOLDERS) for part in path.relative_to(root).parts)
+            and not any(part.startswith(_NO_ADAPTERS) for part in path.relative_to(root).parts)
             for root in self._roots
         )
 

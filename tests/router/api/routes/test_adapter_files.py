@@ -1,6 +1,9 @@
 """Adapters of the local roots: those that `/v1/models` lists, and those that an administrator sends."""
 
+import asyncio
 import json
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +132,49 @@ async def test_too_large_a_file_leaves_nothing(tmp_path: Path, anyio_backend: st
         object.__setattr__(settings, "max_adapter_bytes", 10)
         status, _ = await send(server, "mine/adapter_model.safetensors", b"x" * 11)
         assert status == 413
-        assert not list((server.roots / ".arriving-mine").iterdir())
+        assert list(server.roots.iterdir()) == []
+
+
+async def test_files_that_arrive_are_no_adapter_yet(server: Serving) -> None:
+    await send(server, "mine/adapter_config.json", "{}")
+    for name in (".arriving-mine", str(server.roots / ".arriving-mine")):
+        parameters = {"adapter_id": name, "adapter_source": "local", "max_new_tokens": 1}
+        generated = await server.client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
+        assert generated.status_code == 404, generated.text
+
+
+async def test_a_file_that_is_being_received_is_waited_for(server: Serving) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"first "
+        begun.set()
+        await go_on.wait()
+        yield b"second"
+
+    path = f"{PATH}/mine/adapter_model.safetensors"
+    sending = asyncio.create_task(server.client.post(path, content=content(), headers=KEY))
+    await begun.wait()
+    async with asyncio.timeout(10):
+        while not list(server.roots.glob(".arriving-mine/*")):  # noqa: ASYNC110 - a file has no event
+            await asyncio.sleep(0.01)
+    for name in ("mine", "mine/adapter_model.safetensors"):
+        status, answer = await send(server, name, b"other")
+        assert status == 409 and "adapter_model.safetensors of 'mine'" in json.dumps(answer)
+    go_on.set()
+    assert (await sending).status_code == 204
+    assert (await send(server, "mine"))[0] == 200
+    assert (server.roots / "mine" / "adapter_model.safetensors").read_bytes() == b"first second"
+
+
+async def test_what_was_never_completed_is_deleted_after_a_while(server: Serving) -> None:
+    for name in ("old", "new"):
+        await send(server, f"{name}/adapter_config.json", "{}")
+    an_hour_ago = time.time() - 3700
+    for path in (server.roots / ".arriving-old" / "adapter_config.json", server.roots / ".arriving-old"):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    await send(server, "third/adapter_config.json", "{}")
+    assert {path.name for path in server.roots.iterdir()} == {".arriving-new", ".arriving-third"}
 
 
 async def test_only_administrators_send_files(server: Serving) -> None:
