@@ -67,10 +67,13 @@ class Skeleton:
         self._modules = [(module, dict(module._modules)) for module in network.modules()]
         self._parameters = [(module, dict(module._parameters)) for module in network.modules()]
         self._attributes = set(vars(network))
+        self._is_borrowed = False
 
     @contextmanager
     def borrowed(self) -> Iterator[Any]:
-        """The network, which the caller may modify inside."""
+        """The network, which the caller may modify inside, where it cannot be borrowed again."""
+        assert not self._is_borrowed
+        self._is_borrowed = True
         try:
             yield self._network
         finally:
@@ -82,6 +85,7 @@ class Skeleton:
                 module._parameters.update(parameters)
             for name in set(vars(self._network)) - self._attributes:
                 delattr(self._network, name)
+            self._is_borrowed = False
 
     @cached_property
     def output_shape(self) -> tuple[int, int] | None:
@@ -91,6 +95,11 @@ class Skeleton:
             return None
         num_rows, num_columns = output.weight.shape
         return int(num_rows), int(num_columns)
+
+    @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        """Of all parameters of the network, which must not be borrowed."""
+        return frozenset(name for name, _ in self._network.named_parameters(remove_duplicate=False))
 
     @property
     def task(self) -> str | None:
@@ -136,9 +145,7 @@ class BaseValues:
 
     def __getitem__(self, parameter: str) -> torch.Tensor:
         """A parameter by its name in the network. Raises NotServed if the checkpoint stores it in another form."""
-        if self._locations is None:
-            self._locations = self._find()
-        if (location := self._locations.get(parameter)) is None:
+        if (location := self.locate().get(parameter)) is None:
             raise NotServed(f"the base's own {parameter} is needed, but its checkpoint stores it in another form")
         path, key = location
         if path.suffix == ".safetensors":
@@ -147,11 +154,19 @@ class BaseValues:
         tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return tensors[key]
 
+    def is_parameter(self, name: str) -> bool:
+        """Whether the base has a parameter of that name, in whatever form its checkpoint stores it."""
+        return name in self._skeleton.parameter_names
+
     def has(self, parameter: str) -> bool | None:
         """Whether the checkpoint has a parameter in its own form; None if the folder has no checkpoint."""
+        return parameter in locations if (locations := self.locate()) else None
+
+    def locate(self) -> Mapping[str, tuple[Path, str]]:
+        """File and key of each parameter that the checkpoint has in its own form. Borrows the network, the first time."""
         if self._locations is None:
             self._locations = self._find()
-        return parameter in self._locations if self._locations else None
+        return self._locations
 
     def _find(self) -> dict[str, tuple[Path, str]]:
         tied: defaultdict[int, list[str]] = defaultdict(list)

@@ -106,6 +106,8 @@ def read_folded(
 ) -> list[ModuleChange]:
     """Read an adapter of a type that is not LoRA. Without values of the weights, changes have shapes only."""
     has_base = kind.reads_base and weights.has_values
+    if has_base:
+        base.locate()  # which borrows the network
     with skeleton.borrowed() as network, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = {id(module): name for name, module in network.named_modules()}
@@ -146,12 +148,14 @@ def _without_own(
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
     rest, own = {}, {}
+    keys: dict[str, str] = {}
     for key, tensor in tensors.items():
         name = _WITH_NAME.sub(
             "", key.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         )
         if name in parameters:
             module, _, parameter = name.rpartition(".")
+            _note(keys, name, key)
             own[module, parameter] = tensor
         else:
             rest[key] = tensor
@@ -198,9 +202,14 @@ def _check_names(tensors: Tensors) -> None:
     """PEFT reads names with and without the adapter's; of two names for one parameter it would ignore one."""
     parameters: dict[str, str] = {}
     for key in tensors:
-        first = parameters.setdefault(_WITH_NAME.sub("", key).removesuffix(".weight"), key)
-        if first != key:
-            raise AdapterInvalid(f"its tensors {first[:200]} and {key[:200]} are values of one parameter")
+        _note(parameters, _WITH_NAME.sub("", key).removesuffix(".weight"), key)
+
+
+def _note(keys: dict[str, str], parameter: str, key: str) -> None:
+    """Add the name that the file has for a parameter. Raises AdapterInvalid if there is another one."""
+    first = keys.setdefault(parameter, key)
+    if first != key:
+        raise AdapterInvalid(f"its tensors {first[:200]} and {key[:200]} are values of one parameter")
 
 
 def _check_rows(network: Any, names: dict[int, str], tensors: Tensors) -> None:

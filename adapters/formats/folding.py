@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lorikeet.adapters.errors import NotServed, first_line
+from lorikeet.adapters.errors import AdapterInvalid, NotServed, first_line
 from lorikeet.adapters.formats.base_model import BaseValues
 from lorikeet.adapters.formats.kinds import CONVERT
 
@@ -100,7 +100,7 @@ def not_loaded(wrapped: PeftModel, keys: list[str], has_seeds: bool = True) -> l
 
 def fold(wrapped: PeftModel, names: Mapping[int, str], values: BaseValues | None) -> Iterator[Folded]:
     """What each module of a loaded adapter adds. `names`: of the base's modules, by identity; `values`: of the base, if
-    `materialise` had them. Raises NotServed.
+    `materialise` had them. Raises AdapterInvalid or NotServed.
     """
     modules = {name: module for module in wrapped.modules() if (name := names.get(id(module))) is not None}
     with torch.no_grad(), warnings.catch_warnings():
@@ -119,6 +119,8 @@ def fold(wrapped: PeftModel, names: Mapping[int, str], values: BaseValues | None
 
 
 def _folded(layer: Any, base: Any, name: str, values: BaseValues | None) -> Folded:
+    if values is not None and not any(base.weight.stride()):
+        raise AdapterInvalid(f"it lacks the tensors of {name}, which adapter_config.json names")
     own = (base.weight if values is None else values[f"{name}.weight"]).double()
     layer.double()
     try:

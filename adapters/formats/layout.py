@@ -104,7 +104,7 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
             change = _as_factors(change, base, has_values)
         if change.kind not in base.kinds:
             raise NotServed(f"{_DESCRIPTIONS[change.kind]} ({change.module}) is not served")
-        if change.new_bias is not None and base.values.has(f"{change.module}.bias") is False:
+        if _needs_own_bias(change, base.values) and base.values.has(f"{change.module}.bias") is False:
             raise NotServed(f"the bias of {change.module} is needed, but the checkpoint stores it in another form")
         if change.rank > base.max_rank:
             raise NotServed(
@@ -291,13 +291,17 @@ def _added_bias(change: ModuleChange, values: BaseValues) -> torch.Tensor | None
     added: torch.Tensor | None = None
     if change.b_bias is not None:
         added = change.b_bias.float() * change.scaling
-    if change.new_bias is not None:
-        difference = change.new_bias.float() - values[f"{change.module}.bias"].float()
-        added = difference if added is None else added + difference
-    if change.scale is not None and values.has(f"{change.module}.bias"):
-        difference = (change.scale.float() - 1) * values[f"{change.module}.bias"].float()
+    if _needs_own_bias(change, values):
+        own = values[f"{change.module}.bias"].float()
+        final = own if change.new_bias is None else change.new_bias.float()
+        difference = (final if change.scale is None else final * change.scale.float()) - own
         added = difference if added is None else added + difference
     return added
+
+
+def _needs_own_bias(change: ModuleChange, values: BaseValues) -> bool:
+    """Whether the change is computed from the base's bias."""
+    return change.new_bias is not None or (change.scale is not None and values.is_parameter(f"{change.module}.bias"))
 
 
 def _not_finite_message(change: ModuleChange, dtype: torch.dtype) -> str:

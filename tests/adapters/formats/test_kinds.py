@@ -67,6 +67,16 @@ def test_a_kind_computes_what_peft_computes(name: str, base: Path, tmp_path: Pat
     torch.testing.assert_close(making.of_layout(base, served), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_change_of_weights_that_were_not_read_is_refused(base: Path, tmp_path: Path) -> None:
+    """The names of tensors say which weights are read. PEFT computes what a file lacks of TinyLoRA from them, again."""
+    adapter = kinds.make("TINYLORA", base, tmp_path / "adapter")
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({key: tensor for key, tensor in tensors.items() if ".layers.0.self_attn.v_proj." not in key}, weights)
+    with pytest.raises(AdapterInvalid, match=r"lacks the tensors of model\.layers\.0\.self_attn\.v_proj"):
+        making.lay_out(*making.make_reader(base), adapter)
+
+
 @pytest.mark.parametrize("name", ["trained tokens", "TRAINABLE_TOKENS", "whole ends", "whole embedding"])
 def test_new_rows_of_a_tied_embedding_are_the_heads_where_peft_says_so(name: str, tmp_path: Path) -> None:
     tied = tiny.make("llama", tmp_path / "tied", seed=1, tie_word_embeddings=True)
@@ -85,6 +95,39 @@ def test_scales_include_the_bias_of_the_base(tmp_path: Path) -> None:
     assert any(f"{name}.bias" in served.tensors for name in scaled), served.tensors.keys()
     expected = making.of_peft(qwen, adapter)
     torch.testing.assert_close(making.of_layout(qwen, served), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_an_output_with_a_bias_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    """As with a `.gguf` file: the bias would keep its size."""
+    qwen = tiny.make("qwen2", tmp_path / "qwen2", seed=1)
+    adapter = kinds.make("IA3", qwen, tmp_path / "adapter")
+    (qwen / "model.safetensors").unlink()
+    with pytest.raises(NotServed, match=r"q_proj\.bias is needed"):
+        making.lay_out(*making.make_reader(qwen), adapter)
+
+
+def test_scales_with_a_new_bias_scale_the_new_one(tmp_path: Path) -> None:
+    qwen = tiny.make("qwen2", tmp_path / "qwen2", seed=1)
+    name = "model.layers.0.self_attn.q_proj"
+    bias = making.load_base(qwen).get_submodule(name).bias.detach()
+    adapter = kinds.make("IA3", qwen, tmp_path / "adapter")
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, f"base_model.model.{name}.bias": bias + 1}, weights)
+    served = making.lay_out(*making.make_reader(qwen), adapter)
+    scale = tensors[f"base_model.model.{name}.ia3_l"].reshape(-1)
+    torch.testing.assert_close(served.tensors[f"{name}.bias"], scale * (bias + 1) - bias)
+
+
+@pytest.mark.parametrize("first", ["base_layer.", ""])
+def test_two_tensors_for_one_parameter_of_the_base_are_refused(first: str, base: Path, tmp_path: Path) -> None:
+    adapter = kinds.make("LOHA", base, tmp_path / "adapter")
+    weights = adapter / "adapter_model.safetensors"
+    own = making.load_base(base).lm_head.weight.detach()
+    keys = (f"base_model.model.lm_head.{first}weight", "base_model.model.lm_head.modules_to_save.weight")
+    save_file({**load_file(weights), keys[0]: own.clone(), keys[1]: own + 1}, weights)
+    with pytest.raises(AdapterInvalid, match="are values of one parameter"):
+        making.lay_out(*making.make_reader(base), adapter)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.how == "refused"])
