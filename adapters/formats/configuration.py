@@ -266,7 +266,7 @@ def has_patterns(values: dict[str, Any]) -> bool:
 def _check_kind(values: dict[str, Any]) -> None:
     kind = values.get("peft_type")
     if not isinstance(kind, str):
-        raise AdapterInvalid(f"{CONFIG} has no `peft_type`, which such as LORA")
+        raise AdapterInvalid(f"{CONFIG} has no `peft_type`, such as LORA")
     known = KINDS.get(kind.upper())
     if known is None:
         raise NotServed(f"adapters of `peft_type` {kind[:40]} are not served: this server does not know the type")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 CONVERT = "convert it with PEFT's `convert_to_lora`"
-PROMPT = "it adds tokens to the prompt"
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,12 @@ KINDS: dict[str, Kind] = {
     ),
     "LN_TUNING": _refused("it replaces the weights of norms"),
     **dict.fromkeys(
-        ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"), _refused(f"{PROMPT}, as embeddings")
+        ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
+        _refused("it puts virtual tokens before the prompt"),
     ),
-    **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), _refused(f"{PROMPT}, as keys and values")),
-    "ADAMSS": _refused("PEFT computes it in float32 parts of its own"),
-    "ADAPTION_PROMPT": _refused("it adds attention of its own to the last layers"),
+    **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), _refused("it puts keys and values before those of the prompt")),
+    "ADAMSS": _refused("PEFT computes it in float32 only, and its factors can be found only in float64"),
+    "ADAPTION_PROMPT": _refused("it adds a second attention to the last layers"),
     "LILY": _refused("a router mixes its factors for each token"),
     "POLY": _refused("each request would have to name its tasks (`task_ids`)"),
     "SHADOW": _refused("it runs a second network next to the base"),

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration
 from lorikeet.adapters.formats.folding import factor
-from lorikeet.adapters.formats.kinds import KINDS
+from lorikeet.adapters.formats.kinds import KINDS, VARIANTS
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.adapters.sources.registry import SourceSettings
@@ -49,12 +49,31 @@ def test_every_variant_of_lora_is_known() -> None:
     }  # fmt: skip
 
 
-def test_the_documentation_has_every_type() -> None:
-    text = DOCS.read_text()
-    assert [name for name in KINDS if f"`{name}`" not in text] == []
+def test_pages_count_the_types_beside_lora() -> None:
     others = sum(kind.how != "refused" for name, kind in KINDS.items() if name != "LORA")
     for page in ("README.md", "CHANGELOG.md"):
         assert f"{others} more of PEFT's types" in (DOCS.parents[1] / page).read_text(), page
+
+
+ROWS = {
+    "lora": "by its own factors",
+    "tokens": "rows of the embedding",
+    "scale": "as factors of outputs",
+    "folded": "as factors that compute the same",
+    "of base": "the same, from the base's weights",
+    "refused": "rejected: ",
+}
+"""How a row of the documentation's table begins, by how a type is served."""
+
+
+@pytest.mark.parametrize("name", [*KINDS, *VARIANTS])
+def test_the_documentation_has_every_type_in_the_right_row(name: str) -> None:
+    rows = [
+        line.split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| ") and f"`{name}`" in line
+    ]
+    kind = (KINDS | VARIANTS)[name]
+    how = "of base" if kind.reads_base else kind.how
+    assert [row[1].startswith(ROWS[how]) for row in rows] == [True], rows
 
 
 @pytest.mark.parametrize("name", kinds.CONFIGS)
