@@ -163,7 +163,7 @@ class BaseValues:
         return parameter in locations if (locations := self.locate()) else None
 
     def locate(self) -> Mapping[str, tuple[Path, str]]:
-        """File and key of each parameter that the checkpoint has in its own form. Its first call borrows the network."""
+        """File and key of each parameter that the checkpoint stores unchanged. The first call borrows the network."""
         if self._locations is None:
             self._locations = self._find()
         return self._locations
