@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.proto.config_file import is_number
+from lorikeet.proto.params import MAX_MERGED
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
@@ -116,7 +117,6 @@ def is_plain(name: str) -> bool:
 
 STRATEGIES = ("linear", "ties", "dare_linear", "dare_ties", "cat")
 SIGN_METHODS = ("total", "frequency")
-MAX_MERGED = 32
 
 
 def adapter_digest(configuration: bytes, files: bytes) -> str:

@@ -8,6 +8,7 @@ not enough, a new file is refused. Files that are being written count too.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ import structlog
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge, LoaderFailed, StoreFull, is_full, not_stored
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin
+from lorikeet.proto.config_file import is_number
 from lorikeet.proto.digest import CHECKSUM_FIELD, PIECE_BYTES, matches_checksum
 
 T = TypeVar("T")
@@ -50,6 +52,10 @@ class Entry:
     """Token ids that activate the adapter, if it is an activated LoRA."""
     changes_nothing: bool = False
     """Whether it computes what the base does."""
+    scaling: float | None = None
+    """Of all its modules, 0 where their scalings or ranks differ; None for an adapter that has more than factors of
+    linear layers and embeddings, which can be part of a merge only as a new file, if at all.
+    """
 
     def as_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
@@ -66,7 +72,10 @@ class Entry:
         if not isinstance(ids, list | tuple) or not all(isinstance(token, int) for token in ids):
             raise ValueError("not an entry of the store")
         num_bytes, rank, num_heads = (number for number in numbers if isinstance(number, int))
-        return cls(digest, num_bytes, rank, num_heads, tuple(ids), values.get("changes_nothing") is True)
+        scaling = values.get("scaling")  # older versions wrote none
+        if scaling is not None and not is_number(scaling, math.inf):
+            raise ValueError("not an entry of the store")
+        return cls(digest, num_bytes, rank, num_heads, tuple(ids), values.get("changes_nothing") is True, scaling)
 
 
 class Store:
@@ -164,7 +173,9 @@ class Store:
             metadata, size = _metadata(path)
             num_heads = json.loads(metadata["heads"])["count"] if "heads" in metadata else 0
             ids = tuple(map(int, json.loads(metadata.get("invocation_ids", "[]"))))
-            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids, "changes_nothing" in metadata)
+            changes_nothing = "changes_nothing" in metadata
+            scaling = float(metadata["scaling"]) if "scaling" in metadata else None
+            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids, changes_nothing, scaling)
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 

@@ -52,6 +52,8 @@ MAX_REPETITION_PENALTY = 1e10
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALTERNATIVES = 256
 """Maximum tokens that are listed for one position."""
+MAX_MERGED = 32
+"""Maximum adapters whose sum one request uses."""
 MAX_DRAFT_TOKENS = 64
 """Maximum draft tokens of one step."""
 ALL_HEADS = 255
@@ -389,6 +391,42 @@ class Pooling:
         """None for a request that generates tokens."""
         message = submit.pooling
         return cls(message.task, message.second_text, message.per_token) if submit.HasField("pooling") else None
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Adapters whose sum a request uses: the sum over i of `expand_weights[i] B[i] h[i]`, where h[i] is
+    `shrink_weights[i] A[i] x` or, with `shares_factors`, the sum of these over all adapters, which have equal ranks.
+    """
+
+    digests: tuple[str, ...]
+    shrink_weights: tuple[float, ...]
+    expand_weights: tuple[float, ...]
+    shares_factors: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError."""
+        if not 1 <= len(self.digests) <= MAX_MERGED:
+            raise ValueError(f"{len(self.digests)} adapters cannot be added: a request has 1 to {MAX_MERGED}")
+        if not len(self.digests) == len(self.shrink_weights) == len(self.expand_weights):
+            raise ValueError("every adapter of a sum needs two weights")
+        if not all(map(math.isfinite, (*self.shrink_weights, *self.expand_weights))):
+            raise ValueError("the weights of a sum of adapters must be finite")
+
+    def to_wire(self, submit: pb.Submit) -> None:
+        """Write it into a message."""
+        submit.composition.digests.extend(self.digests)
+        submit.composition.shrink_weights.extend(self.shrink_weights)
+        submit.composition.expand_weights.extend(self.expand_weights)
+        submit.composition.shares_factors = self.shares_factors
+
+    @classmethod
+    def from_wire(cls, submit: pb.Submit) -> Self | None:
+        """Read what `to_wire` wrote, None without it."""
+        if not submit.HasField("composition"):
+            return None
+        sent = submit.composition
+        return cls(tuple(sent.digests), tuple(sent.shrink_weights), tuple(sent.expand_weights), sent.shares_factors)
 
 
 _RANGES = {params: ranges(params) for params in (SamplingParams, LogprobParams, Speculation)}

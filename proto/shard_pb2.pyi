@@ -58,7 +58,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "learning", "adapter_slots", "rotary_factors", "pooled_model")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "learning", "adapter_slots", "rotary_factors", "most_composed", "pooled_model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class ShardInfo(_message.Message):
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ROTARY_FACTORS_FIELD_NUMBER: _ClassVar[int]
+    MOST_COMPOSED_FIELD_NUMBER: _ClassVar[int]
     POOLED_MODEL_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
@@ -110,8 +111,9 @@ class ShardInfo(_message.Message):
     learning: bool
     adapter_slots: int
     rotary_factors: str
+    most_composed: int
     pooled_model: PooledModel
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., learning: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., rotary_factors: _Optional[str] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., learning: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., rotary_factors: _Optional[str] = ..., most_composed: _Optional[int] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
 
 class PooledModel(_message.Message):
     __slots__ = ("task", "pooling", "size", "is_encoder", "is_whole")
@@ -164,7 +166,7 @@ class Pin(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "adapter_start", "tenant", "learning_tenant", "pooling")
+    __slots__ = ("id", "prompt_ids", "num_emitted", "max_new_tokens", "seed", "sampling", "stop_ids", "adapter", "speculation", "prediction_ids", "deadline_ms", "logprobs", "cache_salt", "heads", "isolation_steps", "grammar", "adapter_start", "tenant", "learning_tenant", "composition", "pooling")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +186,7 @@ class Submit(_message.Message):
     ADAPTER_START_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LEARNING_TENANT_FIELD_NUMBER: _ClassVar[int]
+    COMPOSITION_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     id: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -204,8 +207,21 @@ class Submit(_message.Message):
     adapter_start: int
     tenant: str
     learning_tenant: str
+    composition: Composition
     pooling: Pooling
-    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_start: _Optional[int] = ..., tenant: _Optional[str] = ..., learning_tenant: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_emitted: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[AdapterPin, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prediction_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., cache_salt: _Optional[str] = ..., heads: _Optional[_Union[AdapterPin, _Mapping]] = ..., isolation_steps: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_start: _Optional[int] = ..., tenant: _Optional[str] = ..., learning_tenant: _Optional[str] = ..., composition: _Optional[_Union[Composition, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+
+class Composition(_message.Message):
+    __slots__ = ("digests", "shrink_weights", "expand_weights", "shares_factors")
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EXPAND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FACTORS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    shrink_weights: _containers.RepeatedScalarFieldContainer[float]
+    expand_weights: _containers.RepeatedScalarFieldContainer[float]
+    shares_factors: bool
+    def __init__(self, digests: _Optional[_Iterable[str]] = ..., shrink_weights: _Optional[_Iterable[float]] = ..., expand_weights: _Optional[_Iterable[float]] = ..., shares_factors: _Optional[bool] = ...) -> None: ...
 
 class Pooling(_message.Message):
     __slots__ = ("task", "second_text", "per_token")

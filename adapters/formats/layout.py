@@ -62,6 +62,13 @@ class ServedLayout:
     """Token ids that activate the adapter, if it is an activated LoRA."""
     changes_nothing: bool = False
     """Whether it computes what the base does: all of B is zero."""
+    factor_scaling: float | None = None
+    """As in `ServedChanges`."""
+
+    @property
+    def scaling(self) -> float | None:
+        """As in the store's `Entry`."""
+        return None if self.heads is not None or self.invocation_ids else self.factor_scaling
 
     @property
     def rank(self) -> int:
@@ -80,6 +87,10 @@ class ServedChanges:
     """What shards compute, one per module."""
     unread: tuple[str, ...] = ()
     """Parameters of the base in its files that were not read: they must equal the base's."""
+    scaling: float | None = None
+    """Of all changes, 0 where their scalings or ranks differ; None where one is more than factors of a linear layer or
+    of an embedding.
+    """
 
     @property
     def rank(self) -> int:
@@ -94,12 +105,14 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
     """
     served: list[ModuleChange] = []
     unread: list[str] = []
+    has_factors_alone = True
     for change in without_unchanged(changes, base) if has_values else changes:
         if not has_values:
             change, names = _without_unread(change, base)
             unread += names
             if not _has_tensors(change):
                 continue
+        has_factors_alone = has_factors_alone and is_factors(change)
         if change.weight is not None and change.kind != "other":
             change = _as_factors(change, base, has_values)
         if change.kind not in base.kinds:
@@ -114,7 +127,16 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
         served.append(change)
     if not served and not unread:
         raise AdapterInvalid("it does not change the base")
-    return ServedChanges(tuple(served), tuple(unread))
+    kinds = {(change.scaling, change.rank) for change in served}
+    scaling = max(0.0, served[0].scaling) if len(kinds) == 1 else 0.0
+    return ServedChanges(tuple(served), tuple(unread), scaling if has_factors_alone and not unread else None)
+
+
+def is_factors(change: ModuleChange) -> bool:
+    """Whether a change is the product of two factors of a linear layer or of an embedding, and nothing else."""
+    others = {field: getattr(change, field) for field in TENSORS if field not in ("a", "b")}
+    has_others = any(tensor is not None for tensor in others.values())
+    return change.kind in ("linear", "embedding") and change.a is not None and not has_others
 
 
 def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
@@ -123,7 +145,8 @@ def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
     for change in decision.changes:
         layout.modules[change.module] = {"kind": change.kind, "rank": change.rank}
         layout.tensors.update({f"{change.module}.{part}": tensor for part, tensor in _module(change, base).items()})
-    return replace(layout, changes_nothing=not any(map(_changes, layout.tensors.items())))
+    changes_nothing = not any(map(_changes, layout.tensors.items()))
+    return replace(layout, changes_nothing=changes_nothing, factor_scaling=decision.scaling)
 
 
 def _changes(part: tuple[str, torch.Tensor]) -> bool:
@@ -248,6 +271,8 @@ def served_file(layout: ServedLayout, digest: str, base: Base) -> LayoutFile:
     }
     if layout.heads is not None:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
+    if layout.scaling is not None:
+        metadata["scaling"] = repr(float(layout.scaling))
     if layout.changes_nothing:
         metadata["changes_nothing"] = "1"
     if layout.invocation_ids:

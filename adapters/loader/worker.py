@@ -188,7 +188,8 @@ class WorkerJobs:
         if file.num_bytes > max_bytes:
             raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {max_bytes}")
         num_bytes = self._store.add(digest, file.num_bytes, file.write)
-        return Entry(digest, num_bytes, layout.rank, layout.num_heads, layout.invocation_ids, layout.changes_nothing)
+        ids, changes_nothing = layout.invocation_ids, layout.changes_nothing
+        return Entry(digest, num_bytes, layout.rank, layout.num_heads, ids, changes_nothing, layout.scaling)
 
 
 def _is_folded(folder: Path) -> bool:

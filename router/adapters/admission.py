@@ -89,6 +89,7 @@ class AdapterAdmission:
         Raises ValidationError where the requested heads do not exist.
         """
         adapters = generation.adapters
+        adapters.most_composed = min((link.info.most_composed for link in self._links if link.info), default=0)
         while (unresolved := adapters.next_unresolved) is not None:
             known = self.loading.known(unresolved)
             if known is None:
@@ -97,9 +98,9 @@ class AdapterAdmission:
         generation.admit()
         if adapters.is_activated is False and generation.request.adapter is not None:
             self._metrics.missed_invocation(generation.request.adapter, adapters.digest)
-        for pin in (adapters.adapter_pin, adapters.heads_pin):
-            if pin is not None and adapters.affinity_key:
-                self.prefetch(pin[1], pin[0], adapters.affinity_key)
+        for adapter, digest in adapters.slot_pins:
+            if adapters.affinity_key:
+                self.prefetch(digest, adapter, adapters.affinity_key)
         return None
 
     async def load(self, generation: Generation, awaited: "asyncio.Future[Loaded] | None") -> None:
@@ -189,14 +190,14 @@ class AdapterAdmission:
         """Whether any shard has it in a slot."""
         return any(link.residency.is_resident(digest) for link in self._links)
 
-    def place(self, digest: str, elsewhere: str) -> str:
-        """The nearest tier in any shard, `slot` or `host`; `elsewhere` for an adapter that none has."""
-        tiers = {link.residency.tier(digest, elsewhere) for link in self._links}
+    def place(self, digests: Sequence[str], elsewhere: str) -> str:
+        """The nearest tier in any shard, `slot` or `host`, of all these; `elsewhere` where none has them all."""
+        tiers = {link.residency.tier(digests, elsewhere) for link in self._links}
         return next((tier for tier in ("slot", "host") if tier in tiers), elsewhere)
 
     def tier(self, digests: Iterable[str]) -> str:
         """The nearest place of any of these contents: device (a slot of any shard), host (memory), or disk."""
-        places = {self.place(digest, "disk") for digest in digests}
+        places = {self.place([digest], "disk") for digest in digests}
         return "device" if "slot" in places else "host" if "host" in places else "disk"
 
     def on_connect(self, link: ShardLink) -> None:
@@ -219,9 +220,10 @@ class AdapterAdmission:
 
     def record_sent(self, adapter: Adapter, generation: Generation, link: ShardLink) -> None:
         """A request was sent to a shard."""
-        tier = link.residency.tier(generation.digest, generation.adapters.tier)
+        tier = link.residency.tier(generation.adapters.adapter_digests, generation.adapters.tier)
         self._metrics.sent(adapter, generation.digest, len(generation.request.prompt_ids), tier)
-        self._popularity.add(adapter_pin(adapter, generation.digest), generation.adapters.affinity_key)
+        for part, digest in generation.adapters.slot_pins:
+            self._popularity.add(adapter_pin(part, digest), generation.adapters.affinity_key)
 
     def note_gauges(self, entries: Iterable[CatalogueEntry], queued: Iterable[Generation]) -> None:
         """Update the gauges before they are exported; `entries` are the operator's aliases."""

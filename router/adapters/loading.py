@@ -202,6 +202,7 @@ def loaded(answer: dict[str, Any]) -> Loaded:
             num_heads,
             ids,
             answer.get("changes_nothing") is True,
+            None if (scaling := answer.get("scaling")) is None else float(scaling),
         )
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

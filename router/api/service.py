@@ -94,7 +94,9 @@ class Service:
 
     def tier(self, generation: Generation) -> str:
         """Where its adapter was when it was sent; before that, where it is: a `slot`, `host`, `disk` or `source`."""
-        return generation.routing.adapter_tier or self.admission.place(generation.digest, generation.adapters.tier)
+        return generation.routing.adapter_tier or self.admission.place(
+            generation.adapters.adapter_digests, generation.adapters.tier
+        )
 
     def native_defaults(self, caller: Caller, body: dict[str, Any]) -> dict[str, Any]:
         """A body of LoRAX's routes with its alias's parameters; invalid bodies are left to the reader."""

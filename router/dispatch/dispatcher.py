@@ -399,7 +399,7 @@ class Dispatcher:
             self.metrics.caller_worked(request.caller, len(request.prompt_ids))
         link.add(generation, now)
         if generation.digest and not routing.num_retries:
-            routing.adapter_tier = link.residency.tier(generation.digest, generation.adapters.tier)
+            routing.adapter_tier = link.residency.tier(generation.adapters.adapter_digests, generation.adapters.tier)
         if generation.timeline is not None:
             self._note_dispatch(generation.timeline, generation, link)
         waited = now - routing.queued_at

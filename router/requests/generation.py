@@ -19,8 +19,10 @@ from typing import Self
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED
+from lorikeet.proto.params import Composition
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, NoHeads, RouterError, ValidationError
 from lorikeet.router.requests.columns import ShardOutput
+from lorikeet.router.requests.composition import composition_of, digest_of
 from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
 from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Loaded, OutputChunk, OutputToken
 from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
@@ -34,6 +36,12 @@ class ResolvedAdapters:
         self._request = request
         self._adapter: Loaded | None = None
         self._heads: Loaded | None = None
+        self._parts: list[Loaded] = []
+        """Of a merge, those that are resolved."""
+        self.composition: Composition | None = None
+        """The sum that the shard computes from the parts of a merge."""
+        self.most_composed = 0
+        """Adapters whose sum every shard can compute; a merge of more needs a file."""
         self.start = 0
         """Position of the first token that the adapter applies to; -1 where its invocation tokens are missing."""
 
@@ -52,10 +60,20 @@ class ResolvedAdapters:
         """The adapter whose content is needed next; None once everything is resolved."""
         request, heads = self._request, self._request.heads
         if request.adapter is not None and self._adapter is None:
-            return request.adapter
+            return self._next_part or request.adapter
         if heads is None or heads.content is not None or self._heads is not None:
             return None
         return heads.adapter
+
+    @property
+    def _next_part(self) -> Adapter | None:
+        """The next part of a merge that shards may compute from its parts."""
+        adapter = self._request.adapter
+        if adapter is None or adapter.merging is None or adapter.merging.strategy not in ("cat", "linear"):
+            return None
+        if not len(self._parts) < len(adapter.parts) <= self.most_composed:
+            return None
+        return adapter.parts[len(self._parts)]
 
     @property
     def awaits_heads(self) -> bool:
@@ -67,9 +85,24 @@ class ResolvedAdapters:
         if self.awaits_heads:
             self._heads = content
             return
+        if self._next_part is not None:
+            self._parts.append(content)
+            if self._next_part is None:
+                self._compose()
+            return
         self._adapter = content
         if content.invocation_ids:
             self.start = last_occurrence(self._request.prompt_ids, content.invocation_ids)
+
+    def _compose(self) -> None:
+        """All parts of a merge are resolved. Without a composition the merge needs a file, and is resolved as one."""
+        assert self._request.adapter is not None and self._request.adapter.merging is not None
+        composition = composition_of(self._request.adapter.merging, self._parts)
+        if composition is not None:
+            tiers = {part.tier for part in self._parts}
+            tier = "source" if "source" in tiers else self._parts[0].tier
+            rank = sum(part.rank for part in self._parts)
+            self._adapter, self.composition = Loaded(digest_of(composition), 0, rank, tier), composition
 
     def check(self) -> None:
         """Check that the requested heads exist. Raises ValidationError."""
@@ -108,7 +141,15 @@ class ResolvedAdapters:
     def digests(self) -> tuple[str, ...]:
         """Digests of all contents that are resolved."""
         heads = None if self._request.heads is None else self._request.heads.content
-        return tuple(content.digest for content in (self._adapter, self._heads, heads) if content is not None)
+        contents = (*self._parts, self._adapter, self._heads, heads)
+        return tuple(content.digest for content in contents if content is not None)
+
+    @property
+    def adapter_digests(self) -> tuple[str, ...]:
+        """Of the adapter, or of the adapters of a sum."""
+        if self.composition is not None:
+            return self.composition.digests
+        return (self.digest,) if self.digest else ()
 
     @property
     def tier(self) -> str:
@@ -118,7 +159,7 @@ class ResolvedAdapters:
     @property
     def affinity_key(self) -> str:
         """The digest by which a shard is chosen; "" for any shard."""
-        digest = self.digest if self.start >= 0 else ""
+        digest = self.adapter_digests[0] if self.adapter_digests and self.start >= 0 else ""
         return digest or ("" if self._heads is None else self._heads.digest)
 
     @property
@@ -128,6 +169,15 @@ class ResolvedAdapters:
         if adapter is None or self._adapter is None or self._adapter.is_heads_only or self.start < 0:
             return None
         return adapter, self._adapter.digest
+
+    @property
+    def slot_pins(self) -> list[tuple[Adapter, str]]:
+        """The contents that the shard needs in slots, with their digests."""
+        adapter, heads = self.adapter_pin, self.heads_pin
+        adapters = [] if adapter is None else [adapter]
+        if adapter is not None and self.composition is not None:
+            adapters = list(zip(adapter[0].parts, self.composition.digests, strict=True))
+        return adapters if heads is None else [*adapters, heads]
 
     @property
     def heads_pin(self) -> tuple[Adapter, str] | None:

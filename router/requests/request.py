@@ -59,6 +59,14 @@ class Adapter:
         """The adapter's flow in the fair queue."""
         return f"{self.alias}|{self.content}"
 
+    @cached_property
+    def parts(self) -> tuple["Adapter", ...]:
+        """The adapters of a merge; none for a single adapter."""
+        if self.merging is None:
+            return ()
+        pairs = zip(self.pins, self.tokens or (self.token,) * len(self.pins), strict=True)
+        return tuple(Adapter(pin.id, (pin,), token=token, caller=self.caller) for pin, token in pairs)
+
     @property
     def load_call(self) -> dict[str, Any]:
         """The call to the loader, for this caller."""
@@ -97,6 +105,8 @@ class Loaded:
     """Token ids that activate an activated LoRA (aLoRA): it applies from their last occurrence in the prompt on."""
     changes_nothing: bool = False
     """Whether it computes what the base model does."""
+    scaling: float | None = None
+    """As in the loader's `Entry`: None for an adapter that has more than factors."""
 
     @property
     def is_heads_only(self) -> bool:

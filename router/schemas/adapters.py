@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lorikeet.proto.params import MAX_MERGED
 from lorikeet.router.errors import TokenInvalid, ValidationError
 from lorikeet.router.requests.request import Merging
 from lorikeet.router.schemas.model import F32, Body, Rejected, Rule, Texts, broken_rule, fail_fast
 
 _PRUNING = ("ties", "dare_linear", "dare_ties")
-MAX_MERGED = 32
 _UNEQUAL = "number of adapter IDs must match number of adapter weights"
 
 BASE_NAMES = ("__base_model__",)

@@ -156,11 +156,12 @@ class AdapterResidency:
     def is_resident(self, digest: str) -> bool:
         return self._states.get(digest) == pb.AdapterState.RESIDENT
 
-    def tier(self, digest: str, elsewhere: str) -> str:
-        """The nearest place of an adapter here: `slot` or `host`; `elsewhere` for one that the shard does not have."""
-        if self.is_resident(digest):
+    def tier(self, digests: Sequence[str], elsewhere: str) -> str:
+        """Where all of these adapters are here: `slot` or `host`; `elsewhere` where the shard lacks one."""
+        if all(map(self.is_resident, digests)):
             return "slot"
-        return "host" if digest in self.in_host_memory else elsewhere
+        held = (self.is_resident(digest) or digest in self.in_host_memory for digest in digests)
+        return "host" if all(held) else elsewhere
 
     @property
     def loading(self) -> list[str]:
@@ -401,6 +402,8 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
     request.logprobs.to_wire(submit)
     if generation.emitted_ids:
         submit.logprobs.prefill = False  # they were sent before the first token
+    if adapters.composition is not None:
+        adapters.composition.to_wire(submit)
     if adapters.can_speculate:
         request.speculation.to_wire(submit)
     if request.grammar is not None:

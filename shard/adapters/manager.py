@@ -3,11 +3,12 @@
 Decides how much memory adapters may take; shard/scheduler/adapter_slots.py assigns the slots.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
-from lorikeet.proto.params import MAX_DRAFT_TOKENS
+from lorikeet.proto.params import MAX_DRAFT_TOKENS, Composition
 from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader
 from lorikeet.shard.adapters.reader import AdapterReader
@@ -19,7 +20,7 @@ from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, 
 from lorikeet.shard.model.adapters.plan import Form
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
-from lorikeet.shard.model.lora.targets import compiled
+from lorikeet.shard.model.lora.targets import NO_SUMS, ComposedSlots, compiled
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.model.medusa.loading import MOST_HEADS
 from lorikeet.shard.ranks.commands import AllocateAdapters, Read
@@ -32,8 +33,8 @@ log = structlog.get_logger()
 class ModelSlots:
     """The slots of a model's LoRA targets and heads on CPU."""
 
-    def __init__(self, heads: HeadsPool) -> None:
-        self._heads = heads
+    def __init__(self, heads: HeadsPool, sums: ComposedSlots = NO_SUMS) -> None:
+        self._heads, self._sums = heads, sums
         self._used: dict[int, AdapterContent] = {}
         """Their memory, whose addresses the targets have, is not freed before the slot is cleared."""
 
@@ -55,6 +56,10 @@ class ModelSlots:
         """Immediately: slots refer to host memory, so nothing is copied."""
         return slot in self._used
 
+    def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot` the sum of the adapters in `slots`."""
+        self._sums.put(slot, composition, slots)
+
     def clear(self, slot: int) -> None:
         """Clear `slot`."""
         self._heads.clear(slot)
@@ -73,7 +78,8 @@ def build_adapters(
         return None
     slot_bytes = adapter_bytes(config, model)
     host_bytes = adapter_host_bytes(config, model, slot_bytes)
-    limits = SlotLimits(config.max_active_adapters, slot_bytes, host_bytes, config.adapter_cycle_time_s)
+    num_slots, num_sums = config.max_active_adapters, config.max_running
+    limits = SlotLimits(num_slots, slot_bytes, host_bytes, config.adapter_cycle_time_s, num_sums)
     add_up = None if leader is None else leader.group.add_up
     device, files, form = prepare(config, model, limits.num_slots, host_bytes, add_up)
     log.info("adapter_memory", slots=limits.num_slots, slot_bytes=slot_bytes, host_bytes=host_bytes, computed_by=form)
@@ -94,7 +100,7 @@ def prepare(
     config: ShardConfig, model: Model, num_slots: int, host_bytes: int, add_up: RowParallelSum | None = None
 ) -> tuple[Device, AdapterFiles, str]:
     """The slots, the reader of their files, and the name of what computes them."""
-    model.allocate_adapters(num_slots)
+    model.allocate_adapters(num_slots, config.max_running)
     device, destination, form = _choose_form(config, model, num_slots, host_bytes)
     return device, CheckedFiles(model.lora_targets, destination, model.heads, add_up), form
 
@@ -103,13 +109,13 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
     dtype, on = model.info.dtype, model.info.device
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
-        return ModelSlots(model.heads), HostLayout(dtype, Arena(host_bytes)), form
+        return ModelSlots(model.heads, model.composed_slots), HostLayout(dtype, Arena(host_bytes)), form
     num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFT_TOKENS)
     max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
     try:
         # at the output head, the rows of all heads may follow the row of each draft
-        kernels = model.enable_device_kernels(num_slots, max_rows, max_drafts)
+        kernels = model.enable_device_kernels(num_slots, max_rows, max_drafts, config.max_running)
     except ImportError as missing:
         raise ValueError(f"adapters on {on} need the package triton: {missing}") from missing
     from lorikeet.shard.model.adapters.upload import DeviceSlots

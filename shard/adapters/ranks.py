@@ -1,14 +1,15 @@
 """Adapters of a tensor-parallel shard: each rank reads and holds its own part, and the first rank assigns the slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lorikeet.proto.params import Composition
 from lorikeet.shard.adapters.reader import reason_of
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles
 from lorikeet.shard.model.tensor_parallel.group import Group
-from lorikeet.shard.ranks.commands import Clear, Forget, Put
+from lorikeet.shard.ranks.commands import Clear, Compose, Forget, Put
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.scheduler.adapter_slots import Content, Device
 
@@ -80,6 +81,11 @@ class BroadcastingSlots:
         """Clear `slot` on every rank."""
         self._leader.send(Clear(slot))
         self._own.clear(slot)
+
+    def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot` the sum of the adapters in `slots` on every rank."""
+        self._leader.send(Compose(slot, composition, tuple(slots)))
+        self._own.compose(slot, composition, slots)
 
     def forget(self, digest: str) -> None:
         """Drop an adapter from host memory on every rank."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
+from lorikeet.proto.params import Composition, Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import PooledRows, Request, Rows
@@ -91,6 +91,7 @@ def _read_request(key: tuple[int, int], submit: pb.Submit, bounds: Bounds) -> Re
         logprobs=read_params(LogprobParams, submit, bounds),
         stop_ids=frozenset(submit.stop_ids),
         adapter_digest=submit.adapter.digest,
+        composition=Composition.from_wire(submit),
         adapter_start=submit.adapter_start,
         heads_digest=submit.heads.digest,
         given_heads_digest=submit.heads.digest,
@@ -174,6 +175,12 @@ def check_adapters(submit: pb.Submit, bounds: Bounds) -> None:
     """Raises ValueError for an adapter or heads that this shard cannot load."""
     if submit.HasField("adapter"):
         _check_digest(submit.adapter.digest, bounds)
+    if (composition := Composition.from_wire(submit)) is not None:
+        composition.check()
+        for digest in composition.digests:
+            _check_digest(digest, bounds)
+        if not submit.HasField("adapter"):
+            raise ValueError("a sum of adapters needs a digest of its own")
     if submit.adapter_start and not (
         submit.HasField("adapter") and submit.adapter_start < len(submit.prompt_ids) - submit.num_emitted
     ):

@@ -22,7 +22,7 @@ from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.fusion.compiled import CompiledNetwork, compile_network
 from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
 from lorikeet.shard.model.graphs import Agree, Graphs, Recorder
-from lorikeet.shard.model.lora.targets import LoraTarget
+from lorikeet.shard.model.lora.targets import ComposedSlots, LoraTarget
 from lorikeet.shard.model.medusa.heads import HeadsPool
 
 if TYPE_CHECKING:
@@ -151,12 +151,15 @@ class Model:
         for binding in self.bindings:
             binding.kv = None
 
-    def allocate_adapters(self, num_slots: int) -> None:
-        """Allocate slots for adapters, dropping earlier ones."""
+    def allocate_adapters(self, num_slots: int, num_sums: int = 0) -> None:
+        """Allocate slots for adapters, and behind them for sums of adapters, dropping earlier ones."""
+        self.composed_slots = ComposedSlots(num_slots, num_sums)
         for binding in self.lora_targets.values():
-            binding.allocate(num_slots)
+            binding.allocate(num_slots, self.composed_slots)
 
-    def enable_device_kernels(self, num_slots: int, max_rows: int, max_drafts: int) -> "DeviceKernels":
+    def enable_device_kernels(
+        self, num_slots: int, max_rows: int, max_drafts: int, num_sums: int = 0
+    ) -> "DeviceKernels":
         """Compute adapters and heads by kernels of the device, for up to `max_rows` rows and `max_drafts` draft rows of
         a step. Needs triton. Raises ValueError for an invalid file of kernel configurations.
         """
@@ -165,10 +168,10 @@ class Model:
         from lorikeet.shard.model.medusa.cuda import DeviceHeads
 
         tuned = tuning.read(self.info.device)
-        self.inputs.reserve_groups(max_rows, num_slots, max_drafts)
+        self.inputs.reserve_groups(max_rows, num_slots + num_sums, max_drafts)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
         targets, device = targets_of(self.lora_targets), self.info.device
-        self._kernels = DeviceKernels(targets, num_slots, device, tuned)
+        self._kernels = DeviceKernels(targets, num_slots, device, tuned, num_sums)
         return self._kernels
 
     @torch.inference_mode()

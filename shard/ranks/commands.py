@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.inputs import HeadsRow
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.segments import Segment
@@ -90,6 +91,14 @@ class Clear(NamedTuple):
     slot: int
 
 
+class Compose(NamedTuple):
+    """Make a slot the sum of adapters in others."""
+
+    slot: int
+    composition: Composition
+    slots: Sequence[int]
+
+
 class Forget(NamedTuple):
     """Drop an adapter from host memory."""
 
@@ -109,5 +118,6 @@ Command = (
     | Read
     | Put
     | Clear
+    | Compose
     | Forget
 )

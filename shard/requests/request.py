@@ -10,7 +10,7 @@ from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, SamplingParams, Speculation
+from lorikeet.proto.params import NO_SPECULATION, Composition, Grammar, LogprobParams, SamplingParams, Speculation
 
 
 class Unconstrained:
@@ -117,6 +117,8 @@ class Request:
     constraint: Unconstrained = UNCONSTRAINED
     """The same for tokens."""
     adapter_digest: str = ""
+    composition: Composition | None = None
+    """The adapters whose sum `adapter_digest` stands for, None for a single one."""
     adapter_start: int = 0
     """Position of the first token that the adapter applies to: those before it are the base model's (aLoRA)."""
     heads_digest: str = ""
@@ -183,11 +185,13 @@ class Request:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What must be in slots while the request runs: its adapter, and the heads of another adapter."""
-        adapter, heads = self.adapter_digest, self.heads_digest
-        if heads and heads != adapter and self.speculation.takes_heads:
-            return (adapter, heads) if adapter else (heads,)
-        return (adapter,) if adapter else ()
+        """What must be in slots while the request runs: its adapter or those of its sum, and the heads of another."""
+        heads = self.heads_digest
+        if self.composition is not None:
+            adapters = tuple(dict.fromkeys(self.composition.digests))
+        else:
+            adapters = (self.adapter_digest,) if self.adapter_digest else ()
+        return (*adapters, heads) if heads and heads not in adapters and self.speculation.takes_heads else adapters
 
     @property
     def num_output(self) -> int:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Protocol, cast
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.params import Composition
 
 NO_ADAPTERS = "this shard serves no adapters"
 NOT_HERE = (
@@ -65,6 +66,9 @@ class Device(Protocol):
     def clear(self, slot: int) -> None:
         """Empty `slot`."""
 
+    def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot`, one of those behind the adapters', the sum of the adapters in `slots`."""
+
     def forget(self, digest: str) -> None:
         """An adapter was evicted from host memory."""
 
@@ -80,6 +84,8 @@ class SlotLimits:
     """Over all adapters in host memory, including those in slots where the slots are there too."""
     cycle_seconds: float = 2.0
     """Once an adapter has waited this long for a slot, one in a slot takes no new request until its slot is free."""
+    num_sums: int = 0
+    """Sums of adapters that requests can use at once; they take slots behind those of adapters."""
 
 
 @dataclass
@@ -165,6 +171,9 @@ class AdapterSlots:
         self._pinned: set[str] = set()
         self._free = list(reversed(range(limits.num_slots)))
         self._copying: list[CachedAdapter] = []
+        self._sums: dict[str, list[int]] = {}
+        """By digest, the slot of a sum of adapters and the number of its users."""
+        self._free_sums = list(reversed(range(limits.num_slots, limits.num_slots + limits.num_sums)))
         self._waiting_since: dict[str, float] = {}  # for a slot
         self._sizes: dict[str, int] = {}  # in bytes, also of those that have left
         self._changes = Changes()
@@ -197,6 +206,24 @@ class AdapterSlots:
         self._cached[digest] = self._cached.pop(digest)
         return adapter.slot
 
+    def compose(self, digest: str, composition: Composition) -> int:
+        """The slot of a sum, for one more running request, which has acquired all of its adapters."""
+        if digest not in self._sums:
+            slot = self._free_sums.pop()
+            self._device.compose(slot, composition, [self._cached[part].slot for part in composition.digests])
+            self._sums[digest] = [slot, 0]
+        self._sums[digest][1] += 1
+        return self._sums[digest][0]
+
+    def release_sum(self, digest: str) -> None:
+        """One running request less that uses a sum; before it releases the adapters."""
+        slot, num_users = self._sums[digest]
+        if num_users > 1:
+            self._sums[digest][1] -= 1
+            return
+        del self._sums[digest]
+        self._free_sums.append(slot)
+
     def settle(self, digest: str) -> bool:
         """Whether an adapter is in a slot; if not, it is loaded, and gets a slot that no other adapter needs."""
         adapter = self._cached.get(digest)
@@ -219,11 +246,11 @@ class AdapterSlots:
     def reject_reason(self, digests: Sequence[str]) -> str:
         """Why the adapters of one request can never be in slots together; "" if they can or it is not known yet."""
         if len(digests) > self.limits.num_slots:
-            return "an adapter and heads of another need two slots; this shard has one"
+            return f"the request's adapters need {len(digests)} slots; this shard has {self.limits.num_slots}"
         num_bytes = sum(self._sizes.get(digest, 0) for digest in digests)
         most = min(self.limits.slot_bytes, self.limits.host_bytes)
         if len(digests) > 1 and num_bytes > most:
-            return f"the adapter and the heads of another take {num_bytes} bytes, {most} are kept for adapters"
+            return f"the request's adapters take {num_bytes} bytes; {most} are kept for adapters"
         return ""
 
     def release(self, digest: str) -> None:
@@ -313,8 +340,13 @@ class AdapterSlots:
             if adapter.slot >= 0 and not adapter.is_copying:
                 self._changes.states[adapter.digest] = (Residency.RESIDENT, "")
 
-    def check(self, users: Iterable[str]) -> None:
-        """Prove that slots and users add up. `users`: the digest of each running request. Raises RuntimeError."""
+    def check(self, users: Iterable[str], sums: Iterable[str] = ()) -> None:
+        """Prove that slots and users add up. `users`: the digests of each running request; `sums`: those of sums.
+        Raises RuntimeError.
+        """
+        num_users = {digest: count for digest, (_, count) in self._sums.items()}
+        if num_users != Counter(sums) or len(self._free_sums) + len(self._sums) != self.limits.num_sums:
+            raise RuntimeError("users of sums of adapters leaked")
         counts = Counter(users)
         for adapter in self._cached.values():
             if adapter.num_users != counts.pop(adapter.digest, 0):
@@ -435,5 +467,5 @@ class NoAdapters(AdapterSlots):
     def is_resident(self, digest: str) -> bool:
         return True
 
-    def check(self, users: Iterable[str]) -> None:
+    def check(self, users: Iterable[str], sums: Iterable[str] = ()) -> None:
         pass

@@ -344,7 +344,8 @@ class Scheduler:
         self.cache.check(owners)
         if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
             raise RuntimeError("rows of device state leaked")
-        self.adapters.check(digest for request in owners for digest in request.digests)
+        sums = [request.adapter_digest for request in owners if request.composition is not None]
+        self.adapters.check((digest for request in owners for digest in request.digests), sums)
 
     def _launch(self, request: Request, num_tokens: int, budget: Budget) -> ScheduledRequest:
         if num_tokens > 1:
@@ -477,14 +478,21 @@ class Scheduler:
             if slot is None:
                 for taken in slots:
                     adapters.release(taken)
+                for other in request.digests:  # all are loaded at once
+                    adapters.prefetch(other)
                 return False
             slots[digest] = slot
-        request.slot = slots.get(request.adapter_digest, -1)
+        if request.composition is None:
+            request.slot = slots.get(request.adapter_digest, -1)
+        else:
+            request.slot = adapters.compose(request.adapter_digest, request.composition)
         self._set_heads(request, slots)
         return True
 
     def _release_slots(self, request: Request) -> None:
         """Release all slots of the request."""
+        if request.composition is not None:
+            self.adapters.release_sum(request.adapter_digest)
         for digest in request.digests:
             self.adapters.release(digest)
         request.slot = request.heads_slot = -1
@@ -511,7 +519,8 @@ class Scheduler:
         return learned if learned and self.adapters.settle(learned) else request.given_heads_digest
 
     def _set_heads(self, request: Request, slots: Mapping[str, int]) -> None:
-        heads_digest = request.heads_digest or request.adapter_digest
+        own_heads = request.adapter_digest if request.composition is None else ""
+        heads_digest = request.heads_digest or own_heads
         if heads_digest and request.speculation.takes_heads:
             request.heads_slot, request.num_heads = slots[heads_digest], self.adapters.num_heads(heads_digest)
 

@@ -10,6 +10,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.digest import base_key
 from lorikeet.proto.grammars import read_grammar_tokenizer
 from lorikeet.proto.learning import RowsLayout, TrainerSettings
+from lorikeet.proto.params import MAX_MERGED
 from lorikeet.proto.pooling import TOKEN_CLASSIFY
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
@@ -245,6 +246,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         learning=engine.learning is not None,
         history=engine.scheduler.proposer.drafters.settings.history is not None,
         adapter_slots=engine.scheduler.adapters.limits.num_slots,
+        most_composed=min(MAX_MERGED, engine.scheduler.adapters.limits.num_slots),
     )
     if pooled is not None:
         shard_info.pooled_model.CopyFrom(

@@ -88,7 +88,9 @@ class RankWorker:
         read = CollectiveReader(files, self._group).read
         self._reader = AdapterReader(Path(self._config.adapter_store), read, self._inbox)
 
-    def _change_adapters(self, command: commands.Read | commands.Put | commands.Clear | commands.Forget) -> None:
+    def _change_adapters(
+        self, command: commands.Read | commands.Put | commands.Clear | commands.Compose | commands.Forget
+    ) -> None:
         assert self._device is not None and self._reader is not None
         self._take_contents()
         match command:
@@ -103,6 +105,8 @@ class RankWorker:
             case commands.Clear(slot):
                 self._device.clear(slot)
                 self._copying.discard(slot)
+            case commands.Compose(slot, composition, slots):
+                self._device.compose(slot, composition, slots)
             case commands.Forget(digest):
                 self._contents.pop(digest, None)
 

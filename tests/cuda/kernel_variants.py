@@ -112,7 +112,7 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     if is_embedding:
         h = tensor(T, dtype=I64)
     else:
-        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 792, shrinking)
+        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, table[:0], 792, shrinking)
     lora.expand_rows(
         h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 792,
         num_out % 16 == 0, shrinking[1], expanding,

@@ -129,6 +129,7 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
             history=True,
             learning=True,
             adapter_slots=16,
+            most_composed=4,
             prefix_caching=True,
             chunked_prefill=True,
             watermark_gamma=0.25,

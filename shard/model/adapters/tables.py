@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.row_groups import TASK_ROWS, AdapterRows, RowGroups
 from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.adapters.discovery import Target
@@ -18,7 +19,7 @@ from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, Shrunk, SlotImage
-from lorikeet.shard.model.lora.triton import ENTRY, PART, expand_rows, shrink_rows
+from lorikeet.shard.model.lora.triton import ENTRY, PART, SUM, expand_rows, shrink_rows
 from lorikeet.shard.system import gpu
 
 _ALIGNED = 16
@@ -34,17 +35,27 @@ class DeviceKernels:
     """The targets of one model and their table on the device."""
 
     def __init__(
-        self, targets: Sequence[LoraTarget], num_slots: int, device: torch.device, tuned: Tuned = DEFAULTS
+        self,
+        targets: Sequence[LoraTarget],
+        num_slots: int,
+        device: torch.device,
+        tuned: Tuned = DEFAULTS,
+        num_sums: int = 0,
     ) -> None:
+        """`num_sums`: slots behind those of adapters for sums of adapters."""
         self.device = device
         self._tuned = tuned
         self._index = {target: index for index, target in enumerate(targets)}
         # [slots, targets, ENTRY] rank and addresses, 0 for none
-        self.table = torch.zeros(num_slots, len(targets), ENTRY.value, dtype=torch.int64, device=device)
+        self.table = torch.zeros(num_slots + num_sums, len(targets), ENTRY.value, dtype=torch.int64, device=device)
+        self._num_slots = num_slots
+        # [sums, SUM] the adapters of each sum
+        self.sums = torch.zeros(num_sums, SUM.value, dtype=torch.int32, device=device)
         # [slots, targets] whether the slot's adapter changes the target
         self._changes = np.zeros(self.table.shape[:2], np.bool_)
         self._num_programs = PROGRAMS_PER_PROCESSOR[gpu.capability(device) >= MATRIX_UNITS] * gpu.num_processors(device)
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
+        self._no_sums = self.sums[:0]
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memories: dict[int, torch.Tensor] = {}  # the table has their addresses alone
         for target in targets:
@@ -75,6 +86,16 @@ class DeviceKernels:
         self.table[slot].zero_()
         self._changes[slot] = False
         self._memories.pop(slot, None)
+
+    def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot` the sum of the adapters in `slots`, for steps launched from now on."""
+        entry = np.zeros(SUM.value, np.int32)
+        entry[:2] = len(slots), composition.shares_factors
+        members = entry[2:].reshape(3, -1)
+        members[0, : len(slots)] = slots
+        weights = members[1:].view(np.float32)
+        weights[:, : len(slots)] = composition.shrink_weights, composition.expand_weights
+        self.sums[slot - self._num_slots].copy_(sendable(torch.from_numpy(entry), self.device), non_blocking=True)
 
     def begin(self, rows: AdapterRows, targets: Sequence[LoraTarget], x: torch.Tensor) -> Shrunk | None:
         """Launch `A x` of targets whose outputs are neighbouring columns, next to the base's product. x: [rows, in].
@@ -139,9 +160,9 @@ class DeviceKernels:
         table = self.table.view(-1, 1, ENTRY.value)
         shrinking = self._tuned.tiles("shrink", targets.num_in, y.dtype)
         expanding = self._tuned.tiles("expand", targets.num_out, y.dtype)
-        h = shrink_rows(x, tasks.tasks, tasks.pair_ids, parts, table, self._num_programs, shrinking)
+        h = shrink_rows(x, tasks.tasks, tasks.pair_ids, parts, table, self._no_sums, self._num_programs, shrinking)
         expand_rows(
-            h, y, tasks.tasks, tasks.pair_ids, parts, table, [targets.num_out], self._num_programs,
+            h, y, tasks.tasks, tasks.pair_ids, parts, table, self._no_sums, [targets.num_out], self._num_programs,
             targets.num_out % _ALIGNED == 0, shrinking[1], expanding,
         )  # fmt: skip
 
@@ -152,7 +173,7 @@ class DeviceKernels:
         groups = _groups_of(rows)
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles = self._tuned.tiles("shrink", x.shape[1], x.dtype)
-        h = shrink_rows(x, groups.tasks, groups.row_ids, parts, self.table, self._num_programs, tiles)
+        h = shrink_rows(x, groups.tasks, groups.row_ids, parts, self.table, self.sums, self._num_programs, tiles)
         return Shrunk(h, parts, tiles[1], stream)
 
     def _expand(
@@ -165,8 +186,8 @@ class DeviceKernels:
         num_outs = [target.num_out for target, _ in columns]
         is_aligned = all(target.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for target, column in columns)
         expand_rows(
-            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, num_outs, self._num_programs,
-            is_aligned, shrunk.splits, self._tuned.tiles("expand", max(num_outs), y.dtype),
+            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, self.sums, num_outs,
+            self._num_programs, is_aligned, shrunk.splits, self._tuned.tiles("expand", max(num_outs), y.dtype),
         )  # fmt: skip
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:

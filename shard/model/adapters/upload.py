@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lorikeet.proto.params import Composition
 from lorikeet.shard.model.adapters.loading import AdapterContent
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -61,6 +62,10 @@ class DeviceSlots:
                 self._heads.put(slot, placed.content.heads.on(placed.heads))
             placed.is_bound = True
         return placed.is_bound
+
+    def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot` the sum of the adapters in `slots`."""
+        self._kernels.compose(slot, composition, slots)
 
     def clear(self, slot: int) -> None:
         """Empty `slot`."""

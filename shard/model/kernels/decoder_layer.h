@@ -142,7 +142,7 @@ static Part part_of(const DecoderLayer *layer, int module, const bf16 *x, int64_
 static int is_changed(const DecoderLayer *layer, int module, const AdapterStep *adapters) {
     const Weights *slots = layer->adapters[module];
     for (int64_t i = 0; i < adapters->num_tasks; i++) {
-        if (!is_empty(slots + adapters->tasks[i].slot)) return 1;
+        if (!is_empty(slots, adapters->tasks[i].slot)) return 1;
     }
     return 0;
 }

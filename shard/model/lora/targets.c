@@ -8,6 +8,7 @@
 #endif
 #include <omp.h>
 #include <pthread.h>
+#include <stdlib.h>
 #ifdef __linux__
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -174,52 +175,105 @@ DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 64)
 DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 16)
 #endif
 
-static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
-                   const float *base_bias) {
+// Add the sum over parts i of B_i u[i] to y. u[i]: [count, rank]
+INLINE void expand(const Weights *const *parts, float *const *u, int num_parts, int64_t count, int64_t out, element *y,
+                   int64_t y_stride, const float *base_bias) {
     for (int64_t at = 0; at < out; at += OUTPUTS) {
         const int64_t width = out - at > OUTPUTS ? OUTPUTS : out - at;
         for (int64_t r = 0, rows; r < count; r += rows) {
-            _Alignas(64) float sums[4][OUTPUTS];
+            _Alignas(64) float sums[4][OUTPUTS], more[4][OUTPUTS];
             rows = r + 4 <= count ? 4 : 1;
-            (rows == 4 ? expand4 : expand1)(w->b + at * w->rank, u + r * w->rank, w->rank, sums);
+            for (int p = 0; p < num_parts; p++) {
+                const int64_t rank = parts[p]->rank;
+                (rows == 4 ? expand4 : expand1)(parts[p]->b + at * rank, u[p] + r * rank, rank, p ? more : sums);
+                if (!p) continue;
+                for (int64_t i = 0; i < rows; i++)
+                    for (int c = 0; c < OUTPUTS; c++) sums[i][c] += more[i][c];
+            }
             for (int64_t i = 0; i < rows; i++)
-                add_to(w, sums[i], at, width, y + (r + i) * y_stride, base_bias);
+                add_to(parts[0], sums[i], at, width, y + (r + i) * y_stride, base_bias);
         }
     }
 }
 
-// Compute every task of every part.
-void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
-    int64_t work = 0, most_rank = RANKS;  // the least length of an array is one
-    for (int i = 0; i < num_parts * num_tasks; i++) {
-        const Part *part = parts + i % num_parts;
-        const Task *task = tasks + i / num_parts;
-        const int64_t rank = part->slots[task->slot].rank;
-        work += rank * task->count * (part->num_in + part->num_out);
-        most_rank = rank > most_rank ? rank : most_rank;
-    }
-#pragma omp parallel for num_threads(work < ALONE ? 1 : threads) schedule(dynamic)
-    for (int i = 0; i < num_parts * num_tasks; i++) {
-        const Part *part = parts + i % num_parts;
-        const Task *task = tasks + i / num_parts;
-        const Weights *w = part->slots + task->slot;
-        float u[MOST_ROWS * most_rank];
-        if (is_empty(w)) continue;
+// u = A x; of embeddings a row of A, [num_in, rank], selected by the token's id.
+static void multiply_a(const Weights *w, const Part *part, const Task *task, const int64_t *ids, float *u) {
+    if (!ids) {
         shrink(w, part->x + task->first * part->x_stride, part->x_stride, task->count, part->num_in, u);
-        expand(w, u, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
+        return;
     }
+    for (int64_t r = 0; r < task->count; r++)
+        for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = to_float(w->a[ids[task->first + r] * w->rank + j]);
 }
 
-// Token embeddings: A x is a row of A, [num_in, rank], selected by the token's id.
-void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
-    for (int i = 0; i < num_tasks; i++) {
-        const Weights *w = part->slots + tasks[i].slot;
-        float u[MOST_ROWS * (w->rank + RANKS)];
-        if (is_empty(w)) continue;
-        for (int64_t r = 0; r < tasks[i].count; r++)
-            for (int64_t j = 0; j < w->rank; j++) u[r * w->rank + j] = to_float(w->a[ids[tasks[i].first + r] * w->rank + j]);
-        expand(w, u, tasks[i].count, part->num_out, part->y + tasks[i].first * part->y_stride, part->y_stride, part->base_bias);
+// The numbers that `add_sum` needs for a row.
+static int64_t rank_of(const Weights *slots, int32_t slot) {
+    const Composition *sum = slots[slot].sum;
+    if (!sum) return slots[slot].rank;
+    int64_t rank = 0, most = 0;
+    for (int32_t i = 0; i < sum->count; i++) {
+        const int64_t own = slots[sum->slots[i]].rank;
+        rank += own;
+        most = own > most ? own : most;
     }
+    return rank + most;
+}
+
+// Add a sum of adapters to the rows of a task.
+static void add_sum(const Part *part, const Task *task, const int64_t *ids) {
+    const Composition *sum = part->slots[task->slot].sum;
+    const Weights *parts[MOST_PARTS];
+    float *u[MOST_PARTS], expands[MOST_PARTS], *memory = calloc(MOST_ROWS * rank_of(part->slots, task->slot), sizeof(float));
+    float *end = memory;
+    int num_parts = 0;
+    for (int32_t i = 0; i < sum->count; i++) {
+        const Weights *w = part->slots + sum->slots[i];
+        if (!w->rank) continue;
+        const float factor = sum->shares_factors ? sum->shrink[i] : sum->shrink[i] * sum->expand[i];
+        multiply_a(w, part, task, ids, end);
+        for (int64_t k = 0; k < task->count * w->rank; k++) end[k] *= factor;
+        parts[num_parts] = w, u[num_parts] = end, expands[num_parts++] = sum->expand[i];
+        end += task->count * w->rank;
+    }
+    if (sum->shares_factors) {  // of equal ranks; `end` becomes the sum of all
+        for (int p = 0; p < num_parts; p++)
+            for (int64_t k = 0; k < task->count * parts[p]->rank; k++) end[k] += u[p][k];
+        for (int p = 0; p < num_parts; p++)
+            for (int64_t k = 0; k < task->count * parts[p]->rank; k++) u[p][k] = expands[p] * end[k];
+    }
+    if (num_parts)
+        expand(parts, u, num_parts, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride,
+               part->base_bias);
+    free(memory);
+}
+
+static void add_task(const Part *part, const Task *task, const int64_t *ids) {
+    const Weights *w = part->slots + task->slot;
+    if (is_empty(part->slots, task->slot)) return;
+    if (w->sum) {
+        add_sum(part, task, ids);
+        return;
+    }
+    float memory[MOST_ROWS * (w->rank + RANKS)], *u = memory;  // the least length of an array is one
+    multiply_a(w, part, task, ids, u);
+    expand(&w, &u, 1, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
+}
+
+// Compute every task of every part.
+void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
+    int64_t work = 0;
+    for (int i = 0; i < num_parts * num_tasks; i++) {
+        const Part *part = parts + i % num_parts;
+        const Task *task = tasks + i / num_parts;
+        work += rank_of(part->slots, task->slot) * task->count * (part->num_in + part->num_out);
+    }
+#pragma omp parallel for num_threads(work < ALONE ? 1 : threads) schedule(dynamic)
+    for (int i = 0; i < num_parts * num_tasks; i++) add_task(parts + i % num_parts, tasks + i / num_parts, NULL);
+}
+
+// Token embeddings.
+void adapt_embedding(const Part *part, const int64_t *ids, const Task *tasks, int num_tasks) {
+    for (int i = 0; i < num_tasks; i++) add_task(part, tasks + i, ids);
 }
 
 // One adapter's factors of one module as in its file, A [rank, in] with a_stride between rows and B [out, rank], and the

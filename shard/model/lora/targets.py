@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet.proto.params import MAX_MERGED, Composition
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
@@ -35,7 +36,16 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 class _Weights(ctypes.Structure):
     """`Weights` of targets.c."""
 
-    _fields_ = [("rank", _SIZE), *((name, _POINTER) for name in ("a", "b", "scale", "bias"))]
+    _fields_ = [("rank", _SIZE), *((name, _POINTER) for name in ("a", "b", "scale", "bias", "sum"))]
+
+
+class _Composition(ctypes.Structure):
+    """`Composition` of targets.c."""
+
+    _fields_ = [
+        *(("count", ctypes.c_int32), ("shares_factors", ctypes.c_int32), ("slots", ctypes.c_int32 * MAX_MERGED)),
+        *(("shrink", ctypes.c_float * MAX_MERGED), ("expand", ctypes.c_float * MAX_MERGED)),
+    ]
 
 
 class _Part(ctypes.Structure):
@@ -81,6 +91,48 @@ class SlotWeights:
         if self.b is None:
             return 0
         return self.b.shape[1] if self.is_packed else self.b.shape[0]
+
+
+class ComposedSlots:
+    """Sums of adapters in slots: each has a slot of its own, behind those of adapters."""
+
+    def __init__(self, num_slots: int, num_sums: int) -> None:
+        self.num_slots, self.num_sums = num_slots, num_sums
+        self.table = (_Composition * num_sums)()
+        self._sums: dict[int, tuple[Composition, tuple[int, ...]]] = {}
+
+    def put(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
+        """Make `slot` the sum of the adapters in `slots`, which have factors alone."""
+        self._sums[slot] = composition, tuple(slots)
+        entry = self.table[slot - self.num_slots]
+        entry.count, entry.shares_factors = len(slots), composition.shares_factors
+        entry.slots[: len(slots)] = slots
+        entry.shrink[: len(slots)], entry.expand[: len(slots)] = composition.shrink_weights, composition.expand_weights
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`."""
+        del self._sums[slot]
+        self.table[slot - self.num_slots].count = 0
+
+    def weights(self, slot: int, of: Sequence[SlotWeights | None]) -> SlotWeights | None:
+        """The specification of a sum: the factors of the adapter that equals it. of: the weights of every slot."""
+        if slot not in self._sums:
+            return None
+        composition, slots = self._sums[slot]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for other, shrink, expand in zip(slots, composition.shrink_weights, composition.expand_weights, strict=True):
+            weights = of[other]
+            if weights is not None and weights.a is not None and weights.b is not None:
+                pairs.append((shrink * weights.a.float(), expand * weights.b.float()))
+        if not pairs:
+            return None
+        every_a, every_b = zip(*pairs, strict=True)
+        if composition.shares_factors:
+            return SlotWeights(torch.stack(every_a).sum(0), torch.stack(every_b).sum(0))
+        return SlotWeights(torch.cat(every_a), torch.cat(every_b))
+
+
+NO_SUMS = ComposedSlots(0, 0)
 
 
 @dataclass(frozen=True)
@@ -141,6 +193,7 @@ class LoraTarget:
         """This rank's part of the module; None for all of it."""
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
+        self._sums = NO_SUMS
         self.kernels: Kernels | None = None
         """A device's kernels, used in place of `adapt_row` and its compiled form; None on a CPU."""
         self._inputs, self.is_head = inputs, is_head
@@ -150,10 +203,13 @@ class LoraTarget:
         """The rows of the current step at this module that belong to an adapter."""
         return self._inputs.head_adapter_rows if self.is_head else self._inputs.adapter_rows
 
-    def allocate(self, num_slots: int) -> None:
-        """Allocate slots for adapters."""
-        self.slots = [None] * num_slots
-        self.table = (_Weights * num_slots)()
+    def allocate(self, num_slots: int, sums: ComposedSlots = NO_SUMS) -> None:
+        """Allocate slots for adapters, and for sums of them."""
+        self.slots = [None] * (num_slots + sums.num_sums)
+        self.table = (_Weights * (num_slots + sums.num_sums))()
+        self._sums = sums
+        for index in range(sums.num_sums):
+            self.table[num_slots + index].sum = ctypes.addressof(sums.table) + index * ctypes.sizeof(_Composition)
 
     def put(self, slot: int, weights: SlotWeights | None) -> None:
         """Put weights into `slot`, or empty it. They have the base's dtype and are packed where they can be."""
@@ -166,8 +222,12 @@ class LoraTarget:
         """Set the entry of `slot` for compiled code: rank and addresses of a, b, scale and bias, 0 for none."""
         self.table[slot] = _Weights(*entry)
 
+    def weights(self, slot: int) -> SlotWeights | None:
+        """What is in `slot`, for the specification."""
+        return self.slots[slot] or self._sums.weights(slot, self.slots)
+
     def changes(self, slot: int) -> bool:
-        """Whether the adapter in `slot` changes this module."""
+        """Whether the adapter in `slot` changes this module; False for sums of adapters."""
         entry = self.table[slot]
         return bool(entry.rank or entry.scale or entry.bias)
 
@@ -196,10 +256,10 @@ class ExpertTargets:
         self._inputs = inputs
         self.experts = [LoraTarget(f"{name}.{index}", num_in, num_out, inputs) for index in range(num_experts)]
 
-    def allocate(self, num_slots: int) -> None:
-        """Allocate slots for adapters."""
+    def allocate(self, num_slots: int, sums: ComposedSlots = NO_SUMS) -> None:
+        """Allocate slots for adapters, and for sums of them, which change no experts."""
         for target in self.experts:
-            target.allocate(num_slots)
+            target.allocate(num_slots, sums)
 
     @property
     def kernels(self) -> Kernels | None:
@@ -259,7 +319,7 @@ def adapt(rows: AdapterRows, *products: Product, shrunk: Shrunk | None = None) -
         return
     for product in products:
         for slot, first, count in rows.tasks.tolist():
-            weights = product.target.slots[slot]
+            weights = product.target.weights(slot)
             if weights is not None:
                 for row in range(first, first + count):
                     adapt_row(weights, product.target.base_bias, product.x[row], product.y[row])
@@ -294,7 +354,7 @@ def adapt_embedding(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y:
         library_for(y.dtype).adapt_embedding(ctypes.byref(part), ids.data_ptr(), rows.address, len(rows))
         return
     for slot, first, count in rows.tasks.tolist():
-        weights = target.slots[slot]
+        weights = target.weights(slot)
         if weights is not None and weights.a is not None and weights.b is not None:
             for row in range(first, first + count):
                 y[row] += (weights.a[:, ids[row]].float() @ weights.b.float()).to(y.dtype)

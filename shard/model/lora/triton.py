@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorikeet.proto.params import MAX_MERGED
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_add, multiply_rows
 from lorikeet.shard.model.kernels.triton import rounded
@@ -24,15 +25,40 @@ ENTRY = tl.constexpr(5)
 PART = tl.constexpr(4)
 """Elements of a part: target, number of outputs, first column in y, address of the base's bias or 0."""
 
+MOST_PARTS = tl.constexpr(MAX_MERGED)
+"""Most adapters of a sum."""
+SUM = tl.constexpr(2 + 3 * MAX_MERGED)
+"""Elements of a sum: number of adapters, whether they share factors; their slots, weights of A x and weights of B."""
+
 RANKS = 16
 """Factors of one tile."""
 MOST_RANK = 512
 """As in targets.py."""
+MOST_TILES = tl.constexpr(MOST_RANK // RANKS)
 
 
 @triton.jit
-def _splits(rank, RANKS: tl.constexpr, SPLITS: tl.constexpr):
-    return tl.maximum(1, SPLITS // tl.maximum(1, tl.cdiv(rank, RANKS)))
+def _splits(num_tiles, SPLITS: tl.constexpr):
+    return tl.maximum(1, SPLITS // tl.maximum(1, num_tiles))
+
+
+@triton.jit
+def _members(sums, table, index, target, num_targets, RANKS: tl.constexpr):
+    """Of the adapters of a sum, [MOST_PARTS]: their entries' places in the table, ranks, and the ends of their tiles
+    among those of the sum, at most MOST_RANK // RANKS.
+    """
+    places = tl.arange(0, MOST_PARTS)
+    is_member = places < tl.load(sums + index * SUM)
+    slots = tl.load(sums + index * SUM + 2 + places, mask=is_member, other=0)
+    entries = (slots * num_targets + target) * ENTRY
+    ranks = tl.load(table + entries, mask=is_member, other=0).to(tl.int32)
+    return entries, ranks, tl.minimum(tl.cumsum(tl.cdiv(ranks, RANKS), 0), MOST_TILES)
+
+
+@triton.jit
+def _member(values, place):
+    """The value of one adapter of a sum."""
+    return tl.sum(tl.where(tl.arange(0, MOST_PARTS) == place, values, 0), 0)
 
 
 @triton.jit
@@ -51,9 +77,9 @@ def _num_used(tasks, num_tasks):
     return used
 
 
-@triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
+@triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
 def shrink(
-    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_targets, num_tasks, num_parts, room,
+    x, h, tasks, row_ids, parts, table, sums, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
@@ -71,29 +97,40 @@ def shrink(
         entry = table + (slot * num_targets + target) * ENTRY
         rank = tl.load(entry).to(tl.int32)
         rank = tl.where(count > 0, rank, 0)
-        splits = _splits(rank, RANKS, SPLITS)
+        num_tiles = tl.cdiv(rank, RANKS)
+        if slot >= num_slots:
+            _, _, ends = _members(sums, table, slot - num_slots, target, num_targets, RANKS)
+            num_tiles = tl.where(count > 0, tl.max(ends, 0), 0)
+        splits = _splits(num_tiles, SPLITS)
         span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
         row = (rows * num_parts + part) * room
         # The same number of pieces for every rank, so that a captured launch fits any adapter: large ranks loop.
-        for at in range(piece, splits * tl.cdiv(rank, RANKS), SPLITS):
-            a = _pointer(entry, 1, x.dtype.element_ty)
+        for at in range(piece, splits * num_tiles, SPLITS):
             split = at % splits
-            factors = (at // splits) * RANKS + tl.arange(0, RANKS)
+            tile = at // splits
+            place = h + row[:, None] + split * num_tiles * RANKS + tile * RANKS + tl.arange(0, RANKS)[None, :]
+            if slot >= num_slots:
+                entries, ranks, ends = _members(sums, table, slot - num_slots, target, num_targets, RANKS)
+                member = tl.sum((ends <= tile).to(tl.int32), 0)
+                tile -= tl.max(tl.where(ends <= tile, ends, 0), 0)
+                entry = table + _member(entries, member)
+                rank = _member(ranks, member)
+            a = _pointer(entry, 1, x.dtype.element_ty)
+            factors = tile * RANKS + tl.arange(0, RANKS)
             sums = multiply_rows(
                 x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
                 tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH,
                 WIDENS,
             )  # fmt: skip
-            place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
             tl.store(place, sums, mask=(lanes < count)[:, None])
 
 
 @triton.jit
-def _sum_splits(h, row, is_row, factors, rank, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+def _sum_splits(h, row, is_row, factors, num_tiles, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, RANKS] float32: the sums of all splits, in their order."""
-    padded = tl.cdiv(rank, RANKS) * RANKS
+    padded = num_tiles * RANKS
     # without factors nothing has been written
-    splits = tl.where(rank > 0, _splits(rank, RANKS, SPLITS), 0)
+    splits = tl.where(num_tiles > 0, _splits(num_tiles, SPLITS), 0)
     value = tl.zeros((ROWS, RANKS), tl.float32)
     for split in tl.static_range(SPLITS):
         place = h + row[:, None] + split * padded + factors[None, :]
@@ -157,9 +194,78 @@ def _share(parts, num_parts, num_tasks, WIDTH: tl.constexpr, PARTS: tl.constexpr
     return length, tl.cumsum(tl.cdiv(blocks, length), 0)
 
 
-@triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
+@triton.jit
+def _factors_of_member(
+    h, a, row, is_row, first, tile, num_tiles, rank,
+    IS_EMBEDDING: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, RANKS] float32 of one tile of an adapter whose tiles begin at `first` among `num_tiles` of a sum."""
+    factors = tl.arange(0, RANKS)
+    if IS_EMBEDDING:
+        value = _factors_of_ids(a, row, is_row, tile * RANKS + factors, rank)
+    else:
+        value = _sum_splits(h, row, is_row, (first + tile) * RANKS + factors, num_tiles, RANKS, SPLITS, ROWS)
+    return value
+
+
+@triton.jit
+def _sum_of_adapters(
+    h, row, is_row, sum, table, target, num_targets, outputs, num_out,
+    element: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, WIDTH] float32: what a sum adds to `outputs`, tile by tile, and within a tile adapter by adapter. row:
+    [ROWS] where h begins, or token ids.
+    """
+    factors = tl.arange(0, RANKS)
+    num_members = tl.load(sum)
+    shares_factors = tl.load(sum + 1) != 0
+    slots = sum + 2
+    shrinks = (slots + MOST_PARTS).to(tl.pointer_type(tl.float32))
+    expands = shrinks + MOST_PARTS
+    num_tiles, most = 0, 0
+    for member in range(num_members):
+        tiles = tl.cdiv(tl.load(table + (tl.load(slots + member) * num_targets + target) * ENTRY).to(tl.int32), RANKS)
+        num_tiles += tiles
+        most = tl.maximum(most, tiles)
+    num_tiles = tl.minimum(num_tiles, MOST_TILES)
+    delta = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in range(most):
+        shared = tl.zeros((ROWS, RANKS), tl.float32)
+        if shares_factors:
+            first = 0
+            for member in range(num_members):
+                entry = table + (tl.load(slots + member) * num_targets + target) * ENTRY
+                rank = tl.load(entry).to(tl.int32)
+                if tile * RANKS < rank:
+                    value = _factors_of_member(
+                        h, _pointer(entry, 1, element), row, is_row, first, tile, num_tiles, rank,
+                        IS_EMBEDDING, RANKS, SPLITS, ROWS,
+                    )  # fmt: skip
+                    shared += tl.load(shrinks + member) * value
+                first += tl.cdiv(rank, RANKS)
+        first = 0
+        for member in range(num_members):
+            entry = table + (tl.load(slots + member) * num_targets + target) * ENTRY
+            rank = tl.load(entry).to(tl.int32)
+            if tile * RANKS < rank:
+                value = shared
+                if not shares_factors:
+                    value = tl.load(shrinks + member) * _factors_of_member(
+                        h, _pointer(entry, 1, element), row, is_row, first, tile, num_tiles, rank,
+                        IS_EMBEDDING, RANKS, SPLITS, ROWS,
+                    )  # fmt: skip
+                weights = _load_b(
+                    _pointer(entry, 2, element), tile * RANKS + factors, outputs, rank, num_out, IS_WHOLE
+                )  # fmt: skip
+                delta = _multiply_factors(tl.load(expands + member) * value, weights, delta, WIDENS)
+            first += tl.cdiv(rank, RANKS)
+    return delta
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
 def expand(
-    h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, room,
+    h, y, tasks, row_ids, parts, table, sums, num_slots, y_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +299,22 @@ def expand(
         num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
         num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
         num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
-        if (count > 0) & (rank + num_scales + num_biases > 0):
+        if (count > 0) & (slot >= num_slots):
+            if IS_EMBEDDING:
+                begins = tl.load(h + rows, mask=is_row, other=0)
+            else:
+                begins = (rows * num_parts + part) * room
+            for block in tl.range(begin, tl.minimum(begin + length, tl.cdiv(num_out, WIDTH)), num_stages=1):
+                columns = block * WIDTH + tl.arange(0, WIDTH)
+                delta = _sum_of_adapters(
+                    h, begins, is_row, sums + (slot - num_slots) * SUM, table, target, num_targets, columns, num_out,
+                    element, ROWS, RANKS, WIDTH, SPLITS, IS_WHOLE, IS_EMBEDDING, WIDENS,
+                )  # fmt: skip
+                places = y + rows[:, None] * y_stride + column + columns[None, :]
+                is_place = is_row[:, None] & (columns < num_out)[None, :]
+                before = tl.load(places, mask=is_place, other=0.0).to(tl.float32)
+                tl.store(places, rounded(before + delta, element), mask=is_place)
+        elif (count > 0) & (rank + num_scales + num_biases > 0):
             end = tl.minimum(begin + length, tl.cdiv(num_out, WIDTH))
             a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
             scales, biases = _pointer(entry, 3, tl.float32), _pointer(entry, 4, tl.float32)
@@ -207,7 +328,7 @@ def expand(
                 value = _factors_of_ids(a, row, is_row, factors, rank)
             else:
                 row = (rows * num_parts + part) * room
-                value = _sum_splits(h, row, is_row, factors, rank, RANKS, SPLITS, ROWS)
+                value = _sum_splits(h, row, is_row, factors, tl.cdiv(rank, RANKS), RANKS, SPLITS, ROWS)
             # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
             for block in tl.range(begin, end, num_stages=1):
                 # the last block is read again
@@ -220,7 +341,7 @@ def expand(
                     if IS_EMBEDDING:
                         more = _factors_of_ids(a, row, is_row, others, rank)
                     else:
-                        more = _sum_splits(h, row, is_row, others, rank, RANKS, SPLITS, ROWS)
+                        more = _sum_splits(h, row, is_row, others, tl.cdiv(rank, RANKS), RANKS, SPLITS, ROWS)
                     more_weights = _load_b(b, others, outputs, rank, num_out, IS_WHOLE)
                     delta = _multiply_factors(more, more_weights, delta, WIDENS)
                 after = before.to(tl.float32) + delta
@@ -245,19 +366,20 @@ def room_of(splits: int) -> int:
 @operator("shrink_rows", mutates_args=())
 def shrink_rows(
     x: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor, table: torch.Tensor,
-    num_programs: int, tiles: list[int],
+    sums: torch.Tensor, num_programs: int, tiles: list[int],
 ) -> torch.Tensor:  # fmt: skip
     """Returns h for `expand_rows`, [rows, parts, room] float32, defined for the tasks' rows.
 
-    x: [rows, in]; tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]; num_programs: at
-    most; tiles: DEPTH, SPLITS, warps and stages.
+    x: [rows, in]; tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY], the last
+    slots for sums: [sums, SUM]; num_programs: at most; tiles: DEPTH, SPLITS, warps and stages.
     """
     depth, splits, warps, stages = tiles
     num_parts, num_items = parts.shape[0], tasks.shape[0] * parts.shape[0] * splits
     h = x.new_empty((x.shape[0], num_parts, room_of(splits)), dtype=torch.float32)
     shrink[(max(1, min(num_programs, num_items)),)](
-        x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), table.shape[1], tasks.shape[0], num_parts,
-        h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth, SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True,
+        x, h, tasks, row_ids, parts, table, sums, table.shape[0] - sums.shape[0], x.shape[1], x.stride(0),
+        table.shape[1], tasks.shape[0], num_parts, h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS,
+        DEPTH=depth, SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return h
@@ -265,8 +387,8 @@ def shrink_rows(
 
 @shrink_rows.register_fake
 def _(
-    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _programs: int,
-    tiles: list[int],
+    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _sums: object,
+    _programs: int, tiles: list[int],
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], parts.shape[0], room_of(tiles[1])), dtype=torch.float32)
 
@@ -274,7 +396,8 @@ def _(
 @operator("expand_rows", mutates_args=("y",))
 def expand_rows(
     h: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
-    table: torch.Tensor, num_outs: list[int], num_programs: int, is_aligned: bool, splits: int, tiles: list[int],
+    table: torch.Tensor, sums: torch.Tensor, num_outs: list[int], num_programs: int, is_aligned: bool,
+    splits: int, tiles: list[int],
 ) -> None:  # fmt: skip
     """y: [rows, out of all parts], changed in place. h: of `shrink_rows` with as many `splits`, or [rows] token ids for
     embeddings; num_outs: outputs of each part; tiles: WIDTH, warps and stages; the rest as there.
@@ -283,9 +406,9 @@ def expand_rows(
     num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(max(num_outs), width), h.dim() == 1
     is_whole = all(num_out % width == 0 for num_out in num_outs)
     expand[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
-        h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts,
-        0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width, SPLITS=splits,
-        PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_WHOLE=is_whole,
+        h, y, tasks, row_ids, parts, table, sums, table.shape[0] - sums.shape[0], y.stride(0), table.shape[1],
+        tasks.shape[0], num_parts, 0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width,
+        SPLITS=splits, PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_WHOLE=is_whole,
         IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 

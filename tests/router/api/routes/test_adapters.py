@@ -327,6 +327,51 @@ async def test_adapters_in_s3_are_below_the_prefixes(tmp_path: Path, monkeypatch
             assert (await server.client.post("/generate", json=request)).status_code == status
 
 
+async def has_factors(call: dict[str, Any]) -> dict[str, Any]:
+    """As an adapter that consists of factors alone, all scaled by 2."""
+    return {**await finds_all(call), "scaling": 2.0}
+
+
+@pytest.mark.parametrize("strategy", ["cat", "linear", "lora"])
+async def test_a_sum_of_adapters_needs_no_merged_file(server: Serving, strategy: str) -> None:
+    """The shard gets the adapters and the weights of the request; other weights load nothing."""
+    server.loader.answer = has_factors
+    digests: list[str] = []
+    for weights in ([0.5, -2.0], [2.0, 0.125]):
+        fields: dict[str, Any] = {
+            "merged_adapters": {"ids": ["one", "two"], "weights": weights, "merge_strategy": strategy}
+        }
+        if strategy == "lora":
+            pairs = zip(("one", "two"), weights, strict=True)
+            fields = {"lora": [{"id": name, "scale": weight} for name, weight in pairs]}
+        response = await server.client.post("/generate", json=body("/generate", None, **fields))
+        assert response.status_code == 200, response.text
+        assert [call["fetch"]["id"] for call in server.loader.asked] == ["one", "two"]
+        submit = server.shard.submits[-1]
+        composition = submit.composition
+        assert list(composition.digests) == [digest_of(call) for call in server.loader.asked]
+        assert composition.shares_factors == (strategy == "linear")
+        pairs = zip(composition.shrink_weights, composition.expand_weights, strict=True)
+        # the scaling of 2 is inside B: what a weight of PEFT's scales is the product
+        assert [shrink * expand for shrink, expand in pairs] == pytest.approx(weights)
+        assert response.headers["x-adapter-digest"] == submit.adapter.digest
+        assert response.headers["x-adapter-id"] == "one,two"
+        digests.append(submit.adapter.digest)
+    assert len({*digests, *(digest_of(call) for call in server.loader.asked)}) == 4
+
+
+async def test_what_a_shard_cannot_add_is_merged_into_a_file(server: Serving) -> None:
+    merged = {"ids": ["one", "two"], "weights": [1.0, 1.0], "merge_strategy": "cat"}
+    await server.client.post("/generate", json=body("/generate", None, merged_adapters=merged))
+    assert [next(iter({"fetch", "merge"} & call.keys())) for call in server.loader.asked] == ["fetch", "fetch", "merge"]
+    assert not server.shard.submits[-1].HasField("composition")
+    server.loader.answer = has_factors
+    server.loader.calls.clear()
+    many = {"ids": ["one"] * 5, "weights": [1.0] * 5, "merge_strategy": "cat"}  # of more than it can
+    await server.client.post("/generate", json=body("/generate", None, merged_adapters=many))
+    assert [call.keys() & {"fetch", "merge"} for call in server.loader.asked] == [{"merge"}]
+
+
 async def test_merged_adapters(server: Serving) -> None:
     merged = {"ids": ["one", "two"], "weights": [0.25, 0.75], "merge_strategy": "TIES", "density": 0.5}
     request = {"inputs": "Hi", "parameters": {"max_new_tokens": 2, "merged_adapters": merged}}

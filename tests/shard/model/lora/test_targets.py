@@ -5,10 +5,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.lora import targets as lora
-from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_embedding, adapt_row
+from lorikeet.shard.model.lora.targets import (
+    NO_SUMS,
+    ComposedSlots,
+    LoraTarget,
+    Product,
+    SlotWeights,
+    adapt,
+    adapt_embedding,
+    adapt_row,
+)
 from tests.shard.levels import LEVELS, compiled_for
 from tests.shard.model.lora.layout import packed
 
@@ -37,13 +47,13 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def make_target(
-    num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0
+    num_in: int, num_out: int, dtype: torch.dtype, inputs: StepInputs, seed: int = 0, sums: ComposedSlots = NO_SUMS
 ) -> tuple[LoraTarget, Plain]:
     """A target, and its slots before packing: every rank, DoRA's scale, a bias, a bias alone, nothing."""
     generator = torch.Generator().manual_seed(seed)
     target = LoraTarget("module", num_in, num_out, inputs)
     target.base_bias = torch.randn(num_out, generator=generator)
-    target.allocate(NUM_SLOTS)
+    target.allocate(NUM_SLOTS, sums)
     plain: Plain = {}
     for slot in range(NUM_SLOTS):
         rank = RANKS[slot % len(RANKS)]
@@ -168,3 +178,92 @@ def test_the_rows_of_the_head_are_those_whose_logits_are_wanted() -> None:
     assert inputs.head_adapter_rows.tasks.tolist() == [[1, 0, 1], [7, 2, 16], [7, 18, 16], [7, 34, 8]]
     inputs.fill([Segment(0, 3, range(1))], torch.arange(3), torch.tensor([2]))
     assert not len(inputs.adapter_rows) and not len(inputs.head_adapter_rows)
+
+
+def digests(count: int) -> tuple[str, ...]:
+    return tuple(f"{index:064x}" for index in range(count))
+
+
+SUMS = {
+    "cat": (Composition(digests(3), (0.5, -2.0, 0.1), (1.0, 1.0, 1.0)), (0, 3, 4)),
+    "linear": (Composition(digests(3), (0.7, -0.3, 1.5), (0.7, 0.3, 1.2), shares_factors=True), (3, 3, 10)),
+    "with one that changes nothing": (Composition(digests(2), (1.0, 2.0), (1.0, 1.0)), (11, 4)),
+    "of nothing": (Composition(digests(1), (1.0,), (1.0,)), (11,)),
+}
+"""A sum, and the slots of its adapters."""
+
+
+def merged(composition: Composition, slots: tuple[int, ...], plain: Plain) -> SlotWeights | None:
+    """The adapter that equals a sum, by the formulas of PEFT's `add_weighted_adapter`."""
+    weights = [plain[slot] for slot in slots]
+    pairs = zip(weights, composition.shrink_weights, composition.expand_weights, strict=True)
+    parts = [(w.a.double() * s, w.b.double() * e) for w, s, e in pairs if w is not None and w.a is not None]
+    if not parts:
+        return None
+    every_a, every_b = zip(*parts, strict=True)
+    if composition.shares_factors:
+        return SlotWeights(sum(every_a), sum(every_b))
+    return SlotWeights(torch.cat(every_a), torch.cat(every_b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("with_code", [True, False], ids=["compiled", "specification"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_equals_the_merged_adapter_in_any_batch(
+    name: str, with_code: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composition, slots = SUMS[name]
+    inputs, sums = StepInputs(16, torch.device("cpu")), ComposedSlots(NUM_SLOTS, 2)
+    target, plain = make_target(130, 200, dtype, inputs, sums=sums)
+    ranks = {0: 1, 3: 16, 4: 16, 10: 16}
+    for slot, rank in ranks.items():
+        generator = torch.Generator().manual_seed(slot)
+        a, b = torch.randn(rank, 130, generator=generator).to(dtype), torch.randn(rank, 200, generator=generator)
+        plain[slot] = SlotWeights(a, b.to(dtype) / 8)
+        target.put(slot, packed(plain[slot]))
+    if not with_code:
+        monkeypatch.setattr(lora, "compiled", lambda dtype: None)
+        for slot, weights in plain.items():
+            target.put(slot, weights)
+    sums.put(NUM_SLOTS + 1, composition, slots)
+    x, base = torch.randn(24, 130).to(dtype), torch.randn(24, 200).to(dtype)
+    fill(inputs, [-1, NUM_SLOTS + 1, 4], [2, 19, 3])
+    got = base.clone()
+    adapt(target.rows, Product(target, x, got))
+    wanted = base.clone()
+    if (weights := merged(composition, slots, plain)) is not None:
+        for row in range(2, 21):
+            adapt_row(weights, None, x[row], wanted[row])
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got[:21], wanted[:21], rtol=tolerance, atol=tolerance)
+    assert weights is None or not torch.equal(got[2:21], base[2:21])
+    fill(inputs, [2, NUM_SLOTS + 1], [1, 1])
+    alone = base[[0, 7]]
+    adapt(target.rows, Product(target, x[[0, 7]], alone))
+    assert torch.equal(alone[1], got[7])
+    sums.clear(NUM_SLOTS + 1)
+    adapt(target.rows, Product(target, x[[0, 7]], cleared := base[[0, 7]]))
+    assert torch.equal(cleared[1], base[7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shares_factors", [False, True])
+def test_a_sum_on_an_embedding(shares_factors: bool, dtype: torch.dtype) -> None:
+    inputs, sums = StepInputs(16, torch.device("cpu")), ComposedSlots(2, 1)
+    target = LoraTarget("embedding", 50, 24, inputs)
+    target.is_embedding = True
+    target.allocate(2, sums)
+    plain: Plain = {slot: SlotWeights(torch.randn(4, 50).to(dtype), torch.randn(4, 24).to(dtype)) for slot in range(2)}
+    for slot, weights in plain.items():
+        assert weights is not None
+        target.put(slot, packed(weights, is_embedding=True))
+    composition = Composition(digests(2), (0.5, -1.0), (1.0, 2.0), shares_factors)
+    sums.put(2, composition, (0, 1))
+    fill(inputs, [2], [20])
+    ids = torch.randint(0, 50, (20,))
+    got = torch.zeros(20, 24, dtype=dtype)
+    adapt_embedding(target.rows, target, ids, got)
+    weights = merged(composition, (0, 1), plain)
+    assert weights is not None and weights.a is not None and weights.b is not None
+    wanted = (weights.a[:, ids].t() @ weights.b).to(dtype)
+    torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-6)

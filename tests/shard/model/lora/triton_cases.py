@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.kernels import lora
+from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.segments import Segment
@@ -30,6 +31,7 @@ from tests.shard.padded import Always
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 NUM_SLOTS = 11
+NUM_SUMS = 2
 RANKS = (1, 3, 8, 16, 17, 64, 33)
 NONE_OF_IT, BIAS_ALONE, LARGEST = 7, 8, 9
 """Slots whose adapters have nothing for the module, no factors, and as many as there may be."""
@@ -62,8 +64,8 @@ class Bench:
         for target in self.targets:
             target._inputs = self.inputs
             target.allocate(NUM_SLOTS)
-        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS, max_drafts=8)
-        self.kernels = DeviceKernels(self.targets, NUM_SLOTS, DEVICE)
+        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS + NUM_SUMS, max_drafts=8)
+        self.kernels = DeviceKernels(self.targets, NUM_SLOTS, DEVICE, num_sums=NUM_SUMS)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(DEVICE, dtype or self.dtype)
@@ -258,6 +260,62 @@ def test_products_that_do_not_lie_side_by_side_take_a_launch_each() -> None:
     adapt(bench.inputs.adapter_rows, *map(Product, bench.targets, xs, ys))
     for got, expected in zip(ys, reference, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+SUMS = {
+    "cat": (Composition(("a", "b", "c"), (0.5, -2.0, 0.1), (1.0, 1.0, 1.0)), (0, 6, 5)),
+    "linear": (Composition(("a", "b", "c"), (0.7, -0.3, 1.5), (0.7, 0.3, 1.2), shares_factors=True), (6, 0, 6)),
+    "wide": (Composition(("a", "b", "a", "b"), (0.5, 1.0, 0.1, 2.0), (1.0, 1.0, 1.0, 1.0)), (5, 5, 5, 6)),
+    "of one that changes nothing": (Composition(("a", "b"), (1.0, 2.0), (1.0, 1.0)), (NONE_OF_IT, 6)),
+}
+"""A sum, and the slots of its adapters, which have factors alone."""
+
+
+def merged(bench: Bench, name: str, composition: Composition, slots: tuple[int, ...]) -> SlotWeights:
+    """The adapter that equals a sum, by the formulas of PEFT's `add_weighted_adapter`."""
+    weights = [bench.plain.get((slot, name)) for slot in slots]
+    pairs = zip(weights, composition.shrink_weights, composition.expand_weights, strict=True)
+    parts = [(w.a.double() * s, w.b.double() * e) for w, s, e in pairs if w is not None]
+    every_a, every_b = zip(*parts, strict=True)
+    if composition.shares_factors:
+        return SlotWeights(sum(every_a), sum(every_b))
+    return SlotWeights(torch.cat(every_a), torch.cat(every_b))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["linear layer", "embedding"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_equals_the_merged_adapter_in_any_batch(name: str, kind: str, dtype: torch.dtype) -> None:
+    composition, slots = SUMS[name]
+    bench = Bench(dtype, [target("module", 300, 40)])
+    [module] = bench.targets
+    module.is_embedding = kind == "embedding"
+    for slot, rank in {0: 33, 5: 100, 6: 33}.items():
+        weights = SlotWeights(bench.random(rank, 300) / 300**0.5, bench.random(rank, 40) / rank**0.5)
+        bench.plain[slot, "module"] = weights
+        bench.place(slot, [(module, weights.arranged(module.is_embedding))])
+    bench.load(4)
+    bench.kernels.compose(NUM_SLOTS + 1, composition, slots)
+    ids = torch.randint(0, 300, (24,), generator=bench.generator).to(DEVICE)
+    x = torch.nn.functional.one_hot(ids, 300).to(dtype) if module.is_embedding else bench.random(24, 300)
+    base = bench.random(24, 40)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        y = base[rows]
+        if module.is_embedding:
+            adapt_embedding(module.rows, module, ids[rows], y)
+        else:
+            adapt(module.rows, Product(module, x[rows], y))
+        return y
+
+    bench.step([-1, NUM_SLOTS + 1, 4], [2, 19, 3])
+    got = compute(torch.arange(24, device=DEVICE))
+    bench.plain[NUM_SLOTS + 1, "module"] = merged(bench, "module", composition, slots)
+    wanted = bench.wanted(module, per_row([-1, NUM_SLOTS + 1], [2, 19]), x[:21], base[:21])
+    tolerance = TOLERANCE[dtype] if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got[:21], wanted, rtol=tolerance, atol=tolerance)
+    bench.step([4, NUM_SLOTS + 1], [1, 1])
+    assert torch.equal(compute(torch.tensor([0, 7], device=DEVICE))[1], got[7])
 
 
 @DTYPES
