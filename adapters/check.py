@@ -100,7 +100,7 @@ class AdapterValidator:
         """By all bytes of its files, as the loader does. Raises AdapterError with the reason."""
         from lorikeet.adapters.formats import layout
 
-        with layout.open_adapter(folder, max_bytes) as opened:
+        with layout.open_adapter(folder, max_bytes, self._reader.skeleton) as opened:
             self._tokenizers.check(folder)
             served, _ = opened.lay_out(self._reader, self._base)
             return _validation(opened, served, opened.num_bytes)
@@ -253,10 +253,14 @@ def _adapter_folders(path: Path) -> list[str]:
     """The adapter's folder at the path, or those directly below it; none if it is a file. Raises ValueError."""
     if not path.is_dir():
         return []
-    folders = [path] if (path / CONFIG).exists() else [config.parent for config in sorted(path.glob(f"*/{CONFIG}"))]
+    folders = [path] if _is_adapter(path) else [folder for folder in sorted(path.iterdir()) if _is_adapter(folder)]
     if not folders:
-        raise ValueError(f"neither the folder {path} nor one directly below it has an {CONFIG}")
+        raise ValueError(f"neither the folder {path} nor one directly below it has an {CONFIG} or one .gguf file")
     return [os.path.realpath(folder) for folder in folders]
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).exists() or len(list(folder.glob("*.gguf"))) == 1
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ def _row(alias: str, ref: Ref, adapter: _Found | AdapterError, validated: Callab
         return CheckRow(alias, str(ref), "refused", str(error))
     state, reason = "served", "; ".join(validation.warnings)
     if not validation.has_headers:
-        state, reason = "unseen", "a file without a header (.bin, .pt) is checked when it is loaded"
+        state, reason = "unseen", "a file without a header (.bin, .pt, .gguf) is checked when it is loaded"
     elif validation.unread:
         state, reason = "unseen", f"{validation.unread[0]} is compared with the base's when it is loaded"
     sizes = (validation.rank, validation.num_modules, validation.num_heads, validation.num_bytes)

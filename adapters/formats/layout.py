@@ -23,12 +23,13 @@ import torch
 from lorikeet.adapters import refs
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
 from lorikeet.adapters.formats import configuration, header, weights
-from lorikeet.adapters.formats.base_model import BaseValues
+from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedReader
+from lorikeet.adapters.formats.gguf_file import read as read_gguf
 from lorikeet.adapters.formats.heads import HEADS_KIND, ParsedHeads, heads_metadata, lay_out_heads, parse_heads
 from lorikeet.adapters.formats.kinds import CONVERT
 from lorikeet.adapters.formats.weights import Weights, is_finite, not_finite
-from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, FileHead, find_heads
+from lorikeet.adapters.sources.base import CONFIG, HEADS, HEADS_CONFIG, PEEK_BYTES, FileHead, find_heads, gguf_file
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 
 FORMAT = "lorikeet-adapter-1"
@@ -443,6 +444,8 @@ def adapter_of_headers(small: Mapping[str, bytes], heads: Mapping[str, FileHead]
     Raises AdapterInvalid or AdapterTooLarge.
     """
     heads_name = find_heads(small.keys() | heads.keys(), lambda name: heads[name].content)
+    if heads_name is None and gguf_file(small.keys() | heads.keys()) is not None:
+        return Contents({"peft_type": "LORA"}, None, None)
     if CONFIG not in small and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
     values = changes = heads_file = None
@@ -460,13 +463,17 @@ def _header_only(heads: Mapping[str, FileHead]) -> Weights | None:
 
 
 @contextmanager
-def open_adapter(folder: Path, limit: int) -> Iterator[Contents]:
-    """The adapter in `folder`, of at most `limit` bytes of weights. Tensors are valid inside only.
+def open_adapter(folder: Path, limit: int, skeleton: Skeleton | None = None) -> Iterator[Contents]:
+    """The adapter in `folder`, of at most `limit` bytes of weights. Tensors are valid inside only. `skeleton`: of the
+    base, for files of llama.cpp.
 
     Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file.
     """
     names = os.listdir(folder)
     heads_name = find_heads(names, lambda name: weights.read_small(folder / name, PEEK_BYTES))
+    if heads_name is None and skeleton is not None and (file := gguf_file(names)) is not None:
+        yield Contents(*read_gguf(folder / file, limit, skeleton), None)
+        return
     if CONFIG not in names and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
     with ExitStack() as held:

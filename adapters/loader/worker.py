@@ -113,7 +113,10 @@ class WorkerJobs:
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
-        with self._limited_memory([folder]), open_adapter(folder, self._max_bytes) as opened:
+        with (
+            self._limited_memory([folder]),
+            open_adapter(folder, self._max_bytes, self._context.reader.skeleton) as opened,
+        ):
             digest = opened.digest
             if (stored := self._stored(digest)) is not None:
                 self._check_effect(stored.changes_nothing)
@@ -140,7 +143,7 @@ class WorkerJobs:
         folders = [Path(folder) for folder in job["folders"]]
         with self._limited_memory(folders), ExitStack() as held:
             for folder in folders:
-                opened = held.enter_context(open_adapter(folder, self._max_bytes))
+                opened = held.enter_context(open_adapter(folder, self._max_bytes, self._context.reader.skeleton))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
                 if configuration.invocation_ids(opened.values):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge, NotServed
+from lorikeet.adapters.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Pin, Ref
 
 CONFIG = "adapter_config.json"
@@ -115,6 +115,14 @@ def find_heads(names: Collection[str], peek: Peek) -> str | None:
     return next((file for file in others[:_MAX_UNNAMED] if _HEADS_KEY.search(peek(file))), None)
 
 
+def gguf_file(names: Collection[str]) -> str | None:
+    """The file of an adapter of llama.cpp, in a folder that holds no other one. Raises AdapterInvalid for several."""
+    files = [] if CONFIG in names else sorted(name for name in names if name.endswith(".gguf"))
+    if len(files) > 1:
+        raise AdapterInvalid(f"it holds {len(files)} .gguf files: an adapter is a folder with one")
+    return files[0] if files else None
+
+
 def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -> list[str]:
     """Names to fetch out of a listing (name → bytes, None if unknown), heads before the adapter's own weights.
 
@@ -122,11 +130,9 @@ def choose(sizes: Mapping[str, int | None], name: str, limit: int, peek: Peek) -
     for the message. Weights in parts (`adapter_model-00001-of-…`) come with their index.
     """
     heads, weights = find_heads(sizes.keys(), peek), _weights(sizes)
-    if CONFIG not in sizes and (gguf := next((file for file in sizes if file.endswith(".gguf")), None)) is not None:
-        raise NotServed(
-            f"{gguf} of {name}, an adapter of llama.cpp, is not served: use the files of PEFT it was made of"
-        )
-    if CONFIG not in sizes and (heads is None or weights):
+    if heads is None and (gguf := gguf_file(sizes.keys())) is not None:
+        weights = [gguf]
+    elif CONFIG not in sizes and (heads is None or weights):
         raise AdapterInvalid(f"{name} holds no {CONFIG} and no {HEADS[0]}, so it is not an adapter")
     if CONFIG in sizes and not weights:
         raise AdapterInvalid(f"{name} holds no {' and no '.join(WEIGHTS)}")

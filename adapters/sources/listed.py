@@ -30,6 +30,7 @@ from lorikeet.adapters.sources.base import (
     Resolved,
     Within,
     choose,
+    gguf_file,
     parts,
     unbounded,
 )
@@ -122,7 +123,18 @@ _MAX_NAMES = 2_000
 """Folders of the roots that are listed."""
 _CARD, _CARD_CHARACTERS, _DESCRIPTION = "README.md", 16 << 10, 200
 _SAMPLE_BYTES = 64 << 10
-_WEIGHTS = (".safetensors", ".bin", ".pt")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def _has_gguf(folder: Path) -> bool:
+    """Whether a folder holds an adapter of llama.cpp, which its metadata says at the beginning, and not a model."""
+    try:
+        if (name := gguf_file(os.listdir(folder))) is None:
+            return False
+        with (folder / name).open("rb") as file:
+            return b"adapter.type" in file.read(_SAMPLE_BYTES)
+    except (AdapterInvalid, OSError):
+        return False
 
 
 class LocalSource(ListedSource):
@@ -191,7 +203,7 @@ class LocalSource(ListedSource):
         """The folder of that name, if it holds an adapter."""
         try:
             folder = self._folder(name)
-            return folder if (folder / CONFIG).is_file() else None
+            return folder if (folder / CONFIG).is_file() or _has_gguf(folder) else None
         except (AdapterNotFound, OSError, ValueError):
             return None
 

@@ -43,13 +43,13 @@ def _splits(num_tiles, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _members(sums, table, index, target, num_targets, RANKS: tl.constexpr):
+def _members(compositions, table, index, target, num_targets, RANKS: tl.constexpr):
     """Of the adapters of a sum, [MOST_PARTS]: their entries' places in the table, ranks, and the ends of their tiles
     among those of the sum, at most MOST_RANK // RANKS.
     """
     places = tl.arange(0, MOST_PARTS)
-    is_member = places < tl.load(sums + index * SUM)
-    slots = tl.load(sums + index * SUM + 2 + places, mask=is_member, other=0)
+    is_member = places < tl.load(compositions + index * SUM)
+    slots = tl.load(compositions + index * SUM + 2 + places, mask=is_member, other=0)
     entries = (slots * num_targets + target) * ENTRY
     ranks = tl.load(table + entries, mask=is_member, other=0).to(tl.int32)
     return entries, ranks, tl.minimum(tl.cumsum(tl.cdiv(ranks, RANKS), 0), MOST_TILES)
@@ -79,7 +79,7 @@ def _num_used(tasks, num_tasks):
 
 @triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
 def shrink(
-    x, h, tasks, row_ids, parts, table, sums, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts, room,
+    x, h, tasks, row_ids, parts, table, compositions, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
@@ -99,7 +99,7 @@ def shrink(
         rank = tl.where(count > 0, rank, 0)
         num_tiles = tl.cdiv(rank, RANKS)
         if slot >= num_slots:
-            _, _, ends = _members(sums, table, slot - num_slots, target, num_targets, RANKS)
+            _, _, ends = _members(compositions, table, slot - num_slots, target, num_targets, RANKS)
             num_tiles = tl.where(count > 0, tl.max(ends, 0), 0)
         splits = _splits(num_tiles, SPLITS)
         span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
@@ -110,7 +110,7 @@ def shrink(
             tile = at // splits
             place = h + row[:, None] + split * num_tiles * RANKS + tile * RANKS + tl.arange(0, RANKS)[None, :]
             if slot >= num_slots:
-                entries, ranks, ends = _members(sums, table, slot - num_slots, target, num_targets, RANKS)
+                entries, ranks, ends = _members(compositions, table, slot - num_slots, target, num_targets, RANKS)
                 member = tl.sum((ends <= tile).to(tl.int32), 0)
                 tile -= tl.max(tl.where(ends <= tile, ends, 0), 0)
                 entry = table + _member(entries, member)
@@ -210,7 +210,7 @@ def _factors_of_member(
 
 @triton.jit
 def _sum_of_adapters(
-    h, row, is_row, sum, table, target, num_targets, outputs, num_out,
+    h, row, is_row, composition, table, target, num_targets, outputs, num_out,
     element: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
@@ -218,9 +218,9 @@ def _sum_of_adapters(
     [ROWS] where h begins, or token ids.
     """
     factors = tl.arange(0, RANKS)
-    num_members = tl.load(sum)
-    shares_factors = tl.load(sum + 1) != 0
-    slots = sum + 2
+    num_members = tl.load(composition)
+    shares_factors = tl.load(composition + 1) != 0
+    slots = composition + 2
     shrinks = (slots + MOST_PARTS).to(tl.pointer_type(tl.float32))
     expands = shrinks + MOST_PARTS
     num_tiles, most = 0, 0
@@ -265,7 +265,7 @@ def _sum_of_adapters(
 
 @triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
 def expand(
-    h, y, tasks, row_ids, parts, table, sums, num_slots, y_stride, num_targets, num_tasks, num_parts, room,
+    h, y, tasks, row_ids, parts, table, compositions, num_slots, y_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
@@ -307,7 +307,7 @@ def expand(
             for block in tl.range(begin, tl.minimum(begin + length, tl.cdiv(num_out, WIDTH)), num_stages=1):
                 columns = block * WIDTH + tl.arange(0, WIDTH)
                 delta = _sum_of_adapters(
-                    h, begins, is_row, sums + (slot - num_slots) * SUM, table, target, num_targets, columns, num_out,
+                    h, begins, is_row, compositions + (slot - num_slots) * SUM, table, target, num_targets, columns, num_out,
                     element, ROWS, RANKS, WIDTH, SPLITS, IS_WHOLE, IS_EMBEDDING, WIDENS,
                 )  # fmt: skip
                 places = y + rows[:, None] * y_stride + column + columns[None, :]

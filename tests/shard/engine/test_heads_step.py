@@ -115,7 +115,7 @@ def test_one_slot_is_too_few_for_an_adapter_and_other_heads() -> None:
     )
     requests[0].adapter_digest, requests[0].heads_digest = PLAIN, TWO
     outputs = make_rig(Setup(), num_slots=1).run(*requests[:1])
-    assert "two slots" in outputs[1].error
+    assert "need 2 slots" in outputs[1].error
 
 
 def test_an_adapter_and_heads_that_never_fit_together_end_the_request_and_no_other(
@@ -131,7 +131,7 @@ def test_an_adapter_and_heads_that_never_fit_together_end_the_request_and_no_oth
     ]
     both = [make_request(i, [1, 2], 5, adapter_digest=PLAIN, heads_digest=TWO, speculation=wanted) for i in (1, 4)]
     outputs = rig.run(both[0], *alone)
-    assert "take 110 bytes, 100 are kept" in outputs[1].error and not outputs[1].retryable
+    assert "take 110 bytes; 100 are kept" in outputs[1].error and not outputs[1].retryable
     assert outputs[2].finish_reason is outputs[3].finish_reason is FinishReason.LENGTH
     rig.submit(both[1])  # the sizes are known by now
     rig.step()

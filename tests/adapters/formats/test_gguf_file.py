@@ -1,0 +1,167 @@
+"""A LoRA in llama.cpp's `.gguf` file is served as the adapter of PEFT that it was made of."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
+from lorikeet.adapters.formats import layout
+from lorikeet.adapters.sources import base as sources
+from lorikeet.adapters.sources.listed import LocalSource
+from tests import tiny
+from tests.adapters import making
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIGS = {
+    "linears": {"r": 4, "lora_alpha": 6, "target_modules": LINEARS},
+    "ends": {"r": 3, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head", "k_proj"]},
+    "ranks": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"q_proj": 2}},
+    "activated": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "alora_invocation_tokens": [5, 9],
+        "task_type": "CAUSAL_LM",
+    },
+}
+
+
+class World:
+    def __init__(self, folder: Path, name: str = "llama") -> None:
+        self.folder, self.base = folder, tiny.make(name, folder / "base", seed=2)
+        self.reader, self.facts = making.make_reader(self.base)
+
+    def served(self, folder: Path) -> layout.ServedLayout:
+        with layout.open_adapter(folder, making.LIMIT, self.reader.skeleton) as opened:
+            _, made = opened.lay_out(self.reader, self.facts)
+            return replace(made, tensors={name: tensor.clone() for name, tensor in made.tensors.items()})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads((self.base / "config.json").read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("gguf"))
+
+
+def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """The rows of a query or key as llama.cpp's converter orders them (`LlamaModel.permute`)."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def write(adapter: Path, folder: Path, config: dict[str, Any], alpha: float | None = None, **changes: Any) -> Path:
+    """As llama.cpp's `convert_lora_to_gguf.py` writes an adapter of PEFT for a Llama. Returns the new folder."""
+    settings = json.loads((adapter / "adapter_config.json").read_bytes())
+    folder.mkdir(parents=True)
+    writer = gguf.GGUFWriter(folder / "adapter.gguf", changes.get("architecture", "llama"))
+    writer.add_string("general.type", changes.get("kind", "adapter"))
+    if "kind" not in changes:
+        writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", settings["lora_alpha"] if alpha is None else alpha)
+    if ids := settings.get("alora_invocation_tokens"):
+        writer.add_array("adapter.alora.invocation_tokens", ids)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for key, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        module, dot, factor = key.removeprefix("base_model.model.").partition(".lora_")
+        if not dot:
+            continue  # the embedding that PEFT saves too
+        is_a, values = "A" in factor, tensor.numpy()
+        if module.endswith(("q_proj", "k_proj")) and not is_a:
+            values = permuted(values, config["num_attention_heads" if "q_proj" in module else "num_key_value_heads"])
+        if module.endswith("embed_tokens") and is_a:
+            values = np.ascontiguousarray(values.T)
+        name = f"{names.get_name(module)}.weight.lora_{'a' if is_a else 'b'}"
+        if name not in changes.get("without", ()):
+            writer.add_tensor(name, values.astype(changes.get("dtype", np.float32)))
+    for name in changes.get("more", ()):
+        writer.add_tensor(name, np.ones((8, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
+
+
+def made(world: World, tmp_path: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    adapter = making.make_adapter(world.base, tmp_path / name, peft.LoraConfig(**CONFIGS[name]), seed=5)
+    return adapter, write(adapter, tmp_path / f"{name}-gguf", world.config, **changes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_is_served_as_peft_s_adapter(world: World, tmp_path: Path, name: str) -> None:
+    adapter, folder = made(world, tmp_path, name)
+    wanted, got = world.served(adapter), world.served(folder)
+    assert got.modules == wanted.modules and got.invocation_ids == wanted.invocation_ids
+    assert got.tensors.keys() == wanted.tensors.keys()
+    assert all(torch.equal(got.tensors[key], wanted.tensors[key]) for key in wanted.tensors)
+    assert got.scaling == wanted.scaling
+
+
+def test_alpha_0_scales_nothing(world: World, tmp_path: Path) -> None:
+    """As in llama.cpp."""
+    adapter, folder = made(world, tmp_path, "ranks", alpha=0.0)
+    got, wanted = world.served(folder).tensors, load_file(adapter / "adapter_model.safetensors")
+    for module in ("self_attn.q_proj", "mlp.up_proj"):
+        b = wanted[f"base_model.model.model.layers.1.{module}.lora_B.weight"]
+        assert torch.equal(got[f"model.layers.1.{module}.B"], b)
+
+
+def test_half_precision(world: World, tmp_path: Path) -> None:
+    adapter, folder = made(world, tmp_path, "linears", dtype=np.float16)
+    wanted, got = world.served(adapter), world.served(folder)
+    for key, tensor in wanted.tensors.items():
+        torch.testing.assert_close(got.tensors[key], tensor, rtol=2e-3, atol=1e-4)
+
+
+BROKEN: list[tuple[dict[str, Any], type[AdapterError], str]] = [
+    ({"architecture": "qwen2"}, AdapterInvalid, "made for the architecture qwen2"),
+    ({"kind": "model"}, AdapterInvalid, "holds a model, not a LoRA"),
+    ({"without": ["blk.0.attn_q.weight.lora_a"]}, AdapterInvalid, "one of the two factors of blk.0.attn_q.weight"),
+    ({"more": ["blk.0.attn_norm.weight"]}, NotServed, "blk.0.attn_norm.weight is not a factor"),
+    ({"more": ["blk.9.attn_q.weight.lora_a", "blk.9.attn_q.weight.lora_b"]}, AdapterInvalid, "no place in the base"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "reason"), BROKEN, ids=[reason for _, _, reason in BROKEN])
+def test_what_is_not_served_is_rejected_by_name(
+    world: World, tmp_path: Path, changes: dict[str, Any], error: type[AdapterError], reason: str
+) -> None:
+    _, folder = made(world, tmp_path, "linears", **changes)
+    with pytest.raises(error, match=reason):
+        world.served(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"GGUF" + b"\xff" * 200, b"no"], ids=["empty", "cut", "huge", "other"]
+)
+def test_a_broken_file_is_invalid(world: World, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "adapter.gguf").write_bytes(content)
+    with pytest.raises(AdapterInvalid, match=r"adapter\.gguf is not a file of llama\.cpp"):
+        world.served(tmp_path)
+
+
+def test_a_folder_with_one_is_an_adapter(world: World, tmp_path: Path) -> None:
+    """A folder with a model, or with several files, is none; PEFT's files come first."""
+    _, folder = made(world, tmp_path, "linears")
+    write(tmp_path / "linears", tmp_path / "model", world.config, kind="model")
+    source = LocalSource([tmp_path], making.LIMIT)
+    assert set(source.names()) == {"linears", "linears-gguf"}
+    sizes: dict[str, int | None] = {"adapter.gguf": 100, "README.md": 5}
+    assert sources.choose(sizes, "x", 1000, lambda name: b"") == ["adapter.gguf"]
+    with pytest.raises(AdapterInvalid, match=r"2 \.gguf files"):
+        sources.choose({**sizes, "other.gguf": 1}, "x", 1000, lambda name: b"")
+    both: dict[str, int | None] = {**sizes, "adapter_config.json": 5, "adapter_model.safetensors": 5}
+    assert sources.choose(both, "x", 1000, lambda name: b"") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert layout.adapter_of_headers({}, {"adapter.gguf": sources.FileHead(b"GGUF", 10)}).changes is None
+    assert folder.is_dir()
