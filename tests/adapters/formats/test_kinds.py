@@ -49,7 +49,7 @@ def test_every_variant_of_lora_is_known() -> None:
     }  # fmt: skip
 
 
-def test_pages_count_the_types_beside_lora() -> None:
+def test_pages_count_the_types_other_than_lora() -> None:
     others = sum(kind.how != "refused" for name, kind in KINDS.items() if name != "LORA")
     for page in ("README.md", "CHANGELOG.md"):
         assert f"{others} more of PEFT's types" in (DOCS.parents[1] / page).read_text(), page
