@@ -112,9 +112,9 @@ export class Picker {
     const row = el("div", {
       id: `picker-row-${index}`, role: "option", class: `picker-row${index === this.active ? " active" : ""}`,
       "aria-selected": String(index === this.active), "aria-setsize": this.rows.length, "aria-posinset": index + 1,
-      title: model.problem || model.description || model.root || "", onclick: () => this.#choose(model),
+      title: model.problem || model.warning || model.description || model.root || "", onclick: () => this.#choose(model),
     }, el("span", { class: "picker-text" }, el("span", { class: "picker-name" }, model.name || model.id),
-      el("span", { class: "picker-note dim" }, model.problem || model.description || noteOf(model))), tier);
+      el("span", { class: "picker-note dim" }, model.problem || model.warning || model.description || noteOf(model))), tier);
     row.style.top = `${index * ROW}px`;
     return row;
   }
