@@ -56,6 +56,8 @@ class Entry:
     """Of all its modules, 0 where their scalings or ranks differ; None for an adapter that has more than factors of
     linear layers and embeddings, which can be part of a merge only as a new file, if at all.
     """
+    num_virtual: int = 0
+    """Virtual tokens that it puts before the prompt."""
 
     def as_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
@@ -75,7 +77,11 @@ class Entry:
         scaling = values.get("scaling")  # older versions wrote none
         if scaling is not None and not is_number(scaling, math.inf):
             raise ValueError("not an entry of the store")
-        return cls(digest, num_bytes, rank, num_heads, tuple(ids), values.get("changes_nothing") is True, scaling)
+        num_virtual = values.get("num_virtual", 0)
+        if type(num_virtual) is not int or num_virtual < 0:
+            raise ValueError("not an entry of the store")
+        changes_nothing = values.get("changes_nothing") is True
+        return cls(digest, num_bytes, rank, num_heads, tuple(ids), changes_nothing, scaling, num_virtual)
 
 
 class Store:
@@ -175,7 +181,9 @@ class Store:
             ids = tuple(map(int, json.loads(metadata.get("invocation_ids", "[]"))))
             changes_nothing = "changes_nothing" in metadata
             scaling = float(metadata["scaling"]) if "scaling" in metadata else None
-            return Entry(digest, size, int(metadata["rank"]), int(num_heads), ids, changes_nothing, scaling)
+            numbers = size, int(metadata["rank"]), int(num_heads)
+            num_virtual = int(metadata.get("num_virtual", 0))
+            return Entry(digest, *numbers, ids, changes_nothing, scaling, num_virtual)
         except (OSError, ValueError, KeyError, TypeError, AdapterError):
             raise LoaderFailed("the adapter was removed from the store right after it was added", status=503) from None
 

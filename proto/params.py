@@ -52,6 +52,8 @@ MAX_REPETITION_PENALTY = 1e10
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALTERNATIVES = 256
 """Maximum tokens that are listed for one position."""
+FIRST_VIRTUAL_ID = 1 << 30
+"""In a shard, the id of an adapter's first virtual token: beyond every vocabulary."""
 MAX_MERGED = 32
 """Maximum adapters whose sum one request uses."""
 MAX_DRAFT_TOKENS = 64

@@ -35,6 +35,8 @@ from lorikeet.proto.pooling import EMBED
 NAME = "default"
 """The adapter's name in PEFT's network: PEFT's own default, which some files contain in the names of their tensors."""
 _PREFIX = "base_model.model."
+MAX_VIRTUAL = 4096
+"""Virtual tokens of an adapter."""
 _WITH_NAME = re.compile(rf"\.{NAME}(?=\.\w+$|$)")
 _MISMATCH = re.compile(r"size mismatch for (\S+?): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")
 
@@ -47,7 +49,7 @@ class ModuleChange:
 
     module: str
     kind: str
-    """linear, embedding, experts, router; or other, which no shard supports and must equal the base's."""
+    """linear, embedding, experts, router, virtual (tokens before the prompt); or other, which must equal the base's."""
     rank: int = 0
     scaling: float = 1.0
     num_experts: int = 1
@@ -65,13 +67,15 @@ class ModuleChange:
     weight: torch.Tensor | None = None
     # [out]: factors of the module's output, its bias included
     scale: torch.Tensor | None = None
+    # [tokens, H]: embeddings of virtual tokens before the prompt
+    virtual: torch.Tensor | None = None
     row_ids: tuple[int, ...] = ()
     """The rows that `weight` replaces; empty for all."""
     num_rows: int = 0
     """Of the base's weight, where `weight` replaces some."""
 
 
-TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight", "scale")
+TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight", "scale", "virtual")
 """The tensor fields of ModuleChange."""
 
 
@@ -131,6 +135,31 @@ def read_folded(
             _replacement(network.get_submodule(name), name, key, tensor) for (name, key), tensor in own.items()
         ]
     return _by_module([*added, *saved, *parameters])
+
+
+_EMBEDDINGS = "prompt_embeddings"
+
+
+def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors) -> ModuleChange:
+    """Read embeddings that PEFT puts before those of the prompt. Raises AdapterInvalid or NotServed."""
+    if skeleton.task is not None:
+        raise NotServed("virtual tokens are served with generating models only")
+    if settings.get("num_transformer_submodules") not in (None, 1):
+        raise NotServed("virtual tokens for an encoder and a decoder are not served")
+    if settings.get("modules_to_save"):
+        raise NotServed("`modules_to_save` together with virtual tokens is not served")
+    if set(tensors) != {_EMBEDDINGS}:
+        raise AdapterInvalid(f"it must have one tensor, `{_EMBEDDINGS}`")
+    check_floating(tensors)
+    with skeleton.borrowed() as network:
+        names = {id(module): name for name, module in network.named_modules()}
+        embedding = network.get_input_embeddings()
+        name, num_out = names[id(embedding)], embedding.weight.shape[1]
+    count, values = settings.get("num_virtual_tokens"), tensors[_EMBEDDINGS]
+    if type(count) is not int or not 1 <= count <= MAX_VIRTUAL or tuple(values.shape) != (count, num_out):
+        problem = f"`{_EMBEDDINGS}` has the shape {list(values.shape)}, `num_virtual_tokens` is {count}"
+        raise AdapterInvalid(f"{problem}, and the base has {num_out} hidden values; at most {MAX_VIRTUAL} tokens")
+    return ModuleChange(name, "virtual", virtual=values)
 
 
 def _check_finite(tensors: Tensors) -> None:
@@ -432,6 +461,8 @@ class PlannedReader:
         if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
             weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
         kind = kind_of(values)
+        if kind.how == "virtual":
+            return [read_virtual(self.skeleton, settings, weights.tensors)]
         if kind.how != "lora":
             peft_type = str(values["peft_type"]).upper()
             return read_folded(self.skeleton, settings, kind, peft_type, weights, self._base)

@@ -15,7 +15,7 @@ class Kind:
 
     how: str
     """lora (as its factors), folded (into factors that compute the same), scale (of outputs), tokens (rows of the
-    embedding), or refused.
+    embedding), virtual (embeddings before the prompt), or refused.
     """
     reads_base: bool = False
     """Whether its change to a module depends on the module's own weight."""
@@ -44,10 +44,8 @@ KINDS: dict[str, Kind] = {
         OF_BASE,
     ),
     "LN_TUNING": _refused("it replaces the weights of norms"),
-    **dict.fromkeys(
-        ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
-        _refused("it puts virtual tokens before the prompt"),
-    ),
+    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "CPT"), Kind("virtual")),
+    "MULTITASK_PROMPT_TUNING": _refused("each request would have to name its tasks (`task_ids`)"),
     **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), _refused("it puts keys and values before those of the prompt")),
     "ADAMSS": _refused("PEFT computes it in float32 only, and its factors can be found only in float64"),
     "ADAPTION_PROMPT": _refused("it adds a second attention to the last layers"),

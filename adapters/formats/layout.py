@@ -67,6 +67,11 @@ class ServedLayout:
     """As in `ServedChanges`."""
 
     @property
+    def num_virtual(self) -> int:
+        """Virtual tokens before the prompt."""
+        return sum(len(tensor) for name, tensor in self.tensors.items() if name.endswith(".virtual"))
+
+    @property
     def scaling(self) -> float | None:
         """As in the store's `Entry`."""
         return None if self.heads is not None or self.invocation_ids else self.factor_scaling
@@ -147,6 +152,7 @@ def lay_out(decision: ServedChanges, base: Base) -> ServedLayout:
         layout.modules[change.module] = {"kind": change.kind, "rank": change.rank}
         layout.tensors.update({f"{change.module}.{part}": tensor for part, tensor in _module(change, base).items()})
     changes_nothing = not any(map(_changes, layout.tensors.items()))
+    changes_nothing = changes_nothing and not layout.num_virtual
     return replace(layout, changes_nothing=changes_nothing, factor_scaling=decision.scaling)
 
 
@@ -236,6 +242,7 @@ _DESCRIPTIONS = {
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
+    "virtual": "virtual tokens on this device, for",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
 
@@ -274,6 +281,8 @@ def served_file(layout: ServedLayout, digest: str, base: Base) -> LayoutFile:
         metadata["heads"] = json.dumps(layout.heads, separators=(",", ":"))
     if layout.scaling is not None:
         metadata["scaling"] = repr(float(layout.scaling))
+    if layout.num_virtual:
+        metadata["num_virtual"] = str(layout.num_virtual)
     if layout.changes_nothing:
         metadata["changes_nothing"] = "1"
     if layout.invocation_ids:
@@ -295,6 +304,8 @@ def _module(change: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
         parts["bias"] = bias
     if change.scale is not None:
         parts["scale"] = change.scale.float()
+    if change.virtual is not None:
+        parts["virtual"] = change.virtual.float()
     for tensor in parts.values():
         if not is_finite(tensor):
             raise AdapterInvalid(_not_finite_message(change, base.dtype))

@@ -68,7 +68,7 @@ class WorkerContext:
             hash=base_hash(config.model_path),
             weights_hash=weights_hash(config.model_path),
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
-            kinds=frozenset(config.kinds),
+            kinds=frozenset(config.kinds) - (frozenset() if config.device == "cpu" else {"virtual"}),
             values=BaseValues(skeleton),
             max_rank=configuration.MOST_RANK[config.device.partition(":")[0]],
         )
@@ -192,7 +192,8 @@ class WorkerJobs:
             raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {max_bytes}")
         num_bytes = self._store.add(digest, file.num_bytes, file.write)
         ids, changes_nothing = layout.invocation_ids, layout.changes_nothing
-        return Entry(digest, num_bytes, layout.rank, layout.num_heads, ids, changes_nothing, layout.scaling)
+        numbers = num_bytes, layout.rank, layout.num_heads
+        return Entry(digest, *numbers, ids, changes_nothing, layout.scaling, layout.num_virtual)
 
 
 def _is_folded(folder: Path) -> bool:

@@ -89,7 +89,9 @@ class AdapterAdmission:
         Raises ValidationError where the requested heads do not exist.
         """
         adapters = generation.adapters
-        adapters.most_composed = min((link.info.most_composed for link in self._links if link.info), default=0)
+        infos = [link.info for link in self._links if link.info is not None]
+        adapters.most_composed = min((info.most_composed for info in infos), default=0)
+        adapters.max_total_tokens = min((info.max_total_tokens for info in infos), default=0)
         while (unresolved := adapters.next_unresolved) is not None:
             known = self.loading.known(unresolved)
             if known is None:

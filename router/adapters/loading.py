@@ -203,6 +203,7 @@ def loaded(answer: dict[str, Any]) -> Loaded:
             ids,
             answer.get("changes_nothing") is True,
             None if (scaling := answer.get("scaling")) is None else float(scaling),
+            int(answer.get("num_virtual", 0)),
         )
     except (KeyError, TypeError, ValueError):
         raise LoaderFailed("the adapter loader's answer could not be read") from None

@@ -107,11 +107,13 @@ class Loaded:
     """Whether it computes what the base model does."""
     scaling: float | None = None
     """As in the loader's `Entry`: None for an adapter that has more than factors."""
+    num_virtual: int = 0
+    """Virtual tokens that it puts before the prompt."""
 
     @property
     def is_heads_only(self) -> bool:
         """Whether it leaves the base model's output unchanged."""
-        return self.num_heads > 0 and self.rank == 0
+        return self.num_heads > 0 and self.rank == 0 and not self.num_virtual
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class ResolvedAdapters:
         """The sum that the shard computes from the parts of a merge."""
         self.most_composed = 0
         """Adapters whose sum every shard can compute; a merge of more needs a file."""
+        self.max_total_tokens = 0
+        """The least of all shards."""
         self.start = 0
         """Position of the first token that the adapter applies to; -1 where its invocation tokens are missing."""
 
@@ -92,7 +94,13 @@ class ResolvedAdapters:
             self._adapter, self.composition = Loaded(digest_of(composition), 0, rank, tier), composition
 
     def check(self) -> None:
-        """Check that the requested heads exist. Raises ValidationError."""
+        """Check that virtual tokens fit, and that the requested heads exist. Raises ValidationError."""
+        num_tokens = len(self._request.prompt_ids) + self._request.max_new_tokens
+        if self.num_virtual and num_tokens + self.num_virtual > self.max_total_tokens:
+            raise ValidationError(
+                f"prompt and output have {num_tokens} tokens and the adapter {self.num_virtual} virtual ones; at most"
+                f" {self.max_total_tokens} fit in all: shorten the prompt or `max_new_tokens`"
+            )
         heads = self._request.heads
         if heads is not None and self._heads is not None and not self._heads.num_heads:
             raise ValidationError(f"`heads_id` {heads.adapter.name[:256]} brings no heads", "heads_id")
@@ -137,6 +145,11 @@ class ResolvedAdapters:
         if self.composition is not None:
             return self.composition.digests
         return (self.digest,) if self.digest else ()
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual tokens before the prompt."""
+        return 0 if self._adapter is None else self._adapter.num_virtual
 
     @property
     def tier(self) -> str:

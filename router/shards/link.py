@@ -402,6 +402,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
     request.logprobs.to_wire(submit)
     if generation.emitted_ids:
         submit.logprobs.prefill = False  # they were sent before the first token
+    submit.num_virtual = adapters.num_virtual
     if adapters.composition is not None:
         adapters.composition.to_wire(submit)
     if adapters.can_speculate:

@@ -47,6 +47,9 @@ class ModelSlots:
         else:
             for index, target in enumerate(content.targets):
                 target.put(slot, content.weights(index))
+        if content.virtual is not None:
+            target, rows = content.virtual
+            target.virtual[slot] = rows
         if content.heads is not None:
             assert content.heads.packed is not None
             self._heads.put(slot, content.heads.packed)
@@ -65,6 +68,7 @@ class ModelSlots:
         self._heads.clear(slot)
         for target in self._used.pop(slot).targets:
             target.put(slot, None)
+            target.virtual.pop(slot, None)
 
     def forget(self, digest: str) -> None:
         """Does nothing: nothing here is kept by digest."""

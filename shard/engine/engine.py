@@ -370,7 +370,7 @@ class Engine:
             if request.pooling is not None:
                 continue
             rejects = request.speculation.verify is Verification.REJECTION
-            known = (request.token_ids, request.num_prompt)
+            known = (request.token_ids[request.num_virtual :], request.num_prompt - request.num_virtual)
             most_tokens = request.num_prompt + request.max_new_tokens if request.drafts_on_device else 0
             self._sampler.add(request.row, request.sampling, request.logprobs, *known, rejects, most_tokens)
             self._rows.add(request.row)

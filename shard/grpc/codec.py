@@ -9,7 +9,16 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.params import Composition, Grammar, LogprobParams, Method, Pooling, SamplingParams, Speculation
+from lorikeet.proto.params import (
+    FIRST_VIRTUAL_ID,
+    Composition,
+    Grammar,
+    LogprobParams,
+    Method,
+    Pooling,
+    SamplingParams,
+    Speculation,
+)
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import PooledRows, Request, Rows
@@ -78,14 +87,17 @@ def read_submit(epoch: int, submit: pb.Submit, bounds: Bounds) -> Request | Refu
 def _read_request(key: tuple[int, int], submit: pb.Submit, bounds: Bounds) -> Request:
     """Raises ValueError for a request that cannot run."""
     prompt_ids = list(submit.prompt_ids)
+    num_virtual = submit.num_virtual
     pooling = Pooling.from_wire(submit)
     check_lengths(submit, prompt_ids, bounds)
     check_task(pooling, submit.max_new_tokens, len(prompt_ids), bounds)
     check_adapters(submit, bounds)
     return Request(
         key=key,
-        token_ids=prompt_ids,
-        num_prompt=len(prompt_ids) - submit.num_emitted,
+        token_ids=[*range(FIRST_VIRTUAL_ID, FIRST_VIRTUAL_ID + num_virtual), *prompt_ids],
+        num_prompt=num_virtual + len(prompt_ids) - submit.num_emitted,
+        num_virtual=num_virtual,
+        num_scored=num_virtual,
         max_new_tokens=submit.max_new_tokens,
         sampling=read_params(SamplingParams, submit, bounds),
         logprobs=read_params(LogprobParams, submit, bounds),
@@ -145,7 +157,7 @@ def check_lengths(submit: pb.Submit, prompt_ids: list[int], bounds: Bounds) -> N
         raise ValueError("num_emitted leaves no token of the prompt")
     if submit.max_new_tokens <= submit.num_emitted:
         raise ValueError("max_new_tokens leaves nothing to generate")
-    total = len(prompt_ids)
+    total = submit.num_virtual + len(prompt_ids)
     if bounds.pooling is None:
         total += submit.max_new_tokens - submit.num_emitted
     if total > bounds.max_total_tokens:
@@ -181,6 +193,8 @@ def check_adapters(submit: pb.Submit, bounds: Bounds) -> None:
             _check_digest(digest, bounds)
         if not submit.HasField("adapter"):
             raise ValueError("a sum of adapters needs a digest of its own")
+    if submit.num_virtual and (submit.adapter_start or not submit.HasField("adapter")):
+        raise ValueError("virtual tokens need an adapter, which applies from the first token on")
     if submit.adapter_start and not (
         submit.HasField("adapter") and submit.adapter_start < len(submit.prompt_ids) - submit.num_emitted
     ):

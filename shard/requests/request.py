@@ -119,6 +119,8 @@ class Request:
     adapter_digest: str = ""
     composition: Composition | None = None
     """The adapters whose sum `adapter_digest` stands for, None for a single one."""
+    num_virtual: int = 0
+    """Leading tokens that are the adapter's virtual ones, with ids from FIRST_VIRTUAL_ID on."""
     adapter_start: int = 0
     """Position of the first token that the adapter applies to: those before it are the base model's (aLoRA)."""
     heads_digest: str = ""

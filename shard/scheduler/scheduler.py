@@ -439,7 +439,7 @@ class Scheduler:
             del self.waiting[index]
             self.num_waiting_tokens -= len(request.token_ids)
             if request.num_cached is None:
-                request.num_cached = min(request.num_computed, request.num_prompt)
+                request.num_cached = max(0, min(request.num_computed, request.num_prompt) - request.num_virtual)
             request.drafts_on_device = self.proposer.drafters.draft_on_device(request)
             request.row = self._rows.pop()
             self.running.append(request)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lorikeet.proto.params import Method, Speculation
+from lorikeet.proto.params import FIRST_VIRTUAL_ID, Method, Speculation
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
@@ -61,7 +61,9 @@ class DraftNetwork:
         input_ids: list[int] = []
         rows: list[int] = []
         for item in scheduled:
-            input_ids += item.request.token_ids[item.draft_start : item.draft_end]
+            token_ids = item.request.token_ids[item.draft_start : item.draft_end]
+            # virtual tokens are the adapter's: any other id in their place only makes drafts worse
+            input_ids += [token if token < FIRST_VIRTUAL_ID else 0 for token in token_ids]
             rows.append(len(input_ids) - 1)
         segments = [_segment(item, item.draft_start, item.draft_end) for item in scheduled]
         return self._forward(segments, torch.tensor(input_ids), torch.tensor(rows[:num_drawing], dtype=torch.long))

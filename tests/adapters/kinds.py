@@ -72,6 +72,14 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "WAVEFT": lambda: peft.WaveFTConfig(target_modules=TARGETS, n_frequency=50),
 }
 """By type, or by the name of a variant."""
+VIRTUAL: dict[str, Callable[[], peft.PeftConfig]] = {
+    "PROMPT_TUNING": lambda: peft.PromptTuningConfig(num_virtual_tokens=20, prompt_tuning_init="RANDOM"),
+    "P_TUNING": lambda: peft.PromptEncoderConfig(num_virtual_tokens=7, encoder_hidden_size=32),
+    "CPT": lambda: peft.CPTConfig(
+        cpt_token_ids=[5, 9, 70, 8], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4], task_type="CAUSAL_LM"
+    ),
+}
+"""Types with virtual tokens before the prompt."""
 _STEP = 0.1
 """Standard deviation of what training adds."""
 
@@ -80,7 +88,7 @@ def make(name: str, base: Path, folder: Path, seed: int = 3) -> Path:
     """Have PEFT save the adapter. Returns its folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own
-        config = CONFIGS[name]()
+        config = (CONFIGS | VIRTUAL)[name]()
         config.task_type = "CAUSAL_LM"
         torch.manual_seed(seed)
         model = peft.get_peft_model(making.load_base(base), config)

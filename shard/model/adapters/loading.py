@@ -49,6 +49,8 @@ class AdapterContent:
     image: SlotImage | None = None
     """Its entries in a device's table."""
     heads: HeadsContent | None = None
+    # [tokens, H] float32: embeddings of virtual tokens, and their module
+    virtual: tuple[LoraTarget, torch.Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -156,8 +158,13 @@ class AdapterFiles:
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
         image = None if kernels is None else kernels.image(plan.targets, entries)
+        virtual = None
+        if plan.virtual is not None:
+            rows = plan.virtual.values
+            values = _view(memory, plan.virtual.to, rows.shape, torch.float32).copy_(file.tensor(rows))
+            virtual = plan.virtual.target, values
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
-        return AdapterContent(plan.targets, entries, memory, self._form, destination.dtype, image, heads)
+        return AdapterContent(plan.targets, entries, memory, self._form, destination.dtype, image, heads, virtual)
 
     def _plan(self, file: ServedFile) -> LayoutPlan:
         plan = self._plans.get(file.likeness)

@@ -71,6 +71,8 @@ class LayoutPlan:
     vectors: list[Vector] = field(default_factory=list)
     """Biases and scales, which are used as they are."""
     magnitudes: list[Vector] = field(default_factory=list)
+    virtual: Vector | None = None
+    """Embeddings of virtual tokens, [tokens, out] float32."""
     num_bytes: int = 0
     """Bytes of the adapter's memory."""
     file_bytes: int = 0
@@ -85,6 +87,8 @@ class LayoutPlan:
         magnitude = self._vector(target, places.get("magnitude"), pair)
         self.vectors += [vector for vector in (bias, scale) if vector is not None]
         self.magnitudes += [] if magnitude is None else [magnitude]
+        if (rows := places.get("virtual")) is not None:
+            self.virtual = self._virtual(target, rows)
         rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.padded(pair.rank), pair.to_a, pair.to_b)
         to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude or scale, bias))
         self.targets.append(target)
@@ -117,6 +121,12 @@ class LayoutPlan:
             raise ValueError(f"{target.name}: a vector of shape {list(values.shape)} for {target.num_out} outputs")
         return Vector(target, values, self._take(4 * target.num_out), pair)
 
+    def _virtual(self, target: LoraTarget, rows: Place) -> Vector:
+        is_here = target.is_embedding and target.kernels is None and target.partition is None
+        if not is_here or len(rows.shape) != 2 or rows.shape[1] != target.num_out or rows.dtype != torch.float32:
+            raise ValueError(f"this shard does not support virtual tokens of shape {list(rows.shape)} on {target.name}")
+        return Vector(target, rows, self._take(4 * math.prod(rows.shape)))
+
     def _take(self, num_bytes: int) -> int:
         first = self.num_bytes
         self.num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -147,7 +157,7 @@ def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tup
     return a, (-(-target.num_out // OUT_BLOCK), wide, OUT_BLOCK)
 
 
-KEYS = ("A", "B", "magnitude", "scale", "bias")
+KEYS = ("A", "B", "magnitude", "scale", "bias", "virtual")
 
 
 def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> LayoutPlan:

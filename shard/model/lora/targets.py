@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.proto.params import MAX_MERGED, Composition
+from lorikeet.proto.params import FIRST_VIRTUAL_ID, MAX_MERGED, Composition
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
@@ -194,6 +194,10 @@ class LoraTarget:
         self.slots: list[SlotWeights | None] = []
         self.table = (_Weights * 0)()
         self._sums = NO_SUMS
+        # by slot, [tokens, out] float32: of an embedding, the rows of virtual tokens
+        self.virtual: dict[int, torch.Tensor] = {}
+        self.given_ids = torch.empty(0, dtype=torch.long)
+        """The ids of the current step, those of virtual tokens among them."""
         self.kernels: Kernels | None = None
         """A device's kernels, used in place of `adapt_row` and its compiled form; None on a CPU."""
         self._inputs, self.is_head = inputs, is_head
@@ -358,6 +362,18 @@ def adapt_embedding(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y:
         if weights is not None and weights.a is not None and weights.b is not None:
             for row in range(first, first + count):
                 y[row] += (weights.a[:, ids[row]].float() @ weights.b.float()).to(y.dtype)
+
+
+def replace_virtual(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
+    """Put the embeddings of virtual tokens into their rows. ids: [rows] token ids; y: [rows, H], in place."""
+    places = ids - FIRST_VIRTUAL_ID
+    if not bool((places >= 0).any()):
+        return
+    for slot, first, count in rows.tasks.tolist():
+        own = places[first : first + count]
+        is_virtual = own >= 0
+        if is_virtual.any():
+            y[first : first + count][is_virtual] = target.virtual[slot][own[is_virtual]].to(y.dtype)
 
 
 @cache

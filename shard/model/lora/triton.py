@@ -79,7 +79,8 @@ def _num_used(tasks, num_tasks):
 
 @triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
 def shrink(
-    x, h, tasks, row_ids, parts, table, compositions, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts, room,
+    x, h, tasks, row_ids, parts, table, compositions, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts,
+    room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
@@ -307,8 +308,8 @@ def expand(
             for block in tl.range(begin, tl.minimum(begin + length, tl.cdiv(num_out, WIDTH)), num_stages=1):
                 columns = block * WIDTH + tl.arange(0, WIDTH)
                 delta = _sum_of_adapters(
-                    h, begins, is_row, compositions + (slot - num_slots) * SUM, table, target, num_targets, columns, num_out,
-                    element, ROWS, RANKS, WIDTH, SPLITS, IS_WHOLE, IS_EMBEDDING, WIDENS,
+                    h, begins, is_row, compositions + (slot - num_slots) * SUM, table, target, num_targets, columns,
+                    num_out, element, ROWS, RANKS, WIDTH, SPLITS, IS_WHOLE, IS_EMBEDDING, WIDENS,
                 )  # fmt: skip
                 places = y + rows[:, None] * y_stride + column + columns[None, :]
                 is_place = is_row[:, None] & (columns < num_out)[None, :]
