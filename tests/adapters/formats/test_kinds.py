@@ -35,9 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_type_of_peft_has_a_row() -> None:
     assert set(KINDS) >= {member.value for member in PeftType}
     served = {name for name, kind in KINDS.items() if kind.how != "refused"}
-    assert served == set(KINDS) & set(kinds.CONFIGS | kinds.VIRTUAL), (
-        "a type that is served is compared with PEFT below"
-    )
+    assert served == set(KINDS) & set(kinds.CONFIGS | kinds.VIRTUAL), "a type that is served is compared with PEFT"
     assert all(kind.reason for kind in KINDS.values() if kind.how == "refused")
 
 
