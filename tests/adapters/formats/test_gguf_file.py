@@ -134,7 +134,7 @@ BROKEN: list[tuple[dict[str, Any], type[AdapterError], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "reason"), BROKEN, ids=[reason for _, _, reason in BROKEN])
-def test_what_is_not_served_is_rejected_by_name(
+def test_what_is_not_served_is_refused_with_the_reason(
     world: World, tmp_path: Path, changes: dict[str, Any], error: type[AdapterError], reason: str
 ) -> None:
     _, folder = made(world, tmp_path, "linears", **changes)
