@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.lora.layer import Conv2d, Conv3d, Embedding, Linear, LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -35,6 +36,7 @@ from lorikeet.proto.pooling import EMBED
 NAME = "default"
 """The adapter's name in PEFT's network: PEFT's own default, which some files contain in the names of their tensors."""
 _PREFIX = "base_model.model."
+_LARGEST = 1 << 20
 MAX_VIRTUAL = 4096
 """Virtual tokens of an adapter."""
 _WITH_NAME = re.compile(rf"\.{NAME}(?=\.\w+$|$)")
@@ -69,13 +71,15 @@ class ModuleChange:
     scale: torch.Tensor | None = None
     # [tokens, H]: embeddings of virtual tokens before the prompt
     virtual: torch.Tensor | None = None
+    # [layers, 2, tokens, heads, dim]: keys and values of virtual tokens, in place of those of their embeddings
+    prefix: torch.Tensor | None = None
     row_ids: tuple[int, ...] = ()
     """The rows that `weight` replaces; empty for all."""
     num_rows: int = 0
     """Of the base's weight, where `weight` replaces some."""
 
 
-TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight", "scale", "virtual")
+TENSORS = ("a", "b", "magnitude", "b_bias", "new_bias", "weight", "scale", "virtual", "prefix")
 """The tensor fields of ModuleChange."""
 
 
@@ -140,8 +144,10 @@ def read_folded(
 _EMBEDDINGS = "prompt_embeddings"
 
 
-def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors) -> ModuleChange:
-    """Read embeddings that PEFT puts before those of the prompt. Raises AdapterInvalid or NotServed."""
+def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors, is_prefix: bool) -> ModuleChange:
+    """Read embeddings that PEFT puts before those of the prompt, or keys and values. Raises AdapterInvalid or
+    NotServed.
+    """
     if skeleton.task is not None:
         raise NotServed("virtual tokens are served with generating models only")
     if settings.get("num_transformer_submodules") not in (None, 1):
@@ -156,10 +162,38 @@ def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors)
         embedding = network.get_input_embeddings()
         name, num_out = names[id(embedding)], embedding.weight.shape[1]
     count, values = settings.get("num_virtual_tokens"), tensors[_EMBEDDINGS]
-    if type(count) is not int or not 1 <= count <= MAX_VIRTUAL or tuple(values.shape) != (count, num_out):
-        problem = f"`{_EMBEDDINGS}` has the shape {list(values.shape)}, `num_virtual_tokens` is {count}"
-        raise AdapterInvalid(f"{problem}, and the base has {num_out} hidden values; at most {MAX_VIRTUAL} tokens")
-    return ModuleChange(name, "virtual", virtual=values)
+    if type(count) is not int or not 1 <= count <= MAX_VIRTUAL:
+        raise AdapterInvalid(f"`num_virtual_tokens` is {count}; it must be from 1 to {MAX_VIRTUAL}")
+    if not is_prefix:
+        _check_values(values, (count, num_out))
+        return ModuleChange(name, "virtual", virtual=values)
+    config = skeleton.config
+    if config.model_type in TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING:
+        raise NotServed(f"keys and values before the prompt are not served with {config.model_type}")
+    num_layers, num_heads, width = (
+        _number(settings, key) for key in ("num_layers", "num_attention_heads", "token_dim")
+    )
+    if num_layers != config.num_hidden_layers or width % num_heads:
+        raise AdapterInvalid(
+            f"it was made for {num_layers} layers with {num_heads} heads; the base has {config.num_hidden_layers}"
+        )
+    _check_values(values, (count, num_layers * 2 * width))
+    # PEFT's order of values: layer, key or value, head
+    prefix = values.view(count, num_layers, 2, num_heads, width // num_heads).permute(1, 2, 0, 3, 4)
+    return ModuleChange(name, "virtual", virtual=torch.zeros(count, num_out), prefix=prefix)
+
+
+def _check_values(values: torch.Tensor, shape: tuple[int, int]) -> None:
+    if tuple(values.shape) != shape:
+        raise AdapterInvalid(f"`{_EMBEDDINGS}` has the shape {list(values.shape)}, but must have {list(shape)}")
+
+
+def _number(settings: dict[str, Any], key: str) -> int:
+    """Raises AdapterInvalid."""
+    value = settings.get(key)
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        raise AdapterInvalid(f"`{key}` is {str(value)[:40]}; it must be a whole number from 1 to {_LARGEST}")
+    return value
 
 
 def _check_finite(tensors: Tensors) -> None:
@@ -461,8 +495,8 @@ class PlannedReader:
         if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
             weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
         kind = kind_of(values)
-        if kind.how == "virtual":
-            return [read_virtual(self.skeleton, settings, weights.tensors)]
+        if kind.how in ("virtual", "prefix"):
+            return [read_virtual(self.skeleton, settings, weights.tensors, kind.how == "prefix")]
         if kind.how != "lora":
             peft_type = str(values["peft_type"]).upper()
             return read_folded(self.skeleton, settings, kind, peft_type, weights, self._base)

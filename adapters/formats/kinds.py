@@ -15,7 +15,7 @@ class Kind:
 
     how: str
     """lora (as its factors), folded (into factors that compute the same), scale (of outputs), tokens (rows of the
-    embedding), virtual (embeddings before the prompt), or refused.
+    embedding), virtual (embeddings before the prompt), prefix (keys and values before the prompt), or refused.
     """
     reads_base: bool = False
     """Whether its change to a module depends on the module's own weight."""
@@ -46,7 +46,7 @@ KINDS: dict[str, Kind] = {
     "LN_TUNING": _refused("it replaces the weights of norms"),
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "CPT"), Kind("virtual")),
     "MULTITASK_PROMPT_TUNING": _refused("each request would have to name its tasks (`task_ids`)"),
-    **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), _refused("it puts keys and values before those of the prompt")),
+    **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), Kind("prefix")),
     "ADAMSS": _refused("PEFT computes it in float32 only, and its factors can be found only in float64"),
     "ADAPTION_PROMPT": _refused("it adds a second attention to the last layers"),
     "LILY": _refused("a router mixes its factors for each token"),

@@ -306,6 +306,8 @@ def _module(change: ModuleChange, base: Base) -> dict[str, torch.Tensor]:
         parts["scale"] = change.scale.float()
     if change.virtual is not None:
         parts["virtual"] = change.virtual.float()
+    if change.prefix is not None:
+        parts["prefix"] = change.prefix.float()
     for tensor in parts.values():
         if not is_finite(tensor):
             raise AdapterInvalid(_not_finite_message(change, base.dtype))

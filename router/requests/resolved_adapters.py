@@ -76,7 +76,8 @@ class ResolvedAdapters:
             return
         if self._next_part is not None:
             self._parts.append(content)
-            if self._next_part is None:
+            assert self._request.adapter is not None
+            if len(self._parts) == len(self._request.adapter.parts):
                 self._compose()
             return
         self._adapter = content

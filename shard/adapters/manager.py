@@ -18,6 +18,7 @@ from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, HostLayout, RowParallelSum
 from lorikeet.shard.model.adapters.plan import Form
+from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from lorikeet.shard.model.lora.targets import NO_SUMS, ComposedSlots, compiled
@@ -33,8 +34,11 @@ log = structlog.get_logger()
 class ModelSlots:
     """The slots of a model's LoRA targets and heads on CPU."""
 
-    def __init__(self, heads: HeadsPool, sums: ComposedSlots = NO_SUMS) -> None:
-        self._heads, self._sums = heads, sums
+    def __init__(
+        self, heads: HeadsPool, sums: ComposedSlots = NO_SUMS, bindings: Sequence[AttentionBinding] = ()
+    ) -> None:
+        """`bindings`: of all layers, in order."""
+        self._heads, self._sums, self._bindings = heads, sums, bindings
         self._used: dict[int, AdapterContent] = {}
         """Their memory, whose addresses the targets have, is not freed before the slot is cleared."""
 
@@ -50,6 +54,9 @@ class ModelSlots:
         if content.virtual is not None:
             target, rows = content.virtual
             target.virtual[slot] = rows
+        if content.prefix is not None:
+            for binding, (keys, values) in zip(self._bindings, content.prefix, strict=True):
+                binding.prefixes[slot] = keys, values
         if content.heads is not None:
             assert content.heads.packed is not None
             self._heads.put(slot, content.heads.packed)
@@ -69,6 +76,8 @@ class ModelSlots:
         for target in self._used.pop(slot).targets:
             target.put(slot, None)
             target.virtual.pop(slot, None)
+        for binding in self._bindings:
+            binding.prefixes.pop(slot, None)
 
     def forget(self, digest: str) -> None:
         """Does nothing: nothing here is kept by digest."""
@@ -109,11 +118,20 @@ def prepare(
     return device, CheckedFiles(model.lora_targets, destination, model.heads, add_up), form
 
 
+def _layers(model: Model) -> tuple[tuple[int, int, int], ...]:
+    specs = [binding.spec for binding in model.bindings if binding.spec is not None]
+    return tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in specs)
+
+
 def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, HostLayout, str]:
     dtype, on = model.info.dtype, model.info.device
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
-        return ModelSlots(model.heads, model.composed_slots), HostLayout(dtype, Arena(host_bytes)), form
+        return (
+            ModelSlots(model.heads, model.composed_slots, model.bindings),
+            HostLayout(dtype, Arena(host_bytes), layers=_layers(model)),
+            form,
+        )
     num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFT_TOKENS)
     max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)

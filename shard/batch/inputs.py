@@ -120,6 +120,8 @@ class StepInputs:
         """Adapter rows of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Adapter rows of the S wanted rows and the E rows of draft tokens, which use the same output head."""
+        # slot, rows of the step and places among the adapter's of virtual tokens; found with their embeddings
+        self.virtual_rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.num_wanted = self.num_drafts = 0
         """S and E."""
         self.bounds: Bounds | None = None
@@ -179,7 +181,7 @@ class StepInputs:
         self.heads, self._host_rows = list(heads), host_rows
         if host_rows is None and _is_on_host(logits_rows):
             self._host_rows = logits_rows.tolist()
-        self.bounds, self._on_device = None, on_device
+        self.bounds, self._on_device, self.virtual_rows = None, on_device, []
         self._moves.clear()
         if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())

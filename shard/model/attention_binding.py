@@ -34,6 +34,8 @@ class AttentionBinding(nn.Module):
         self.spec: AttentionSpec | None = None
         self.kv: LayerKV | None = None
         self.num_calls = 0
+        # by slot, [tokens, kv_heads, D] float32 each: keys and values of virtual tokens
+        self.prefixes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
@@ -45,6 +47,10 @@ class AttentionBinding(nn.Module):
             self.spec = describe(query, key, value, options)
         if self.kv is None:
             return value.new_zeros(1, query.shape[0], self.spec.num_heads, self.spec.value_dim)
+        for slot, rows, places in self.inputs.virtual_rows if self.prefixes else ():
+            if slot in self.prefixes:
+                keys, values = self.prefixes[slot]
+                key[rows], value[rows] = keys[places].to(key.dtype), values[places].to(value.dtype)
         num_tokens = self.inputs.kv_slots.shape[0]  # a step of one token is computed as two
         output = self.backend.attend(self.spec, self.kv, query[:num_tokens], key[:num_tokens], value[:num_tokens])
         return output.expand(query.shape[0], -1, -1)[None]

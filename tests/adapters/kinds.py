@@ -80,6 +80,11 @@ VIRTUAL: dict[str, Callable[[], peft.PeftConfig]] = {
     ),
 }
 """Types with virtual tokens before the prompt."""
+PREFIXES: dict[str, Callable[[], peft.PeftConfig]] = {
+    "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(num_virtual_tokens=9),
+    "CARTRIDGE": lambda: peft.CartridgeConfig(num_virtual_tokens=35, num_frozen_tokens=1),
+}
+"""Types with keys and values before those of the prompt."""
 _STEP = 0.1
 """Standard deviation of what training adds."""
 
@@ -88,7 +93,7 @@ def make(name: str, base: Path, folder: Path, seed: int = 3) -> Path:
     """Have PEFT save the adapter. Returns its folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own
-        config = (CONFIGS | VIRTUAL)[name]()
+        config = (CONFIGS | VIRTUAL | PREFIXES)[name]()
         config.task_type = "CAUSAL_LM"
         torch.manual_seed(seed)
         model = peft.get_peft_model(making.load_base(base), config)

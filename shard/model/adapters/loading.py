@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lorikeet.shard.model.adapters.discovery import Target
-from lorikeet.shard.model.adapters.plan import NOWHERE, Form, LayoutPlan, plan_for, shapes
+from lorikeet.shard.model.adapters.plan import NOWHERE, Form, LayoutPlan, Vector, plan_for, shapes
 from lorikeet.shard.model.lora.memory import HostMemory
 from lorikeet.shard.model.lora.served_file import ServedFile, map_file
 from lorikeet.shard.model.lora.targets import Kernels, LoraTarget, SlotImage, SlotWeights, compiled, library_for
@@ -51,6 +51,8 @@ class AdapterContent:
     heads: HeadsContent | None = None
     # [tokens, H] float32: embeddings of virtual tokens, and their module
     virtual: tuple[LoraTarget, torch.Tensor] | None = None
+    # [layers, 2, tokens, heads, dim] float32: keys and values in place of those of the embeddings
+    prefix: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +94,8 @@ class HostLayout:
     memory: HostMemory
     kernels: Kernels | None = None
     """Kernels of the device; None for the CPU."""
+    layers: tuple[tuple[int, int, int], ...] = ()
+    """Heads of K and V, and dimensions of each, of every layer's attention."""
 
     @property
     def form(self) -> Form:
@@ -158,13 +162,22 @@ class AdapterFiles:
             _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
         image = None if kernels is None else kernels.image(plan.targets, entries)
-        virtual = None
-        if plan.virtual is not None:
-            rows = plan.virtual.values
-            values = _view(memory, plan.virtual.to, rows.shape, torch.float32).copy_(file.tensor(rows))
-            virtual = plan.virtual.target, values
+        virtual, prefix = (
+            None if vector is None else self._table(file, vector, memory) for vector in (plan.virtual, plan.prefix)
+        )
+        if prefix is not None:
+            (num_layers, _, _, *shape), layers = prefix.shape, destination.layers
+            if len(layers) != num_layers or any((heads, key) != tuple(shape) or key != value
+                                                for heads, key, value in layers):  # fmt: skip
+                raise ValueError(f"keys and values of {num_layers} layers and heads {shape} do not fit this model's")
+        of_module = None if plan.virtual is None or virtual is None else (plan.virtual.target, virtual)
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
-        return AdapterContent(plan.targets, entries, memory, self._form, destination.dtype, image, heads, virtual)
+        form, dtype = self._form, destination.dtype
+        return AdapterContent(plan.targets, entries, memory, form, dtype, image, heads, of_module, prefix)
+
+    @staticmethod
+    def _table(file: ServedFile, vector: Vector, memory: torch.Tensor) -> torch.Tensor:
+        return _view(memory, vector.to, vector.values.shape, torch.float32).copy_(file.tensor(vector.values))
 
     def _plan(self, file: ServedFile) -> LayoutPlan:
         plan = self._plans.get(file.likeness)

@@ -73,6 +73,8 @@ class LayoutPlan:
     magnitudes: list[Vector] = field(default_factory=list)
     virtual: Vector | None = None
     """Embeddings of virtual tokens, [tokens, out] float32."""
+    prefix: Vector | None = None
+    """Their keys and values, [layers, 2, tokens, heads, dim] float32."""
     num_bytes: int = 0
     """Bytes of the adapter's memory."""
     file_bytes: int = 0
@@ -89,6 +91,8 @@ class LayoutPlan:
         self.magnitudes += [] if magnitude is None else [magnitude]
         if (rows := places.get("virtual")) is not None:
             self.virtual = self._virtual(target, rows)
+            if (prefix := places.get("prefix")) is not None:
+                self.prefix = self._prefix(target, prefix, rows.shape[0])
         rank, to_a, to_b = (0, NOWHERE, NOWHERE) if pair is None else (self.padded(pair.rank), pair.to_a, pair.to_b)
         to_scale, to_bias = (NOWHERE if vector is None else vector.to for vector in (magnitude or scale, bias))
         self.targets.append(target)
@@ -127,6 +131,11 @@ class LayoutPlan:
             raise ValueError(f"this shard does not support virtual tokens of shape {list(rows.shape)} on {target.name}")
         return Vector(target, rows, self._take(4 * math.prod(rows.shape)))
 
+    def _prefix(self, target: LoraTarget, values: Place, num_tokens: int) -> Vector:
+        if len(values.shape) != 5 or values.shape[1:3] != (2, num_tokens) or values.dtype != torch.float32:
+            raise ValueError(f"keys and values of shape {list(values.shape)} do not fit {num_tokens} virtual tokens")
+        return Vector(target, values, self._take(4 * math.prod(values.shape)))
+
     def _take(self, num_bytes: int) -> int:
         first = self.num_bytes
         self.num_bytes += -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -157,7 +166,7 @@ def shapes(form: Form, target: LoraTarget, rank: int, dtype: torch.dtype) -> tup
     return a, (-(-target.num_out // OUT_BLOCK), wide, OUT_BLOCK)
 
 
-KEYS = ("A", "B", "magnitude", "scale", "bias", "virtual")
+KEYS = ("A", "B", "magnitude", "scale", "bias", "virtual", "prefix")
 
 
 def plan_for(file: ServedFile, targets: Mapping[str, Target], form: Form, dtype: torch.dtype) -> LayoutPlan:

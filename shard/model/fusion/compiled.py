@@ -82,7 +82,8 @@ class CompiledLayers:
         """hidden_states: [1, T, H]; angles: cos and sin, [1, T, D]. Returns [1, T, H], None where the parts have to be
         called one by one.
         """
-        step = self._bindings[0].backend.native_step()
+        first = self._bindings[0]
+        step = None if first.prefixes and first.inputs.virtual_rows else first.backend.native_step()
         adapters = None if step is None or not self._take_kv() else self._adapters()
         if adapters is None:
             return None

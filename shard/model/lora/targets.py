@@ -226,6 +226,10 @@ class LoraTarget:
         """Set the entry of `slot` for compiled code: rank and addresses of a, b, scale and bias, 0 for none."""
         self.table[slot] = _Weights(*entry)
 
+    def note_virtual(self, slot: int, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Let the layers know the step's rows of virtual tokens, and their places among those of the adapter."""
+        self._inputs.virtual_rows.append((slot, rows, places))
+
     def weights(self, slot: int) -> SlotWeights | None:
         """What is in `slot`, for the specification."""
         return self.slots[slot] or self._sums.weights(slot, self.slots)
@@ -370,10 +374,10 @@ def replace_virtual(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y:
     if not bool((places >= 0).any()):
         return
     for slot, first, count in rows.tasks.tolist():
-        own = places[first : first + count]
-        is_virtual = own >= 0
-        if is_virtual.any():
-            y[first : first + count][is_virtual] = target.virtual[slot][own[is_virtual]].to(y.dtype)
+        own = (places[first : first + count] >= 0).nonzero()[:, 0] + first
+        if len(own):
+            y[own] = target.virtual[slot][places[own]].to(y.dtype)
+            target.note_virtual(slot, own, places[own])
 
 
 @cache

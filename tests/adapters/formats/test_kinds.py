@@ -35,7 +35,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_type_of_peft_has_a_row() -> None:
     assert set(KINDS) >= {member.value for member in PeftType}
     served = {name for name, kind in KINDS.items() if kind.how != "refused"}
-    assert served == set(KINDS) & set(kinds.CONFIGS | kinds.VIRTUAL), "a type that is served is compared with PEFT"
+    compared = set(kinds.CONFIGS | kinds.VIRTUAL | kinds.PREFIXES)
+    assert served == set(KINDS) & compared, "a type that is served is compared with PEFT"
     assert all(kind.reason for kind in KINDS.values() if kind.how == "refused")
 
 
@@ -60,6 +61,7 @@ ROWS = {
     "tokens": "rows of the embedding",
     "scale": "as factors of outputs",
     "virtual": "as tokens before the prompt",
+    "prefix": "as keys and values before those of the prompt",
     "folded": "as factors that compute the same",
     "of base": "the same, from the base's weights",
     "refused": "rejected: ",
