@@ -75,19 +75,20 @@ class ResolvedAdapters:
             self._heads = content
             return
         if self._next_part is not None:
-            self._parts.append(content)
-            assert self._request.adapter is not None
-            if len(self._parts) == len(self._request.adapter.parts):
-                self._compose()
+            self._take_part(content)
             return
         self._adapter = content
         if content.invocation_ids:
             self.start = last_occurrence(self._request.prompt_ids, content.invocation_ids)
 
-    def _compose(self) -> None:
-        """All parts of a merge are resolved. Without a composition the merge needs a file, and is resolved as one."""
-        assert self._request.adapter is not None and self._request.adapter.merging is not None
-        composition = composition_of(self._request.adapter.merging, self._parts)
+    def _take_part(self, content: Loaded) -> None:
+        """One more part of a merge. If shards cannot add them up, the merge needs a file, and is resolved next."""
+        adapter = self._request.adapter
+        assert adapter is not None and adapter.merging is not None
+        self._parts.append(content)
+        if len(self._parts) < len(adapter.parts):
+            return
+        composition = composition_of(adapter.merging, self._parts)
         if composition is not None:
             tiers = {part.tier for part in self._parts}
             tier = "source" if "source" in tiers else self._parts[0].tier
