@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from tests.adapters import kinds
 from tests.adapters.making import make_adapter
 from tests.e2e.launched import Launched
 
@@ -63,6 +64,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     roots = folder / "roots"
     for seed, (name, config) in enumerate(CONFIGS.items()):
         make_adapter(base, roots / name, peft.LoraConfig(task_type="CAUSAL_LM", **config), seed=seed)
+    for name in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        kinds.make(name, base, roots / name)
     arguments = ["--model-id", str(base), "--dtype", "float32", "--threads", "1", "--adapter-source", "local"]
     arguments += ["--local-adapter-root", str(roots), "--adapter-store", str(folder / "store")]
     with Launched(*arguments) as launched:
@@ -70,20 +73,26 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield Scene(launched, base, roots)
 
 
-def oracle(scene: Scene, prompt: str, name: str | None) -> list[int]:
-    """PEFT's tokens for the prompt."""
+def oracle(scene: Scene, prompt: str, name: str | None, merged: dict[str, Any] | None = None) -> list[int]:
+    """PEFT's tokens for the prompt; `merged`: with further adapters, as in a request."""
     tokenizer = AutoTokenizer.from_pretrained(scene.base)
     model: Any = AutoModelForCausalLM.from_pretrained(scene.base, attn_implementation="eager", dtype=torch.float32)
     if name is not None:
-        model = peft.PeftModel.from_pretrained(model, scene.roots / name)
+        model = peft.PeftModel.from_pretrained(model, scene.roots / name, name)
+    if merged is not None:
+        for other in merged["ids"][1:]:
+            model.load_adapter(scene.roots / other, other)
+        model.add_weighted_adapter(merged["ids"], merged["weights"], "sum", combination_type=merged["merge_strategy"])
+        model.set_adapter("sum")
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         whole = model.eval().generate(input_ids=ids, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None)
     return [int(token) for token in whole[0, ids.shape[1] :]]
 
 
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's own, of virtual tokens
 def test_tokens_in_a_batch_equal_peft_s(scene: Scene) -> None:
-    wanted = [(prompt, name) for prompt in PROMPTS for name in (None, *CONFIGS)]
+    wanted = [(prompt, name) for prompt in PROMPTS for name in (None, *CONFIGS, "PROMPT_TUNING", "PREFIX_TUNING")]
     with ThreadPoolExecutor(len(wanted)) as pool:
         given = list(pool.map(lambda pair: scene.ids(*pair, ignore_eos_token=True), wanted))
     expected = [oracle(scene, *pair) for pair in wanted]
@@ -114,9 +123,15 @@ def test_an_invalid_adapter_fails_only_its_request(scene: Scene) -> None:
 
 
 def test_merged_adapters(scene: Scene) -> None:
-    merged = {"ids": ["small", "wide"], "weights": [0.5, 0.5], "merge_strategy": "cat"}
-    ids = scene.ids(PROMPTS[0], None, merged_adapters=merged, ignore_eos_token=True)
-    assert ids not in [scene.ids(PROMPTS[0], name, ignore_eos_token=True) for name in (None, "small", "wide")]
+    given = []
+    for strategy, ids, weights in (("cat", ["small", "head"], [1.5, 0.5]), ("cat", ["small", "head"], [-1.0, 1.0]),
+                                   ("linear", ["small"], [2.0])):  # fmt: skip
+        merged = {"ids": ids, "weights": weights, "merge_strategy": strategy}
+        given.append(scene.ids(PROMPTS[0], None, merged_adapters=merged, ignore_eos_token=True))
+        assert given[-1] == oracle(scene, PROMPTS[0], ids[0], merged)
+    lora = [{"id": "small", "scale": 1.5}, {"id": "head", "scale": 0.5}]
+    assert scene.ids(PROMPTS[0], None, lora=lora, ignore_eos_token=True) == given[0]
+    assert len({tuple(ids) for ids in given}) == len(given)
 
 
 @pytest.mark.long
