@@ -217,8 +217,8 @@ class Preload:
         return ForkedProcess(self.address, module, arguments, environment, preload=self, **options)
 
     def check(self) -> None:
-        """Start it again if it has ended."""
-        if self._process is not None:
+        """Start it again if it has ended, or for the first time if another process waits for it."""
+        if self._process is not None or select.select([self._listening], [], [], 0)[0]:
             self.start()
 
     def start(self) -> None:

@@ -435,11 +435,11 @@ class Supervisor:
             self._router.child.reload()
 
     def _check_preload(self, preload: Preload) -> None:
-        """Start it again if it has ended, also for the loader, which cannot; forget what the launcher adopted."""
+        """Start it if it has ended, or if the loader, which cannot, waits for it; forget what the launcher adopted."""
         reap_adopted([preload.pid, *(child.pid for child in self._children())])
         pid = preload.pid
         preload.check()
-        if preload.pid != pid:
+        if preload.pid != pid and pid:
             self._log.error("process_ended: the process that forks shards ended: it was started again")
 
     def _drain(self, signals: Signals) -> Exit:

@@ -126,6 +126,26 @@ say(ended(started("print")))
     assert first == [None] and others == [None] and second == ["the child ended with exit code 0"]
 
 
+def test_it_is_started_once_another_process_waits_for_it(tmp_path: Path) -> None:
+    """The loader of a router whose shards are elsewhere: the launcher has forked nothing."""
+    before, after = launched(
+        tmp_path,
+        """
+from lorikeet.proto.preload import ForkedProcess
+
+preload.check()
+say(preload.pid)
+waits = ForkedProcess(preload.address, "tests.proto.forked", ["print"], os.environ)
+until = time.monotonic() + 60
+while waits.poll() is None and time.monotonic() < until:
+    preload.check()
+    time.sleep(0.01)
+say(waits.poll(), preload.pid > 0)
+""",
+    )
+    assert before == [0] and after == [0, True]
+
+
 def test_one_that_cannot_import_is_not_started_for_ever(tmp_path: Path) -> None:
     first, second = launched(
         tmp_path,
