@@ -1,11 +1,15 @@
-"""Every block of the pages about the demo's model, executed against one server of it, prints what the page shows."""
+"""One server of the demo's model: what its pages show is what their blocks print, and its adapters do what is said."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 
+from lorikeet.demo.smollm2 import evaluation
 from tests.docs.snippets import Block, Sandbox, blocks, needs_demo, pages, run_page
 from tests.e2e.launched import ROOT, Launched
 from tests.real import models
@@ -16,6 +20,12 @@ HUB = models.CACHE / "hub"
 """Where the launcher keeps the model, which it downloads once."""
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
 PAGES = [page for page in pages() if needs_demo(page) and any(block.is_run for block in blocks(page))]
+
+
+def scores() -> dict[str, Any]:
+    """Those that are published, by adapter."""
+    rows: dict[str, Any] = json.loads(evaluation.SCORES.read_text())
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +42,14 @@ def port() -> Iterator[int]:
 def test_the_page_prints_what_it_shows(page: Path, port: int, tmp_path: Path) -> None:
     with Sandbox(tmp_path, port, HF_HUB_CACHE=str(HUB)) as sandbox:
         run_page(page, sandbox)
+
+
+@pytest.mark.parametrize("task", sorted(scores()))
+def test_an_adapter_of_the_demo_scores_above_the_model_without_it(port: int, task: str) -> None:
+    """On a few of the held-out examples whose scores demo/README.md has."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
+        row = evaluation.scores(client, task, 8, show=0)
+    assert row["score"] > row["base"]
 
 
 def recorded(picture: Path) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lorikeet.demo.training.lora import RECIPES
 
@@ -88,3 +89,13 @@ def test_the_readme_has_the_stored_scores() -> None:
     scores = json.loads((ROOT / "demo" / "smollm2" / "scores.json").read_text())
     rows = {f"| `{name}` | {row['examples']} | {row['score']} | {row['base']} |" for name, row in scores.items()}
     assert rows <= set(readme.splitlines())
+
+
+def test_every_adapter_that_is_served_scores_above_the_model_without_it() -> None:
+    folder = ROOT / "demo" / "smollm2"
+    scores = json.loads((folder / "scores.json").read_text())
+    served = yaml.safe_load((folder / "adapters.yaml").read_text())
+    assert set(served) == set(scores) == {path.name for path in (folder / "adapters").iterdir()}
+    assert all(row["score"] > row["base"] for row in scores.values())
+    configs = [json.loads(path.read_text()) for path in folder.glob("adapters/*/adapter_config.json")]
+    assert all(config["r"] <= 8 for config in configs)
