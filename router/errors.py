@@ -395,9 +395,9 @@ class DeadlineExceeded(Failed):
 class AnswerTooLarge(Failed):
     """The details of an answer, or of all answers together, take too much memory."""
 
-    def __init__(self, limit_mib: int) -> None:
+    def __init__(self, limit: str) -> None:
         super().__init__(
-            f"the answer with its details takes too much memory: one may have {limit_mib} MiB. Ask for fewer tokens or"
+            f"the answer with its details takes too much memory: one may have {limit}. Ask for fewer tokens or"
             " alternatives, or stream it"
         )
 

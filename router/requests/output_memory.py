@@ -29,8 +29,12 @@ class OutputMemory:
 
     def failure(self, num_bytes: int) -> AnswerTooLarge | None:
         """Why a sequence that takes so much cannot go on."""
-        if num_bytes > MAX_ANSWER_BYTES or (self.num_bytes > MAX_BYTES and num_bytes > LEAST_KEPT_BYTES):
-            return AnswerTooLarge(MAX_ANSWER_BYTES >> 20)
+        if num_bytes > MAX_ANSWER_BYTES:
+            return AnswerTooLarge(f"{MAX_ANSWER_BYTES >> 20} MiB")
+        if self.num_bytes > MAX_BYTES and num_bytes > LEAST_KEPT_BYTES:
+            return AnswerTooLarge(
+                f"{LEAST_KEPT_BYTES >> 20} MiB while all answers together take more than {MAX_BYTES >> 20} MiB"
+            )
         return None
 
 

@@ -196,6 +196,8 @@ class InformationRoutes(Routes):
     async def metrics(self, request: Request) -> Response:
         """Prometheus text, or LoRAX's JSON by the Accept header."""
         service = self._service
+        service.dispatcher.in_flight.update(time.monotonic())  # callers have gone since the last request
+        service.dispatcher.update_gauges()
         if service.dispatcher.admission is not None:
             service.dispatcher.admission.note_gauges(service.selection.directory.entries(), service.dispatcher.queued)
         content, media_type = service.metrics.render(request.headers.get("accept", ""), self._may_name(request))

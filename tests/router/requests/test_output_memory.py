@@ -9,6 +9,7 @@ import pytest
 from orjson import dumps
 
 from lorikeet.router.requests import output_memory
+from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -52,25 +53,37 @@ async def test_a_stream_that_is_read_late_is_whole(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_memory, "MAX_UNREAD_BYTES", 20_000)
-    async with serving(tmp_path) as server:
-        server.says("abcdefgh" * 100)
-        body = {"inputs": "Hi", "parameters": {"max_new_tokens": 800, "return_k_alternatives": 20}}
-        events = await server.events("/generate_stream", body)
-        assert "".join(event["token"]["text"] for event in events) == "abcdefgh" * 100
-        assert server.dispatcher.memory.num_bytes == 0
+    async with stage(tmp_path) as here:
+        held = here.dispatcher.metrics.requests_held.values
+        generation, ids = here.dispatcher.submit(request(400)), list[int]()
+        for num_held in (1, 2, 3):
+            await here.until(lambda most=num_held: held.get("", 0) == most)  # type: ignore[misc]
+            await here.until(lambda: here.shard.num_running == 0)
+            assert not generation.is_over
+            ids += [token.id for token in (await generation.next()).tokens]
+        ids += await ids_of(generation)
+        start = WORDS.index(ids[0])
+        assert ids == [WORDS[(start + index) % len(WORDS)] for index in range(400)]
+        assert here.dispatcher.memory.num_bytes == 0
 
 
-@pytest.mark.parametrize("limit", ["MAX_ANSWER_BYTES", "MAX_BYTES"])
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ("MAX_ANSWER_BYTES", "one may have 2 MiB."),
+        ("MAX_BYTES", "one may have 1 MiB while all answers together take more than 2 MiB."),
+    ],
+)
 async def test_an_answer_that_takes_too_much_memory_fails_by_name(
-    tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch, limit: str
+    tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
 ) -> None:
-    monkeypatch.setattr(output_memory, limit, 100_000)
-    monkeypatch.setattr(output_memory, "LEAST_KEPT_BYTES", 1000)
+    monkeypatch.setattr(output_memory, limit, 2 << 20)
+    monkeypatch.setattr(output_memory, "LEAST_KEPT_BYTES", 1 << 20)
     async with serving(tmp_path) as server:
         server.says("a" * 1000)
         answer = await server.client.post("/generate", json=STREAM)
         assert answer.status_code == 413 and answer.json()["error_type"] == "answer_too_large"
-        assert "alternatives" in answer.json()["error"]
+        assert "alternatives" in answer.json()["error"] and reason in answer.json()["error"]
         small = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
         assert (await server.client.post("/generate", json=small)).status_code == 200
         await server.idle()
