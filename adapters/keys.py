@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lorikeet.adapters.catalogue import CatalogueError, load_yaml, read_with
+from lorikeet.proto.shares import LEAST_WEIGHT, MOST_WEIGHT
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "weight")
@@ -152,6 +153,8 @@ def _limit(name: str, limit: str, value: Any) -> Any:
     kinds = int if limit == "concurrency" else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         raise CatalogueError(f"`{limit}` of key {name} must be a {'whole ' * (kinds is int)}number above 0")
+    if limit == "weight" and not LEAST_WEIGHT <= value <= MOST_WEIGHT:
+        raise CatalogueError(f"`weight` of key {name} must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     return value
 
 

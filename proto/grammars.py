@@ -17,6 +17,13 @@ GRAMMAR_LIMITS = LLParserLimits(
 """Beyond them a grammar is an error; none of them is a time."""
 ALL_EXCLUDED = "the masks of the request (allowed_token_ids, bad_words, min_tokens) exclude every token"
 """What a shard says of such a request, so that the router names the fields."""
+FREE_S, MAX_MATCHING_S = 0.01, 2.0
+"""Processor time that a grammar may take for each token of an output, and in all tokens that take more than that."""
+TOO_SLOW = (
+    f"the grammar takes too long to match: {MAX_MATCHING_S:g} s of processor time are over. Simplify it: it is slow"
+    " where text can be read in very many ways"
+)
+"""What a shard says of such a request."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

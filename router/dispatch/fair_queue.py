@@ -1,14 +1,14 @@
 """The fair queue: requests waiting for a shard. Callers have equal shares, and of each caller's its adapters have.
 
 A pure state machine: no clock, no sockets, no asyncio. Callers and adapters are charged for the prompt when a request
-leaves the queue, and later for its output tokens (`router/shares.py`). An adapter's weight divides what its requests
+leaves the queue, and later for its output tokens (`proto/shares.py`). An adapter's weight divides what its requests
 are charged, and a caller's weight multiplies its share.
 """
 
 from collections import Counter
 from collections.abc import Container
 
-from lorikeet.router.shares import Lane, Shares
+from lorikeet.proto.shares import Lane, Shares
 
 _MANY_CALLERS = 4096
 

@@ -7,20 +7,15 @@ caller has beyond its limit is taken back: those sequences wait again, and conti
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
+from lorikeet.proto.shares import MAX_UNSTARTED_TOKENS, limits_of, short_room
 from lorikeet.router.dispatch.fair_queue import FairQueue
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.link import ShardLink
 
-CPU_ROOM, DEVICE_ROOM = 16, 256
-"""Sequences of one shard whose steps are short enough for a request that shares them: a device computes many rows in
-hardly more time than a few, a processor does not.
-"""
 RECENT_S = 2.0
 """A caller without requests stays active for so long: its next one may come at any moment."""
-MAX_UNSTARTED_TOKENS = 2048
-"""Prompt tokens of one caller that shards have not computed yet, beyond one request, where steps are to be short."""
 
 
 class InFlight:
@@ -58,9 +53,8 @@ class InFlight:
         asked = {name: max(1, demand[name]) for name in self._seen}
         ready = [link for link in self._links if link.ready]
         room = sum(len(link.running) + max(0, link.credit.num_requests) for link in ready)
-        limits = fair_limits(asked, self._weights, min(room, sum(map(_short_room, ready))))
-        self._is_short = len(limits) < len(asked)
-        self.limits = limits if self._is_short else fair_limits(asked, self._weights, room)
+        short = sum(short_room(link.info.device) for link in ready if link.info is not None)
+        self.limits, self._is_short = limits_of(asked, self._weights, room, short)
 
     @property
     def running(self) -> Counter[str]:
@@ -119,22 +113,3 @@ class InFlight:
                 if generation.request.caller in callers and not generation.routing.has_output:
                     unstarted[generation.request.caller] += generation.num_known
         return unstarted
-
-
-def _short_room(link: ShardLink) -> int:
-    on_cpu = link.info is not None and link.info.device.startswith("cpu")
-    return CPU_ROOM if on_cpu else DEVICE_ROOM
-
-
-def fair_limits(asked: Mapping[str, int], weights: Mapping[str, float], room: int) -> dict[str, int]:
-    """Max-min fair limits, at least 1, of those that ask for more than they get."""
-    left, total = float(room), sum(weights.get(name, 1.0) for name in asked)
-    by_need = sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0))
-    for index, name in enumerate(by_need):
-        weight = weights.get(name, 1.0)
-        if asked[name] > max(1.0, left * weight / total):
-            greedy = by_need[index:]
-            return {each: max(1, int(left * weights.get(each, 1.0) / total)) for each in greedy}
-        left -= asked[name]
-        left, total = max(0.0, left), total - weight
-    return {}

@@ -13,7 +13,7 @@ from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
-from lorikeet.proto.grammars import ALL_EXCLUDED
+from lorikeet.proto.grammars import ALL_EXCLUDED, TOO_SLOW
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.columns import ShardOutput
 from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
@@ -591,6 +591,8 @@ class Generation:
         elif error == ALL_EXCLUDED and (masks := self.request.masks):
             names = " and ".join(f"`{name}`" for name in masks)
             self.fail(ValidationError(f"{names} exclude every token after {self.num_generated} tokens", masks[0]))
+        elif error == TOO_SLOW:
+            self.fail(ValidationError(f"after {self.num_generated} tokens, {error}"))
         else:
             self.fail(GenerationFailed(error or "the shard ended the request"))
 

@@ -9,6 +9,7 @@ send the next ones together, and a request that misses the first message waits a
 """
 
 import asyncio
+import hashlib
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
@@ -361,6 +362,11 @@ def adapter_pin(adapter: Adapter, digest: str) -> pb.AdapterPin:
     return pb.AdapterPin(source=adapter.source, id=ids, revision=adapter.revision[:_MAX_SHOWN], digest=digest)
 
 
+def opaque(caller: str) -> str:
+    """What shards know of a caller: the same one through every router. Empty where a request has none."""
+    return hashlib.blake2b(caller.encode(errors="surrogatepass"), digest_size=8).hexdigest() if caller else ""
+
+
 def check_size(request: GenerationRequest, vocab_size: int) -> None:
     """Raises ValidationError where the Submit message of a request could become larger than a shard accepts.
 
@@ -393,6 +399,8 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         learning_tenant=request.learning_tenant,
+        caller=opaque(request.caller),
+        share=request.share,
         adapter=None if adapter is None else adapter_pin(*adapter),
         adapter_start=0 if adapter is None else adapters.start,
         heads=None if heads is None else adapter_pin(*heads),

@@ -21,8 +21,8 @@ import orjson
 
 from lorikeet.proto.children import Forked, ForkServer, ProcessEnded
 from lorikeet.proto.process import limited_environment, lower_priority
+from lorikeet.proto.shares import Turns
 from lorikeet.router.errors import Overloaded, ValidationError
-from lorikeet.router.shares import Turns
 from lorikeet.router.text.grammar_process import MAX_ANSWER_BYTES, PROCESSOR_S
 
 _STARTING_S = 60.0

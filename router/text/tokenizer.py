@@ -17,9 +17,9 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from lorikeet.proto.digest import of_files
+from lorikeet.proto.shares import Turns
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError, ValidationError
-from lorikeet.router.shares import Turns
 from lorikeet.router.text.chat_template import (
     NO_OPTIONS,
     ChatTemplate,

@@ -17,8 +17,8 @@ import orjson
 
 from lorikeet.proto.children import LineProcess, ProcessEnded
 from lorikeet.proto.process import python
+from lorikeet.proto.shares import Turns
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.shares import Turns
 from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered, TemplateOptions
 
 

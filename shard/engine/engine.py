@@ -49,7 +49,7 @@ BAD_LOGITS = "the model gave no finite logits for this request"
 BAD_VALUES = "the model gave no finite values for this request"
 WARM_UP_KEY = (0, 0)
 PARKED_WAIT_S = 0.05
-"""Longest sleep of the loop while all requests wait for adapters; deadlines are checked as often."""
+"""Longest sleep of the loop while all requests wait for adapters or grammars; deadlines are checked as often."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
@@ -97,6 +97,9 @@ class Engine:
         self._inbox, self._outbox = channels
         self._config = config
         max_open = scheduler.limits.max_running + config.max_waiting
+        max_running = scheduler.limits.max_running
+        self._most_open = max_running + min(config.max_waiting, max(1, max_running // 8))
+        """Requests that run or wait, so that one that ends is replaced at once."""
         self._watch = StepWatch(self._outbox)
         self.learning = learning
         self._intake = Intake(self._inbox, scheduler, max_open, grammars, self._watch, self.learning)
@@ -116,6 +119,8 @@ class Engine:
         """Requests of the step that was announced to the routers last."""
         self._was_isolated = False
         """Whether that step was an isolated request's own."""
+        self._is_stalled = False
+        """Whether the last step computed nothing: every request waits for an adapter or a grammar."""
         self._is_clean = True
         self._is_cut = False
         self._adapter_events = AdapterEvents()
@@ -126,7 +131,7 @@ class Engine:
             self.step()
             if self.scheduler.is_idle:
                 self._when_idle()
-            elif not self.scheduler.running and not self._launched:
+            elif self._is_stalled:
                 self._idle.reset()
                 self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else PARKED_WAIT_S)
 
@@ -134,7 +139,9 @@ class Engine:
     def step(self) -> None:
         """plan → inputs → forward → verify → commit, of which the last may be that of the step before."""
         self._receive()
+        num_launched = len(self._launched)
         plan = self._plan()
+        self._is_stalled = plan is None and not num_launched
         if plan:
             self._launched.append(self._launch(plan))
         may_lag = plan and not self._launched[-1].error and not self.scheduler.is_isolated
@@ -197,8 +204,7 @@ class Engine:
         expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
         if abs(expected - self._expected) > max(STEP_TIME_CHANGE_S, STEP_TIME_CHANGE * self._expected):
             self._expected = expected
-            self._outbox.publish([], self._status(), self._intake.acknowledged)
-            self._num_preempted_sent = self.scheduler.num_preempted
+            self._send([])
 
     def _plan(self) -> StepPlan | None:
         """Which tokens the step computes, announced to the routers. None if there is nothing to compute."""
@@ -341,6 +347,8 @@ class Engine:
         num_taken = self.scheduler.commit(item, token_ids, results.head_ids[part.heads.start : part.heads.stop])
         if num_taken >= 0 and part.scored:
             self._outputs.append(part.score_output(results.scores))
+        if not (item.request.constraint.is_ready or item.request.finish_reason):
+            self._intake.match(item.request)
         if num_taken > 0:
             self._outputs.append(part.token_output(results.sampled, num_taken, seconds))
             if self.learning is not None:
@@ -384,8 +392,17 @@ class Engine:
     def _publish(self) -> None:
         if not self._launched:
             self.running_step = (0, 0.0)
-        self._outbox.publish(self._outputs, self._status(), self._intake.acknowledged, self._adapter_events)
+        self._send(self._outputs, self._adapter_events)
         self._adapter_events = AdapterEvents()
+
+    def _send(self, outputs: list[Output | TokenColumns], adapters: AdapterEvents | None = None) -> None:
+        """Send outputs with the shard's state, and with credit to each stream."""
+        status = self._status()
+        credits = {}
+        if not (status.credit_requests and status.credit_tokens):
+            cache = self.scheduler.cache
+            credits = self._intake.credits(self._most_open, cache.num_pages * cache.page_size)
+        self._outbox.publish(outputs, status, self._intake.acknowledged, adapters, credits)
         self._num_preempted_sent = self.scheduler.num_preempted
 
     def _process_adapter_events(self) -> None:
@@ -407,9 +424,7 @@ class Engine:
     def _status(self) -> Status:
         scheduler, cache = self.scheduler, self.scheduler.cache
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-        max_running = scheduler.limits.max_running
-        num_ahead = min(self._config.max_waiting, max(1, max_running // 8))  # so that a request that ends is replaced
-        num_free = max_running + num_ahead - num_running - num_waiting + scheduler.num_parked
+        num_free = self._most_open - num_running - num_waiting + scheduler.num_parked
         num_free_pages = cache.num_available - num_running  # each running request may need one more soon
         return Status(
             step=self._num_steps,

@@ -1,6 +1,7 @@
 """Applies the routers' commands to the scheduler: streams, duplicates, rejections, aborts. Runs in the step loop."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 from lorikeet.proto import shard_pb2 as pb
@@ -77,7 +78,8 @@ class Intake:
         self._max_open = max_open
         self._grammars = grammars
         self._learning = learning
-        self._compiling: list[Request] = []  # requests whose grammar is being compiled
+        self._compiling: list[Request] = []
+        """Requests whose grammar is being compiled, or takes in tokens."""
 
     def apply(self) -> list[Output]:
         """Apply all commands since the last call. Returns the outputs that they cause."""
@@ -112,8 +114,9 @@ class Intake:
                 outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
             elif isinstance(submit, Request):
                 if submit.grammar is not None and self._grammars is not None:
-                    submit.constraint = self._grammars.match(submit.grammar, submit.token_ids[submit.num_prompt :])
-                    self._compiling.append(submit)
+                    output_ids = submit.token_ids[submit.num_prompt :]
+                    submit.constraint = self._grammars.match(submit.grammar, output_ids, caller=submit.caller)
+                    self.match(submit)
                 self._scheduler.add(submit)
                 num_open += 1
         for request_id in commands.abort_ids:
@@ -124,6 +127,10 @@ class Intake:
         if commands.watch_s:
             self._watch.begin(epoch, commands.watch_s)
         self._move_adapters(commands)
+
+    def match(self, request: Request) -> None:
+        """Watch a request whose constraint is not ready."""
+        self._compiling.append(request)
 
     def _start_compiled(self, outputs: list[Output]) -> None:
         """Let the requests run whose grammar is compiled, and end those whose grammar cannot be."""
@@ -136,11 +143,40 @@ class Intake:
             elif (error := request.constraint.error) and not self.match_apart(request):
                 self._scheduler.finish(request, FinishReason.ERROR)
                 outputs.append(Output(request.key, finish_reason=FinishReason.ERROR, error=error))
-            elif (
-                request.constraint.is_ready and request.constraint.is_complete
-            ):  # only the end was lost with an earlier shard
-                self._scheduler.finish(request, FinishReason.EOS)
-                outputs.append(Output(request.key, finish_reason=FinishReason.EOS))
+            elif request.constraint.is_ready and (reason := self._reason(request)):
+                self._scheduler.finish(request, reason)
+                outputs.append(Output(request.key, finish_reason=reason))
+
+    @staticmethod
+    def _reason(request: Request) -> FinishReason:
+        """Why the output ends here: the newest tokens were taken in late, or the end was lost with an earlier shard."""
+        if request.constraint.is_complete:
+            return FinishReason.EOS
+        return FinishReason.LENGTH if request.num_output >= request.max_new_tokens else FinishReason.NONE
+
+    def credits(self, num_requests: int, num_tokens: int) -> dict[int, tuple[int, int]]:
+        """Requests and KV tokens that streams may start although a shard has no room, by stream: what is missing to the
+        fair share of its callers. The requests of other callers make room for them.
+
+        num_requests, num_tokens: room of the shard, for all of them.
+        """
+        if len(self.acknowledged) < 2 or self.is_ending:
+            return {}
+        num_open, num_held, callers = Counter[int](), Counter[int](), set[tuple[int, str]]()
+        for (epoch, _), request in self._scheduler.requests.items():
+            num_open[epoch] += 1
+            num_held[epoch] += request.num_known
+            callers.add((epoch, request.caller))
+        num_callers = Counter(epoch for epoch, _ in callers)
+        shares = {epoch: max(1, num_callers[epoch]) for epoch in self.acknowledged}
+        total = sum(shares.values())
+        credits = {}
+        for epoch, share in shares.items():
+            missing = num_requests * share // total - num_open[epoch]
+            tokens = num_tokens * share // total - num_held[epoch]
+            if missing > 0 and tokens > 0:
+                credits[epoch] = missing, tokens
+        return credits
 
     def match_apart(self, request: Request) -> bool:
         """Compile a request's grammar for it alone, where others may have caused its error. Returns whether they may.
@@ -150,8 +186,8 @@ class Intake:
         if request.grammar is None or self._grammars is None or not request.constraint.may_be_shared:
             return False
         output_ids = request.token_ids[request.num_prompt :]
-        request.constraint = self._grammars.match(request.grammar, output_ids, is_private=True)
-        self._compiling.append(request)
+        request.constraint = self._grammars.match(request.grammar, output_ids, is_private=True, caller=request.caller)
+        self.match(request)
         return True
 
     def _move_adapters(self, commands: Commands) -> None:

@@ -19,7 +19,7 @@ MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20
 """Most compiled grammars that are kept, and most bytes of their texts; least recently used first to go."""
 NUM_THREADS = 2
-TOO_SLOW = Compiled(None, error=f"the grammar cannot be compiled: it takes longer than {LIMIT_S:g} s")
+NOT_IN_TIME = Compiled(None, error=f"the grammar cannot be compiled: it takes longer than {LIMIT_S:g} s")
 
 
 class GrammarCompiler:
@@ -35,34 +35,36 @@ class GrammarCompiler:
         self._compiled: OrderedDict[bytes, tuple[Future[Compiled], int]] = OrderedDict()
         self._num_bytes = 0
 
-    def match(self, grammar: Grammar, output_ids: Sequence[int] = (), is_private: bool = False) -> GrammarMatcher:
-        """The constraint of a request that has some output. Never waits. Requests of one grammar share its lexer, whose
-        number of states is limited; a private one has its own.
+    def match(
+        self, grammar: Grammar, output_ids: Sequence[int] = (), is_private: bool = False, caller: str = ""
+    ) -> GrammarMatcher:
+        """The constraint of a caller's request that has some output. Never waits. Requests of one grammar share its
+        lexer, whose number of states is limited; a private one has its own.
         """
-        compiling = self._compile_apart(grammar.text) if is_private else self._compile(grammar.text)
-        return GrammarMatcher(compiling, grammar.proposes, output_ids, self._submit, is_private)
+        compiling = (self._compile_apart if is_private else self._compile)(grammar.text, caller)
+        return GrammarMatcher(compiling, grammar.proposes, output_ids, partial(self._submit, caller), is_private)
 
-    def _compile_apart(self, grammar: str) -> Future[Compiled]:
+    def _compile_apart(self, grammar: str, caller: str) -> Future[Compiled]:
         """Also lets the next request compile it anew, because the shared lexer may be full."""
         with self._lock:
             if (key := _key(grammar)) in self._compiled:
                 self._forget(key)
-        compiling: Future[Compiled] = self._threads.submit(partial(self._build, grammar), TOO_SLOW)
+        compiling: Future[Compiled] = self._threads.submit(partial(self._build, grammar), NOT_IN_TIME, caller)
         compiling.add_done_callback(lambda _: self._wake())
         return compiling
 
-    def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
-        """Run work of one request in a thread."""
-        running = self._threads.submit(work, otherwise)
+    def _submit(self, caller: str, work: Callable[[], bool]) -> Future[bool]:
+        """Run work of one request in a thread. False where it takes too long."""
+        running = self._threads.submit(work, False, caller)
         running.add_done_callback(lambda _: self._wake())
         return running
 
-    def _compile(self, grammar: str) -> Future[Compiled]:
+    def _compile(self, grammar: str, caller: str) -> Future[Compiled]:
         key = _key(grammar)
         with self._lock:
             compiled = self._compiled.pop(key, None)
             if compiled is None:
-                compiled = self._threads.submit(partial(self._build, grammar), TOO_SLOW), len(grammar)
+                compiled = self._threads.submit(partial(self._build, grammar), NOT_IN_TIME, caller), len(grammar)
                 self._num_bytes += len(grammar)
             self._compiled[key] = compiled
             while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
@@ -73,7 +75,7 @@ class GrammarCompiler:
 
     def _compiled_one(self, key: bytes, done: Future[Compiled]) -> None:
         """One that took too long is compiled again when it is asked for again: the machine may have been busy."""
-        if done.result() is TOO_SLOW:
+        if done.result() is NOT_IN_TIME:
             with self._lock:
                 if key in self._compiled and self._compiled[key][0] is done:
                     self._forget(key)

@@ -8,17 +8,16 @@ import numpy as np
 import structlog
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.grammar.matcher import GrammarMatcher, raise_unless_library, reason
+from lorikeet.shard.grammar.matcher import Bitmask, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 
 log = structlog.get_logger()
 
 _WORD = 32
-Bitmask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
-Wanted = tuple[LLMatcher, int, list[int]]
+Drafted = tuple[LLMatcher, int, list[int]]
 """A matcher, the first of its rows, and the draft tokens that its other rows follow."""
 
 
@@ -85,29 +84,30 @@ class GrammarMasks:
     def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
         num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
         bitmask = np.full((num_rows, self._num_words), -1, dtype=np.int32)
-        jobs_in_rows, first = list[Wanted](), 0
+        drafted, first = list[tuple[GrammarMatcher, Drafted]](), 0
         for constraint, draft_ids, _ in jobs:
-            jobs_in_rows.append((constraint.matcher, first, list(draft_ids)))
+            if draft_ids:
+                drafted.append((constraint, (constraint.matcher, first, list(draft_ids))))
+            else:
+                constraint.checked(partial(constraint.fill, bitmask, first), None)
             first += 1 + len(draft_ids)
         try:
-            self._fill_rows(jobs_in_rows, bitmask)
+            self._fill_drafted([job for _, job in drafted], bitmask)
         except BaseException as failure:
             raise_unless_library(failure)
-            for (constraint, _, _), job in zip(jobs, jobs_in_rows, strict=True):
-                constraint.checked(partial(self._fill_rows, [job], bitmask), None)
-        for (constraint, _, stop_ids), (_, first, draft_ids) in zip(jobs, jobs_in_rows, strict=True):
+            for constraint, job in drafted:
+                constraint.checked(partial(self._fill_drafted, [job], bitmask), None)
+        first = 0
+        for constraint, draft_ids, stop_ids in jobs:
             _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
             if not constraint.error and (error := reason(constraint.matcher)):
                 constraint.error = f"no token can follow in the grammar: {error}"
+            first += 1 + len(draft_ids)
         return bitmask
 
-    def _fill_rows(self, jobs: Sequence[Wanted], bitmask: Bitmask) -> None:
-        single = [(matcher, row) for matcher, row, draft_ids in jobs if not draft_ids]
-        drafted = [job for job in jobs if job[2]]
-        if single:
-            fill_next_token_bitmask_par(self._executor, single, bitmask)
-        if drafted:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)
+    def _fill_drafted(self, jobs: Sequence[Drafted], bitmask: Bitmask) -> None:
+        if jobs:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, list(jobs), bitmask)
 
     def _mask_on_cpu(self, logits: torch.Tensor, bitmask: Bitmask) -> None:
         bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")

@@ -1,7 +1,8 @@
 """The grammar of one request: where its output is in the grammar, and what may follow.
 
 The matcher takes in committed tokens only. Draft tokens are looked at and never taken in, so nothing is ever rolled
-back: its state is a function of the grammar and the output.
+back: its state is a function of the grammar and the output. Where that takes long, a thread does it between steps, and
+the request ends once it has taken too long in all.
 """
 
 import time
@@ -11,14 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import structlog
 from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
 
+from lorikeet.proto.grammars import FREE_S, MAX_MATCHING_S, TOO_SLOW
 from lorikeet.shard.requests.request import Unconstrained
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
+Bitmask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 MAX_FORCED = 32
 """Most forced tokens that one step verifies."""
@@ -53,18 +58,29 @@ class GrammarMatcher(Unconstrained):
         compiling: Future[Compiled],
         proposes: bool,
         output_ids: Sequence[int] = (),
-        submit: Callable[[Callable[[], None], None], Future[None]] | None = None,
+        submit: Callable[[Callable[[], bool]], Future[bool]] | None = None,
         is_private: bool = False,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`output_ids` is the output of an earlier run, which `submit` lets a thread take in."""
+        """`output_ids` is the output of an earlier run. `submit` lets a thread take in tokens, and returns False where
+        that takes too long. `clock` measures processor time.
+        """
         self.proposes = proposes
         self.eos_id = -1
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
         self._output_ids, self._submit = output_ids, submit
         self._is_private = is_private
-        self._starting: Future[None] | None = None
+        self._clock = clock
+        self._taking: Future[bool] | None = None
+        """Tokens that a thread takes in."""
+        self._untaken: list[int] = []
+        """Newest tokens of a slow grammar, which a thread is yet to take in."""
         self._matcher: LLMatcher | None = None
+        self._mask: np.ndarray[tuple[int], np.dtype[np.int32]] | None = None
+        """[words]: which tokens may follow, where a thread has computed that."""
+        self._slow_s = 0.0
+        """Processor time of the tokens that took more than FREE_S, without that."""
         self._forced: list[int] = []
         """Tokens that must or are likely to follow the committed ones, as far as they are known."""
         self._style: LLMatcher | None = None
@@ -72,11 +88,12 @@ class GrammarMatcher(Unconstrained):
 
     @property
     def is_ready(self) -> bool:  # type: ignore[override]
-        return self._matcher is not None
+        return self._matcher is not None and self._taking is None and not self._untaken
 
     @property
     def may_be_shared(self) -> bool:  # type: ignore[override]
-        return not self._is_private and self._compiling.done() and self._compiling.result().matcher is not None
+        is_shared = not self._is_private and self.error != TOO_SLOW
+        return is_shared and self._compiling.done() and self._compiling.result().matcher is not None
 
     @property
     def matcher(self) -> LLMatcher:
@@ -85,25 +102,35 @@ class GrammarMatcher(Unconstrained):
         return self._matcher
 
     def start(self) -> bool:
-        """Begin after the output of an earlier run. Returns whether that has ended; `error` says how."""
-        if self._starting is not None:
-            if self._starting.done() and self._matcher is None:
-                self.error = self.error or "taking the output so far into the grammar takes too long"
-            return self._starting.done()
+        if self._taking is not None:
+            if not self._taking.done():
+                return False
+            if not self._taking.result():
+                self.error = self.error or TOO_SLOW
+            self._taking = None
+            return True
+        if self._untaken:
+            token_ids, self._untaken = self._untaken, []
+            return self._begin(partial(self._take, token_ids))
         if not self._compiling.done():
             return False
         compiled = self._compiling.result()
         self.error, self.eos_id = compiled.error, compiled.eos_id
         if compiled.matcher is None:
             return True
-        work = partial(self.checked, partial(self._start, compiled.matcher), None)
-        if not self._output_ids or self._submit is None:
-            work()
-            return True
-        self._starting = self._submit(work, None)
+        work = partial(self._start, compiled.matcher)
+        if self._output_ids and self._submit is not None:
+            return self._begin(work)
+        self.checked(work, False)
+        return True
+
+    def _begin(self, work: Callable[[], bool]) -> bool:
+        """Let a thread do it. Returns whether it is done."""
+        assert self._submit is not None
+        self._taking = self._submit(partial(self.checked, work, False))
         return self.start()
 
-    def _start(self, compiled: LLMatcher) -> None:
+    def _start(self, compiled: LLMatcher) -> bool:
         matcher = compiled.deep_copy()
         if self._output_ids and not matcher.consume_tokens(list(self._output_ids)):
             self.error = f"the output so far does not match the grammar: {reason(matcher)}"
@@ -113,6 +140,34 @@ class GrammarMatcher(Unconstrained):
             self._style = style.deep_copy()
             self._follow(self._output_ids)
         self._matcher = matcher
+        return True
+
+    def _take(self, token_ids: Sequence[int]) -> bool:
+        """Take in tokens, and compute which may follow. Runs in a thread."""
+        for token_id in token_ids:
+            if self._timed(partial(self._consume, token_id)) or self.error:
+                return True
+        self._mask = np.frombuffer(self._timed(self.matcher.compute_bitmask), dtype=np.int32)
+        return True
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """Write which tokens may follow. bitmask: [rows, words]."""
+        if self._mask is None:
+            self._timed(lambda: fill_next_token_bitmask(self.matcher, bitmask, row))
+        else:
+            bitmask[row, : len(self._mask)], self._mask = self._mask, None
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of work for one token. Sets `error` once too much was done."""
+        began = self._clock()
+        result = work()
+        seconds = self._clock() - began
+        if seconds > FREE_S:
+            self.is_slow = self._submit is not None
+            self._slow_s += seconds - FREE_S
+            if self._slow_s > MAX_MATCHING_S:
+                self.error = TOO_SLOW
+        return result
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         """Take tokens into the stricter grammar, which is dropped where the output leaves it."""
@@ -124,7 +179,7 @@ class GrammarMatcher(Unconstrained):
 
     def forced_ids(self) -> list[int]:
         compiled = self._compiling.result()
-        if not self._forced and self.proposes and not compiled.is_slow:
+        if not self._forced and self.proposes and not (compiled.is_slow or self.is_slow):
             started = time.thread_time()
             self._forced = self.checked(lambda: list((self._style or self.matcher).compute_ff_tokens()), [])
             compiled.is_slow = time.thread_time() - started > MAX_FORCED_S
@@ -135,7 +190,10 @@ class GrammarMatcher(Unconstrained):
             self._num_missed += 1
             self._style = self._style if self._num_missed < MAX_MISSED else None
         self._forced = self._forced[1:] if self._forced[:1] == [token_id] else []
-        return self.checked(partial(self._consume, token_id), False)
+        if self.is_slow or self._untaken:
+            self._untaken.append(token_id)
+            return False
+        return self.checked(partial(self._timed, partial(self._consume, token_id)), False)
 
     def _consume(self, token_id: int) -> bool:
         if not self.matcher.consume_token(token_id):

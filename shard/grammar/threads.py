@@ -1,4 +1,5 @@
-"""Threads for work that may take long: each job has a time limit, and a slow one does not hold a thread of others.
+"""Threads for work that may take long: callers have turns, each job has a time limit, and a slow one does not hold a
+thread of others.
 
 A thread cannot be killed. One whose job takes long steps back behind all other threads and is replaced; when its time
 is up, its job has failed, and the thread ends with the work.
@@ -12,8 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
+
+from lorikeet.proto.shares import Turns
 
 FAST_S = 0.05
 """How long a job runs at normal priority."""
@@ -33,6 +35,7 @@ class _Job:
     work: Callable[[], Any]
     otherwise: Any
     future: Future[Any]
+    caller: str
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +53,9 @@ class Threads:
 
     def __init__(self, num_threads: int, fast_s: float = FAST_S, limit_s: float = LIMIT_S) -> None:
         self._fast_s, self._limit_s = fast_s, limit_s
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._turns: Turns[_Job] = Turns()
+        self._has_jobs = threading.Condition()
+        """Guards the turns."""
         self._changed = threading.Condition()
         self._running: set[_Running] = set()
         self.num_slow = 0
@@ -59,11 +64,18 @@ class Threads:
             self._start(self._work)
         self._start(self._watch)
 
-    def submit(self, work: Callable[[], Any], otherwise: Any) -> Future[Any]:
-        """The result of `work`, or `otherwise` after the time limit."""
-        job = _Job(work, otherwise, Future())
-        self._jobs.put(job)
+    def submit(self, work: Callable[[], Any], otherwise: Any, caller: str = "") -> Future[Any]:
+        """The result of `work`, or `otherwise` after the time limit. Callers share the threads by their jobs' times."""
+        job = _Job(work, otherwise, Future(), caller)
+        with self._has_jobs:
+            self._turns.push(caller, job, 1.0)
+            self._has_jobs.notify()
         return job.future
+
+    def _next(self) -> _Job:
+        with self._has_jobs:
+            self._has_jobs.wait_for(lambda: len(self._turns))
+            return self._turns.pop()
 
     @staticmethod
     def _start(target: Callable[[], None]) -> None:
@@ -75,7 +87,7 @@ class Threads:
                 threading.stack_size(before)
 
     def _work(self) -> None:
-        while not self._run(self._jobs.get()):
+        while not self._run(self._next()):
             pass
 
     def _run(self, job: _Job) -> bool:
@@ -88,6 +100,8 @@ class Threads:
             result, failure = job.work(), None
         except BaseException as error:
             result, failure = None, error
+        with self._has_jobs:
+            self._turns.charge(job.caller, 1000 * (time.monotonic() - running.started))
         with self._changed:
             self._running.discard(running)
             self.num_slow -= running.is_slow

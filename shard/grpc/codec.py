@@ -19,6 +19,7 @@ from lorikeet.proto.params import (
     SamplingParams,
     Speculation,
 )
+from lorikeet.proto.shares import LEAST_WEIGHT, MOST_WEIGHT
 from lorikeet.shard.grpc.inbox import Commands, Refusal
 from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import PooledRows, Request, Rows
@@ -110,12 +111,23 @@ def _read_request(key: tuple[int, int], submit: pb.Submit, bounds: Bounds) -> Re
         learner=submit.learning_tenant,
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
+        caller=submit.caller or f"stream {key[0]}",
+        share=read_share(submit.share),
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit, bounds),
         isolation_steps=submit.isolation_steps,
         grammar=Grammar.from_wire(submit),
         pooling=rows_of(pooling, bounds.pooling),
     )
+
+
+def read_share(share: float) -> float:
+    """A caller's weight. Raises ValueError."""
+    if not share:
+        return 1.0
+    if not LEAST_WEIGHT <= share <= MOST_WEIGHT:
+        raise ValueError(f"share must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {share:g}")
+    return share
 
 
 def read_params(params: type[Params], submit: pb.Submit, bounds: Bounds) -> Params:

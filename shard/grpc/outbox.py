@@ -5,7 +5,7 @@ A stream is identified by its epoch. Nothing here depends on gRPC or on the wire
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import add
 
@@ -294,8 +294,12 @@ class Outbox:
         status: Status,
         acknowledged: dict[int, int],
         adapters: AdapterEvents | None = None,
+        credits: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        """Buffer the results of an iteration. Outputs of streams that have ended are dropped."""
+        """Buffer the results of an iteration. Outputs of streams that have ended are dropped.
+
+        credits: requests and KV tokens of the streams that may start more than the status says.
+        """
         with self._lock:
             for output in outputs:
                 if output.epoch in self._buffers:
@@ -303,6 +307,9 @@ class Outbox:
             for epoch, buffer in self._buffers.items():
                 update = buffer.update
                 update.status = status
+                if credits and epoch in credits:
+                    requests, tokens = credits[epoch]
+                    update.status = replace(status, credit_requests=requests, credit_tokens=tokens)
                 update.num_preempted += status.num_preempted
                 update.acknowledged = acknowledged.get(epoch, 0)
                 if adapters is not None:

@@ -22,6 +22,8 @@ class Unconstrained:
     """Whether the next token's distribution depends on all tokens before it, so that they must be known to the host."""
     proposes = False
     """Whether the tokens that must follow are proposed as drafts."""
+    is_slow = False
+    """Whether threads take in its tokens between steps, so that no step waits; the request then has no drafts."""
     error = ""
     """Why no further token can be computed."""
     may_be_shared = False
@@ -30,7 +32,9 @@ class Unconstrained:
     """Whether no further token may follow."""
 
     def start(self) -> bool:
-        """Begin after the output of an earlier run. Returns whether that is done, or has failed with an `error`."""
+        """Take in the output of an earlier run, or the newest tokens. Returns whether that is done, or has failed with
+        an `error`.
+        """
         return True
 
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
@@ -132,6 +136,10 @@ class Request:
     cache_salt: str = ""
     tenant: str = ""
     """Requests of one tenant with one adapter get each other's outputs as drafts; "" for none."""
+    caller: str = ""
+    """Who has a share of the shard with this request."""
+    share: float = 1.0
+    """The caller's weight next to other callers."""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION
@@ -178,6 +186,8 @@ class Request:
     """
     is_decoding: bool = False
     """Whether its counts are those of `scheduler/decoding.py`: the ones here are then behind."""
+    num_charged: int = 0
+    """Tokens that the caller was charged for while the request runs."""
     num_scored: int = 0
     """Leading prompt positions whose prompt log probability has been emitted."""
     num_cached: int | None = None

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from lorikeet.proto.shares import DEVICE_ROOM
 from lorikeet.shard.requests.request import Request
 
 SHORTEST_S, LONGEST_S = 0.07, 0.35
@@ -39,6 +40,8 @@ class Limits:
     """The prefill cap: as step_tokens, for all requests of an adapter that has many more than another, so that they do
     not make every request's steps long. With one request more it is three times this, and falls to this. None: no cap;
     prompts that are computed whole have none either."""
+    short_room: int = DEVICE_ROOM
+    """Requests that run in short steps, where callers share the shard."""
 
 
 class PromptChunks:
@@ -97,10 +100,17 @@ class AdapterPrefillCaps:
 class Budget:
     """What is left of a step's tokens while it is being planned."""
 
-    def __init__(self, limits: Limits, adapter_prefill_caps: dict[str, int], step_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        adapter_prefill_caps: dict[str, int],
+        step_tokens: int | None = None,
+        caller_limits: dict[str, int] | None = None,
+    ) -> None:
         """adapter_prefill_caps: adapters whose prompts are planned in a second pass, and the tokens each may have.
-        step_tokens: of this step, None for that of the limits.
+        step_tokens: of this step, None for that of the limits. caller_limits: the tokens that some callers may have.
         """
+        self._caller_limits = caller_limits or {}
         self.adapter_prefill_caps = adapter_prefill_caps
         self.pass_for_capped = False
         """Whether prompts of capped adapters are being planned, or everything else."""
@@ -133,6 +143,8 @@ class Budget:
         """Take a grant of more than one token."""
         self.num_left -= num_tokens
         self._is_untouched = False
+        if request.caller in self._caller_limits:
+            self._caller_limits[request.caller] -= num_tokens
         if request.adapter_digest in self.adapter_prefill_caps:
             self.adapter_prefill_caps[request.adapter_digest] -= num_tokens
         if request.logprobs.prefill:
@@ -141,7 +153,8 @@ class Budget:
     def _left_for(self, request: Request) -> int:
         if (request.adapter_digest in self.adapter_prefill_caps) != self.pass_for_capped:
             return 0
-        return min(self.num_left, self.adapter_prefill_caps.get(request.adapter_digest, self.num_left))
+        left = min(self.num_left, self._caller_limits.get(request.caller, self.num_left))
+        return min(left, self.adapter_prefill_caps.get(request.adapter_digest, left))
 
 
 class OomBackoff:

@@ -70,7 +70,7 @@ class Proposer:
 
     def _trying(self, request: Request, num_running: int) -> list[Drafter]:
         """The sources of a request, without those that cost something and do not pay now."""
-        drafters = self.drafters.of(request, num_running)
+        drafters = [] if request.constraint.is_slow else self.drafters.of(request, num_running)
         if request.speculation.schedule != Schedule.AUTO:
             return drafters
         return [

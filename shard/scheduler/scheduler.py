@@ -1,4 +1,5 @@
-"""Which tokens the next step computes: first come, first served, within a budget of prompt tokens and the free pages.
+"""Which tokens the next step computes, within a budget of prompt tokens and the free pages: callers have fair shares,
+and of each the first come are the first served.
 
 There is no prefill or decode phase: every running request's computed tokens catch up with its known ones. A plan names
 requests and counts, never a token's value, so the next step can be planned while the last one still runs on the device.
@@ -15,6 +16,7 @@ from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
+from lorikeet.shard.scheduler.callers import Callers, unstarted
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
@@ -58,6 +60,7 @@ class Scheduler:
         self.adapters = NoAdapters() if adapters is None else adapters
         self.proposer = Proposer(cache, drafts or DraftSettings(max_batch_size=0))
         self.learned_heads = LearnedHeads()
+        self.callers = Callers(limits.max_running, limits.short_room)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
         self.waiting: list[Request] = []  # in order of arrival
@@ -82,6 +85,8 @@ class Scheduler:
         self._adapter_prefill_caps = AdapterPrefillCaps(limits)
         self.prompt_chunks = PromptChunks(limits)
         self._next_deadline = inf
+        self._without_pages: Request | None = None
+        """Of a caller of which nothing runs: in the last plan it found too few pages."""
 
     @property
     def is_idle(self) -> bool:
@@ -112,10 +117,45 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Choose what the next step computes, and count it as launched."""
+        self.take_back()
         decode = self._launch_decoding()
         decoding = NO_LOAD if decode is None else decode.load
         scheduled = self.schedule(decoding)
         return StepPlan(decode, scheduled, load_of(scheduled) + decoding if scheduled else decoding)
+
+    def take_back(self) -> None:
+        """Let the newest requests of callers that run more than their share wait again, and those of the caller with
+        the most for one that found too few pages, if nothing of its caller runs.
+        """
+        self.callers.plan()
+        if above := self.callers.excess():
+            for request in self.running[::-1]:
+                if above[request.caller] > 0 and self._take_back(request):
+                    above[request.caller] -= 1
+        if (waiting := self._without_pages) is not None:
+            self._without_pages = None
+            if waiting.row < 0 and not waiting.finish_reason:
+                self._take_back_for(waiting)
+
+    def _take_back_for(self, waiting: Request) -> None:
+        num_needed = self.cache.num_needed(len(waiting.token_ids))
+        for request in self.running[::-1]:
+            largest = self.callers.largest()
+            if largest is None or num_needed + len(self.running) <= self.cache.num_available:
+                return
+            if request.caller == largest:
+                self._take_back(request)
+
+    def _take_back(self, request: Request) -> bool:
+        """Let a running request wait again. False where a launched step writes its pages, or where it runs alone."""
+        if request.isolation_steps:
+            return False
+        if request.is_decoding:
+            self.decoding.leave(request)
+        if request.num_launched or request.is_draft:
+            return False
+        self._preempt(request)
+        return True
 
     def _launch_decoding(self) -> DecodeStep | None:
         """The next step's part of the requests that only decode. If a request must run alone, or pages are short so
@@ -176,10 +216,12 @@ class Scheduler:
         if len(self.decoding) == len(self.running) and not self.waiting:
             self._capped_adapters_skipped = False
             return scheduled
-        step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens())
+        prompts = self._prompts_of_callers() if suspect is None else Counter[str]()
+        step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens(prompts))
         if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
             caps = {}  # nothing would be left for the capped adapters
-        budget = Budget(self.limits, caps, step_tokens)
+        caller_limits = self.callers.prompt_limits(prompts, step_tokens)
+        budget = Budget(self.limits, caps, step_tokens, caller_limits)
         is_complete = self._launch_fitting(scheduled, budget, suspect)
         has_prompts = budget.num_left < step_tokens
         self._capped_adapters_skipped = bool(caps) and has_prompts and not self._capped_adapters_skipped
@@ -192,9 +234,18 @@ class Scheduler:
             self._drafted.update((item.request, item) for item in drafted)
         return scheduled
 
-    def _choose_step_tokens(self) -> int:
+    def _prompts_of_callers(self) -> Counter[str]:
+        """Prompt tokens that could be computed now, where callers share a step."""
+        if not (self.callers.are_several and self.limits.chunked_prefill):
+            return Counter()
+        able = (request for request in self.waiting if not self._is_parked(request))
+        return self.callers.prompt_tokens([*self._others(), *able])
+
+    def _choose_step_tokens(self, prompts: Counter[str]) -> int:
         behind = [request.num_known - request.num_computed for request in self._others()]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
+        if len(prompts) > 1:
+            num_waiting = unstarted(prompts)
         return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding))
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:
@@ -267,8 +318,8 @@ class Scheduler:
             taken.append(token_id)
             if token_id in request.stop_ids or request.constraint.commit(token_id):
                 return taken, FinishReason.EOS
-            if request.num_output + len(taken) >= request.max_new_tokens:
-                return taken, FinishReason.LENGTH
+            if request.num_output + len(taken) >= request.max_new_tokens:  # or the grammar is complete
+                return taken, FinishReason.LENGTH if request.constraint.is_ready else FinishReason.NONE
         return taken, FinishReason.NONE
 
     def discard(self, item: ScheduledRequest) -> bool:
@@ -331,12 +382,15 @@ class Scheduler:
         self.proposer.finished(request, has_failed=reason is FinishReason.ERROR)
         del self.requests[request.key]
         if request.row < 0:
-            self.waiting.remove(request)
-            self.num_waiting_tokens -= len(request.token_ids)
-            return
-        self.running.remove(request)
-        self._ending.add(request)
-        self._release_unless_launched(request)
+            self._stop_waiting(request)
+            self.callers.stops_waiting(request)
+        else:
+            self.running.remove(request)
+            self.callers.stops_running(request)
+            self._ending.add(request)
+            self._release_unless_launched(request)
+        if not self.requests:
+            self.callers.forget_idle()
 
     def check(self) -> None:
         """Prove that pages and rows are accounted for. Raises RuntimeError."""
@@ -378,6 +432,8 @@ class Scheduler:
         """Whether a running request cannot be in the next step before the launched ones are committed. If the next step
         left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
         """
+        if self._without_pages is not None or self.callers.excess():
+            return True
         return any(request.num_launched and self._must_wait(request) for request in self._others())
 
     @property
@@ -388,8 +444,10 @@ class Scheduler:
         """Whether the number of the next tokens, or the token that the next draft depends on, is unknown until the next
         commit.
         """
-        if request.is_draft or not request.num_in_flight:
-            return request.is_draft
+        if request.is_draft or not request.constraint.is_ready:
+            return True
+        if not request.num_in_flight:
+            return False
         if request.drafts_on_device:
             return request.num_launched > 1  # the device adds what one step accepts, not two
         return request.constraint.is_constrained or self.proposer.may_draft(request, len(self.running))
@@ -413,31 +471,34 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.num_preempted += 1
         self.running.remove(request)
+        self.callers.stops_running(request)
         self._release(request)
         self._enqueue(request)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: Budget, suspect: Request | None) -> None:
-        """Let waiting requests run, in order of arrival. One that waits for its grammar, its adapter, the pass for
-        capped adapters or a page that another request is computing is left out, and later ones may run before it. One
-        that waits for free pages ends the pass, so that no later one takes them.
+        """Let waiting requests run, in the order of their callers' turns, and of each in order of arrival. One that
+        waits for its grammar, its adapter, the pass for capped adapters or a page that another request is computing is
+        left out, and later ones may run before it. One that waits for free pages ends the pass, so that no later one
+        takes them.
         """
-        index = 0
-        while index < len(self.waiting) and self._has_row and budget.num_left > 0:
-            request = self.waiting[index]
+        if not self._has_row or budget.num_left <= 0:
+            return
+        for request in self.callers.in_turn(self.waiting):
+            if not self._has_row or budget.num_left <= 0:
+                return
             may_run = request.constraint.is_ready and _may_compute(request, suspect)
             if budget.is_spent(request) or not may_run or not self._take_slots(request):
-                index += 1
                 continue
             admission = self.cache.admit(request, num_spare=len(self.running))
             if admission is not Admission.ADMITTED:
                 self._release_slots(request)
             if admission is Admission.FULL:
+                self._without_pages = None if self.callers.has_running(request.caller) else request
                 return
             if admission is Admission.AWAITS:
-                index += 1
                 continue
-            del self.waiting[index]
-            self.num_waiting_tokens -= len(request.token_ids)
+            self._stop_waiting(request)
+            self.callers.runs(request)
             if request.num_cached is None:
                 request.num_cached = max(0, min(request.num_computed, request.num_prompt) - request.num_virtual)
             request.drafts_on_device = self.proposer.drafters.draft_on_device(request)
@@ -451,6 +512,11 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda other: other.order)
         self.num_waiting_tokens += len(request.token_ids)
+        self.callers.waits(request)
+
+    def _stop_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.num_waiting_tokens -= len(request.token_ids)
 
     def _release_unless_launched(self, request: Request) -> None:
         if not request.num_launched:

@@ -12,6 +12,7 @@ from lorikeet.proto.grammars import read_grammar_tokenizer
 from lorikeet.proto.learning import RowsLayout, TrainerSettings
 from lorikeet.proto.params import MAX_MERGED
 from lorikeet.proto.pooling import TOKEN_CLASSIFY
+from lorikeet.proto.shares import short_room
 from lorikeet.proto.version import version
 from lorikeet.shard.adapters.manager import build_adapters
 from lorikeet.shard.config import ShardConfig
@@ -75,6 +76,7 @@ def build_engine(
     limits = Limits(
         config.step_tokens, config.max_running, chunked_prefill,
         adapter_prefill_tokens=None if calibration is None else calibration.budget,
+        short_room=short_room(str(model.info.device)),
     )  # fmt: skip
     info = model.info
     if info.pooled is None:

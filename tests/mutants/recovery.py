@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "a requeued request goes to the end of the queue",
-        "router/shares.py",
+        "proto/shares.py",
         "_Place(-math.inf, -next(self._numbers), item, work)",
         "_Place(math.inf, next(self._numbers), item, work)",
         "tests/router/dispatch/test_fair_queue.py::test_of_requeued_requests_the_last_one_goes_first",

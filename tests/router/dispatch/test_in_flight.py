@@ -5,41 +5,22 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from lorikeet.proto import shares
 from lorikeet.proto.params import SamplingParams
 from lorikeet.router.dispatch import in_flight
-from lorikeet.router.dispatch.in_flight import InFlight, fair_limits
+from lorikeet.router.dispatch.in_flight import InFlight
 from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
+from tests.router.serving import serving
 from tests.router.simulated_shard import SimulatedModel
 
 ROOM = 8
 
 
-@given(
-    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1),
-    st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from([0.5, 1.0, 2.0, 7.0])),
-    st.integers(0, 200),
-)
-@settings(max_examples=300, deadline=None)
-def test_limits_are_max_min_fair(asked: dict[str, int], weights: dict[str, float], room: int) -> None:
-    limits = fair_limits(asked, weights, room)
-    shares = {name: min(number, limits.get(name, number)) for name, number in asked.items()}
-    assert all(1 <= limit <= asked[name] for name, limit in limits.items())
-    assert sum(shares.values()) <= max(room, 0) + len(asked)
-    if sum(asked.values()) <= room:
-        assert not limits
-    per_weight = {name: limits[name] / weights.get(name, 1.0) for name in limits}
-    for name in asked.keys() - limits.keys():  # who gets all it asks for asks for no more than the others' shares
-        for other, share in per_weight.items():
-            assert asked[name] <= max(1.0, (share + 1 / weights.get(other, 1.0)) * weights.get(name, 1.0) + 1)
-
-
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CPU_ROOM", "DEVICE_ROOM"):
-        monkeypatch.setattr(in_flight, name, ROOM)
+        monkeypatch.setattr(shares, name, ROOM)
 
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("rooms")]
@@ -132,6 +113,15 @@ async def test_a_chosen_request_gets_the_room_that_is_made_for_it(tmp_path: Path
             assert len(await ids_of(short)) == 2
             assert here.dispatcher.metrics.requests_taken_back.values["addresses"]
             assert [len(await ids_of(generation)) for generation in long] == [200] * 3
+
+
+async def test_callers_that_have_gone_are_not_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as server:
+        server.says("a" * 5)
+        assert (await server.client.post("/generate", json={"inputs": "Hi"})).status_code == 200
+        assert "lorikeet_active_callers 1.0" in (await server.client.get("/metrics")).text
+        monkeypatch.setattr(in_flight, "RECENT_S", 0.0)
+        assert "lorikeet_active_callers 0.0" in (await server.client.get("/metrics")).text
 
 
 async def test_shares_of_keys_are_in_the_metrics(tmp_path: Path) -> None:

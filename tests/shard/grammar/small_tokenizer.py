@@ -38,24 +38,28 @@ def compiler() -> GrammarCompiler:
 
 
 class Immediate(GrammarCompiler):
-    def _compile(self, grammar: str) -> Future[Any]:
-        compiling = super()._compile(grammar)
+    def _compile(self, grammar: str, caller: str) -> Future[Any]:
+        compiling = super()._compile(grammar, caller)
         compiling.result()
         return compiling
 
-    def _compile_apart(self, grammar: str) -> Future[Any]:
-        compiling = super()._compile_apart(grammar)
+    def _compile_apart(self, grammar: str, caller: str) -> Future[Any]:
+        compiling = super()._compile_apart(grammar, caller)
         compiling.result()
         return compiling
 
-    def _submit(self, work: Callable[[], None], otherwise: None) -> Future[None]:
-        running = super()._submit(work, otherwise)
+    def _submit(self, caller: str, work: Callable[[], bool]) -> Future[bool]:
+        running = super()._submit(caller, work)
         running.result()
         return running
 
 
 def schema(value: dict[str, Any]) -> str:
     return str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=OPTIONS))
+
+
+def lark(text: str) -> str:
+    return str(llguidance.grammar_from("grammar", text))
 
 
 def regex(pattern: str) -> str:

@@ -63,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         lag=st.integers(0, 1),
         adapter_prefill_tokens=st.sampled_from([None, 1, 3]),
+        short_room=st.sampled_from([2, 256]),
     )
     def start(
         self,
@@ -74,10 +75,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         lag: int,
         adapter_prefill_tokens: int | None,
+        short_room: int,
     ) -> None:
         self.cache = KvCache(-(-num_tokens // page_size), page_size, caching)
         self.scheduler = Scheduler(
-            self.cache, Limits(step_tokens, max_running, chunked, adapter_prefill_tokens=adapter_prefill_tokens)
+            self.cache,
+            Limits(
+                step_tokens,
+                max_running,
+                chunked,
+                adapter_prefill_tokens=adapter_prefill_tokens,
+                short_room=short_room,
+            ),
         )
         self.device = Device(self.cache)
         self.lag = lag
@@ -95,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "plain", "scored", "short-lived"]),
         adapter=st.sampled_from(["", "", "a", "b"]),
         isolation_steps=st.sampled_from([0, 0, 0, 1, 3]),
+        caller=st.sampled_from(["", "", "one", "two", "three"]),
     )
     def arrive(
         self,
@@ -106,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind: str,
         adapter: str,
         isolation_steps: int,
+        caller: str,
     ) -> None:
         """A few requests at once that share the beginning of their prompts, or all of it."""
         for tail in tails:
@@ -122,6 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 logprobs=LogprobParams(prefill=kind == "scored"),
                 deadline=self.now + 5 if kind == "short-lived" else None,
                 isolation_steps=isolation_steps,
+                caller=caller,
+                share=2.0 if caller == "two" else 1.0,
             )
             self.all.append((request, list(request.token_ids)))
             self.scheduler.add(request)
@@ -154,6 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in self.scheduler.requests.values()
             if request.isolation_steps
         }
+        if self.scheduler.awaits_commit:  # as in the engine
+            self.commit(0)
+        self.scheduler.take_back()
         scheduled = self.scheduler.schedule()
         self.check_plan(scheduled)
         self.check_suspects(scheduled, suspects)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.proto.grammars import ALL_EXCLUDED
+from lorikeet.proto.grammars import ALL_EXCLUDED, TOO_SLOW
 from lorikeet.router.text.tokenizer import bad_word_ids
 from tests.router.api.routes.test_openai import CHAT, COMPLETION
 from tests.router.scripted_shard import Script
@@ -243,3 +243,21 @@ async def test_top_tokens_of_tgi(server: Serving) -> None:
     assert [list(event) for event in events] == [["token", "top_tokens", "generated_text", "details"]] * 2
     response = await server.client.post("/generate", json=body_of("/generate", {"top_n_tokens": 257}))
     assert response.status_code == 422 and "top_n_tokens" in response.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_grammar_that_takes_too_long_to_match_is_named(server: Serving, path: str) -> None:
+    server.shard.answer = lambda submit: Script([40], error=TOO_SLOW)
+    response = await server.client.post(path, json=body_of(path, {}))
+    assert response.status_code == (422 if path == "/generate" else 400), response.text
+    assert "after 1 tokens, the grammar takes too long to match" in response.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_shards_know_a_caller_by_an_opaque_id(server: Serving, path: str) -> None:
+    server.says("ab")
+    for _ in range(2):
+        await answered(server, path)
+    (caller,) = {submit.caller for submit in server.shard.submits}
+    assert len(caller) == 16 and "127.0.0.1" not in caller
+    assert {submit.share for submit in server.shard.submits} == {1.0}

@@ -1,4 +1,4 @@
-"""Fair shares of one resource: who is next, by the work that each was charged.
+"""Fair shares of one resource: who is next, by the work that each was charged, and how much each may have at a time.
 
 Start-time fair queueing. A member (a caller, an adapter) has a time: the work that it was charged, divided by its
 weight. The next turn is of the waiting member with the least time, and the clock is the time of the member that had the
@@ -12,13 +12,14 @@ Pure state machines: no clock of their own, no asyncio.
 import heapq
 import itertools
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
 MAX_DEBT = 16_384.0
 """Work above the clock that is remembered: what a member alone did must not cost it minutes once others come."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 _MANY = 1024
 """Members that are remembered while they do not wait; those that owe least are forgotten first."""
 
@@ -200,3 +201,42 @@ class Turns(Generic[Item]):
     def _lane(self, caller: str) -> Lane[Item]:
         self._shares.join(caller)
         return self._lanes.setdefault(caller, Lane())
+
+
+CPU_ROOM, DEVICE_ROOM = 16, 256
+"""Sequences of one shard whose steps are short enough for a request that shares them: a device computes many rows in
+hardly more time than a few, a processor does not.
+"""
+MAX_UNSTARTED_TOKENS = 2048
+"""Prompt tokens of one caller that shards have not computed yet, beyond one request, where steps are to be short."""
+
+
+def short_room(device: str) -> int:
+    """The room of a shard on that device in which steps are short."""
+    return CPU_ROOM if device.startswith("cpu") else DEVICE_ROOM
+
+
+def fair_limits(asked: Mapping[str, int], weights: Mapping[str, float], room: int) -> dict[str, int]:
+    """Max-min fair limits, at least 1, of those that ask for more than they get."""
+    left, total = float(room), sum(weights.get(name, 1.0) for name in asked)
+    by_need = sorted(asked, key=lambda name: asked[name] / weights.get(name, 1.0))
+    for index, name in enumerate(by_need):
+        weight = weights.get(name, 1.0)
+        if asked[name] > max(1.0, left * weight / total):
+            greedy = by_need[index:]
+            return {other: max(1, int(left * weights.get(other, 1.0) / total)) for other in greedy}
+        left -= asked[name]
+        left, total = max(0.0, left), total - weight
+    return {}
+
+
+def limits_of(
+    asked: Mapping[str, int], weights: Mapping[str, float], room: int, short: int
+) -> tuple[dict[str, int], bool]:
+    """How many sequences those callers may run that ask for more than they get, and whether that keeps steps short.
+
+    Where all ask for more than their shares of the room in which steps are short, they share the whole room.
+    """
+    limits = fair_limits(asked, weights, min(room, short))
+    is_short = len(limits) < len(asked)
+    return (limits, True) if is_short else (fair_limits(asked, weights, room), False)

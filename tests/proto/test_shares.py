@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.router.shares import MAX_DEBT, Shares, Turns
+from lorikeet.proto.shares import MAX_DEBT, Shares, Turns, fair_limits
 
 CALLERS = ["a", "b", "c"]
 
@@ -116,3 +116,22 @@ def test_many_callers_are_forgotten() -> None:
         turns.push(str(item), item, 1)
         turns.pop()
     assert len(turns._lanes) + len(turns._shares) <= 4096
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), min_size=1),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from([0.5, 1.0, 2.0, 7.0])),
+    st.integers(0, 200),
+)
+@settings(max_examples=300, deadline=None)
+def test_limits_are_max_min_fair(asked: dict[str, int], weights: dict[str, float], room: int) -> None:
+    limits = fair_limits(asked, weights, room)
+    shares = {name: min(number, limits.get(name, number)) for name, number in asked.items()}
+    assert all(1 <= limit <= asked[name] for name, limit in limits.items())
+    assert sum(shares.values()) <= max(room, 0) + len(asked)
+    if sum(asked.values()) <= room:
+        assert not limits
+    per_weight = {name: limits[name] / weights.get(name, 1.0) for name in limits}
+    for name in asked.keys() - limits.keys():  # who gets all it asks for asks for no more than the others' shares
+        for other, share in per_weight.items():
+            assert asked[name] <= max(1.0, (share + 1 / weights.get(other, 1.0)) * weights.get(name, 1.0) + 1)

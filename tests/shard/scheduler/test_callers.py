@@ -1,0 +1,104 @@
+"""Callers share a shard: whoever alone asks for everything gets it, and a short request starts at once."""
+
+from collections import Counter
+
+import pytest
+
+from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.scheduler.budget import RECENT_STEPS, Limits
+from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.scheduler.scheduler import Scheduler
+
+FLOOD, CANARY = "flood", "canary"
+
+
+class Steps:
+    """A scheduler without a model: every token is 1."""
+
+    def __init__(self, limits: Limits, num_pages: int = 4000) -> None:
+        self.scheduler = Scheduler(KvCache(num_pages, page_size=4, prefix_caching=False), limits)
+        self.num_added = 0
+
+    def add(self, caller: str, num_prompt: int = 4, max_new_tokens: int = 100, share: float = 1.0) -> Request:
+        self.num_added += 1
+        ids = [2] * num_prompt
+        request = Request((1, self.num_added), ids, num_prompt, max_new_tokens, caller=caller, share=share)
+        self.scheduler.add(request)
+        return request
+
+    def step(self, num_steps: int = 1) -> Counter[str]:
+        """Returns the tokens that the last step computed, by caller."""
+        for _ in range(num_steps):
+            tokens = Counter[str]()
+            for item in self.scheduler.plan().items():
+                tokens[item.request.caller] += item.num_tokens
+                self.scheduler.commit(item, [1] if item.samples else [])
+            self.scheduler.check()
+        return tokens
+
+    @property
+    def running(self) -> Counter[str]:
+        return Counter(request.caller for request in self.scheduler.running)
+
+
+def test_a_caller_alone_gets_everything() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=8, short_room=2))
+    flood = [steps.add(FLOOD) for _ in range(20)]
+    steps.step()
+    assert steps.running == {FLOOD: 8}
+    assert [request.row >= 0 for request in flood] == [True] * 8 + [False] * 12
+
+
+def test_a_short_request_starts_at_once_beside_a_full_shard() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=8, short_room=4))
+    for _ in range(20):
+        steps.add(FLOOD, max_new_tokens=1000)
+    steps.step(3)
+    canary = steps.add(CANARY, max_new_tokens=2)
+    steps.step(2)
+    assert canary.finish_reason is FinishReason.LENGTH
+    assert steps.running == {FLOOD: 3}  # short steps, as long as the other caller may send the next request
+    steps.step(RECENT_STEPS + 2)
+    assert steps.running == {FLOOD: 8}
+
+
+def test_a_request_gets_the_pages_of_a_caller_that_has_all() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=8, short_room=64), num_pages=40)
+    for _ in range(4):
+        steps.add(FLOOD, num_prompt=36, max_new_tokens=4)
+    steps.step()
+    assert steps.running == {FLOOD: 4}
+    canary = steps.add(CANARY, num_prompt=12, max_new_tokens=2)
+    steps.step(3)
+    assert canary.finish_reason is FinishReason.LENGTH
+
+
+def test_prompts_of_callers_share_a_step() -> None:
+    steps = Steps(Limits(step_tokens=64, max_running=8))
+    steps.add(FLOOD, num_prompt=4000)
+    steps.add(FLOOD, num_prompt=4000)
+    assert steps.step() == {FLOOD: 64}
+    canary = steps.add(CANARY, num_prompt=20)
+    assert steps.step() == {FLOOD: 44, CANARY: 20}
+    assert canary.num_output == 1
+    steps.add(CANARY, num_prompt=4000)
+    assert steps.step() == {FLOOD: 32, CANARY: 33}  # one token of the request that decodes
+
+
+def test_waiting_callers_take_turns_by_their_weights() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=1))
+    for name, share in (("a", 1.0), ("b", 3.0)):
+        for _ in range(40):
+            steps.add(name, num_prompt=40, max_new_tokens=1, share=share)
+    ran = Counter(name for _ in range(40) for name in steps.step())
+    assert ran["a"] == pytest.approx(10, abs=2) and ran["b"] == pytest.approx(30, abs=2)
+
+
+def test_a_caller_without_requests_is_forgotten() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=8))
+    steps.add(FLOOD, max_new_tokens=1000)
+    steps.add(CANARY, max_new_tokens=1)
+    steps.step()
+    assert steps.scheduler.callers.are_several
+    steps.step(RECENT_STEPS + 2)
+    assert not steps.scheduler.callers.are_several
