@@ -141,6 +141,10 @@ MAX_HEAD_BYTES = 64 * 1024
 """Maximum bytes of a request line with header fields, and of everything else between two parts of a body."""
 MAX_HEADER_FIELDS = 100
 """Maximum fields of a head, and of trailers."""
+MAX_CHUNKS, LEAST_CHUNK_BYTES = 8192, 64
+"""Chunks of a body: so many, and one more for every so many bytes of it."""
+MAX_FRAMING_BYTES = 256 * 1024
+"""Bytes of sizes and extensions of chunks, and of trailers, in addition to as many as the body has."""
 
 _log = structlog.get_logger(__name__)
 
@@ -276,6 +280,9 @@ class Protocol(HttpToolsProtocol):
         self._head_size = 0
         self._num_fields = 0
         self._num_discarded = 0
+        self._is_chunked = False
+        self._num_chunks = self._num_body_bytes = self._num_framing_bytes = 0
+        """Of the current body."""
 
     # The connection
 
@@ -335,6 +342,7 @@ class Protocol(HttpToolsProtocol):
             self._discard(len(data))
             return
         self._num_pending += len(data)
+        is_in_body, num_before = not self._reads_head, self._num_body_bytes
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -343,8 +351,12 @@ class Protocol(HttpToolsProtocol):
             if not self._ignores_input:
                 self._refuse(400, "invalid_http", "Invalid HTTP request received.")
             return
+        if is_in_body and self._is_chunked:
+            self._num_framing_bytes += len(data) - (self._num_body_bytes - num_before)
         if self._num_pending > MAX_HEAD_BYTES and not self._ignores_input:
             self._refuse_head()
+        elif self._num_framing_bytes > MAX_FRAMING_BYTES + self._num_body_bytes and not self._ignores_input:
+            self._refuse_chunks()
         elif self._reads_head and self._num_pending and self._timer is None and not self._is_answering:
             self._expect_head()
 
@@ -376,6 +388,13 @@ class Protocol(HttpToolsProtocol):
         limits = f"{MAX_HEAD_BYTES} bytes or {MAX_HEADER_FIELDS} fields"
         reason = "head_too_large" if self._reads_head else "trailers_too_large"
         self._refuse(431, reason, f"{what} too large: the limit is {limits}")
+
+    def _refuse_chunks(self) -> None:
+        text = (
+            f"Too many or too small chunks: a body may have {MAX_CHUNKS}, and one more per {LEAST_CHUNK_BYTES} bytes;"
+            f" their sizes and extensions may take {MAX_FRAMING_BYTES} bytes more than the body"
+        )
+        self._refuse(400, "too_many_chunks", text)
 
     def _refuse(self, status: int, reason: str, text: str) -> None:
         """Answer with `status` and `text` unless an answer has begun, and close. `reason` is for log and metrics."""
@@ -424,6 +443,8 @@ class Protocol(HttpToolsProtocol):
             raise _ConnectionStop
         super().on_message_begin()
         self._head_size = self._num_fields = 0
+        self._is_chunked = False
+        self._num_chunks = self._num_body_bytes = self._num_framing_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -434,6 +455,7 @@ class Protocol(HttpToolsProtocol):
         self._num_fields += 1
         self._count(len(name) + len(value) + 4)
         if self._reads_head:
+            self._is_chunked = self._is_chunked or name.lower() == b"transfer-encoding"
             super().on_header(name, value)
 
     def _count(self, num_bytes: int) -> None:
@@ -476,6 +498,11 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_pending = 0
+        self._num_body_bytes += len(body)
+        self._num_chunks += 1
+        if self._is_chunked and self._num_chunks > MAX_CHUNKS + self._num_body_bytes // LEAST_CHUNK_BYTES:
+            self._refuse_chunks()
+            raise _ConnectionStop
         if not self.cycle.response_complete:
             super().on_body(body)
 

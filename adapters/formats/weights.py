@@ -177,7 +177,11 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError:
         problem = "is broken or holds more than tensors; its code was not run"
         raise AdapterInvalid(f"{name} {problem}: convert it to safetensors") from None
+    except MemoryError:
+        raise
     except Exception as error:
+        if "can't allocate memory" in str(error):  # torch's
+            raise MemoryError from None
         raise AdapterInvalid(f"{name} cannot be read: {first_line(error)[:200]}") from None
     if not isinstance(tensors, dict) or not tensors:
         raise AdapterInvalid(f"{name} holds no dictionary of tensors")
@@ -186,6 +190,8 @@ def _unpickled(path: Path, size: int, name: str) -> dict[str, torch.Tensor]:
             raise AdapterInvalid(f"{name} holds something other than named tensors: {str(key)[:60]!r}")
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values() or tensor.device.type != "cpu":
             raise AdapterInvalid(f"{key[:80]!r} of {name} is not a dense CPU tensor of numbers")
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise AdapterInvalid(f"{key[:80]!r} of {name} repeats its values, and would take more memory than the file")
     return {key: tensor.detach() for key, tensor in tensors.items()}
 
 

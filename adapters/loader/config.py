@@ -39,6 +39,10 @@ class LoaderConfig(ConfigFile):
     """Concurrent conversions to the served layout, plus one urgent one; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
     """Processor time for reading one adapter, in addition to its bytes."""
+    opening_cpu_s: float = 2.0
+    """Processor time for opening its files, in addition to their bytes: what they hold is not known before."""
+    opening_memory: int = 128 << 20
+    """Bytes of memory for the same, in addition to three times their own."""
     folding_cpu_s: float = 600.0
     """Processor time for reading an adapter of another type than LoRA, whose change to each module is computed."""
     pattern_cpu_s: float = 3.0

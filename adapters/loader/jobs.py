@@ -508,6 +508,9 @@ class Jobs:
                     continue
                 try:
                     return await job.worker.call({**call, "name": job.name})
+                except AdapterError:
+                    await job.worker.end()  # it may keep memory of what it has read
+                    raise
                 except WorkerExited as exited:
                     if not (job.restarts or exited.was_idle):
                         raise exited.as_error(job.name) from None

@@ -10,7 +10,8 @@ import json
 import resource
 import signal
 import socket
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lorikeet.adapters.formats.changes import ModuleChange, PlannedReader, merge
 from lorikeet.adapters.formats.layout import (
     CHANGES_NOTHING,
     Base,
+    Contents,
     ServedLayout,
     decide,
     lay_out,
@@ -52,6 +54,8 @@ log = structlog.get_logger()
 _BYTES_PER_CPU_S = 20 << 20
 _MEMORY_PER_BYTE = 10
 """Memory per byte of the files: they are mapped, and their tensors converted to float32, merged and cast."""
+_MEMORY_PER_OPENED_BYTE = 3
+"""The same for opening them: a private mapping, and the tensors of a `.bin`."""
 _MAX_MESSAGE_LEN = 4096
 _MAX_GROWTH = 2
 """Most served bytes per byte of the largest permitted files: float16 becomes float32 on CPU."""
@@ -113,10 +117,7 @@ class WorkerJobs:
     def convert(self, job: dict[str, Any]) -> dict[str, Any]:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
-        with (
-            self._limited_memory([folder]),
-            open_adapter(folder, self._max_bytes, self._context.reader.skeleton) as opened,
-        ):
+        with self._limited_memory([folder]), self._opened(folder) as opened:
             digest = opened.digest
             if (stored := self._stored(digest)) is not None:
                 self._check_effect(stored.changes_nothing)
@@ -143,7 +144,7 @@ class WorkerJobs:
         folders = [Path(folder) for folder in job["folders"]]
         with self._limited_memory(folders), ExitStack() as held:
             for folder in folders:
-                opened = held.enter_context(open_adapter(folder, self._max_bytes, self._context.reader.skeleton))
+                opened = held.enter_context(self._opened(folder))
                 if opened.values is None or opened.changes is None or opened.heads is not None:
                     raise NotServed(f"merging adapters with Medusa heads ({opened.heads_name}) is not served")
                 if configuration.invocation_ids(opened.values):
@@ -161,20 +162,31 @@ class WorkerJobs:
             layout = lay_out(decide(merge(parts, merging, digest), self._context.base), self._context.base)
             return {"entry": self._put(digest, layout).as_dict()}
 
+    @contextmanager
+    def _opened(self, folder: Path) -> Iterator[Contents]:
+        """An adapter's files. What they claim to hold may be anything, so opening them has limits of its own."""
+        config, num_bytes = self._context.config, self._num_bytes([folder])
+        with ExitStack() as held:
+            _limit_cpu(config.opening_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+            with limited_memory(config.opening_memory + _MEMORY_PER_OPENED_BYTE * num_bytes):
+                opened = held.enter_context(open_adapter(folder, self._max_bytes, self._context.reader.skeleton))
+            yield opened
+
     def _limit_cpu(self, num_bytes: int, with_patterns: bool = False, is_folded: bool = False) -> None:
-        """Limit the processor time of the next part; beyond it the system ends this process in any state."""
+        """Limit the processor time of the next part."""
         config = self._context.config
         seconds = min(config.reading_cpu_s, config.pattern_cpu_s) if with_patterns else config.reading_cpu_s
         seconds = config.folding_cpu_s if is_folded and not with_patterns else seconds
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, seconds + num_bytes / _BYTES_PER_CPU_S)
+        _limit_cpu(seconds + num_bytes / _BYTES_PER_CPU_S)
+
+    def _num_bytes(self, folders: list[Path]) -> int:
+        """Size of a job's files, as far as they may be read."""
+        files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+        return min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
 
     def _limited_memory(self, folders: list[Path]) -> AbstractContextManager[None]:
         """Inside, memory is limited by the size of a job's files."""
-        files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
-        num_bytes = min(sum(path.stat().st_size for path in files), len(folders) * self._max_bytes)
-        num_bytes *= _MEMORY_PER_BYTE
+        num_bytes = _MEMORY_PER_BYTE * self._num_bytes(folders)
         if any(_is_folded(folder) for folder in folders):
             num_bytes += 2 * self._context.reader.skeleton.num_bytes
         return limited_memory(self._context.config.reading_memory + num_bytes)
@@ -202,6 +214,13 @@ def _is_folded(folder: Path) -> bool:
         return configuration.is_folded(configuration.parse(read_small(folder / CONFIG)))
     except AdapterError:
         return False
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Limit the processor time from now on; beyond it the system ends this process in any state."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _within(seconds: float) -> None:

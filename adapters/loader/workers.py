@@ -41,7 +41,10 @@ class WorkerExited(Exception):
     def as_error(self, name: str) -> AdapterError:
         """The error for the adapter that the worker was processing."""
         if self.status == -signal.SIGPROF:
-            problem = "reading its adapter_config.json takes too much processor time; check its patterns"
+            problem = (
+                "reading it takes too much processor time: check the patterns of its adapter_config.json, and convert"
+                " .bin files to safetensors"
+            )
             return AdapterInvalid(f"the adapter {name} cannot be served: {problem}")
         if self.status == -signal.SIGABRT:  # how libraries in Rust end if there is no memory
             problem = "reading it needs more memory than its size explains"

@@ -1,6 +1,7 @@
 """The loader's process over its socket: shared and concurrent fetches, priorities, errors, and robustness."""
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -75,7 +76,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         environment["HF_HUB_DOWNLOAD_TIMEOUT"] = "60"  # tests hold downloads back for as long as they need
         sources = {"local_roots": [str(roots)], "hub_cache": str(folder / "cache")}
         with loader(
-            folder / "run", base, environment, sources=sources, reading_cpu_s=1.5, reading_memory=128 << 20
+            folder / "run",
+            base,
+            environment,
+            sources=sources,
+            reading_cpu_s=1.5,
+            opening_cpu_s=0.3,
+            reading_memory=128 << 20,
+            opening_memory=64 << 20,
         ) as running:
             yield World(running, base, roots, server)
 
@@ -341,6 +349,39 @@ def test_memory_is_limited_by_the_size_of_the_files(world: World, caller: Caller
     error = caller.call(fetch=local_copy(world, "bomb", bomb))["error"]
     assert error["status"] == 422 and "more memory than its size explains" in error["message"], error
     assert "digest" in caller.call(fetch=local_copy(world, "after-bomb", changed(files, lora_alpha=250)))
+
+
+class Zeros:
+    """So many bytes once it is unpickled."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return bytearray, (self.num_bytes,)
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("memory", "needs more memory than its size explains"), ("time", "takes too much processor time")],
+)
+def test_a_bomb_ends_soon_and_delays_nobody(world: World, caller: Caller, name: str, reason: str) -> None:
+    bomb = [Zeros(1 << 33)] if name == "memory" else dict.fromkeys(range(1_500_000))
+    config = {"adapter_config.json": content(world.roots / "a0")["adapter_config.json"]}
+    files = {**config, "adapter_model.bin": saved(bomb)}
+    bombs = [caller.ask(fetch=local_copy(world, f"{name}-bomb-{number}", files)) for number in range(4)]
+    fresh = changed(content(world.roots / "a0"), lora_alpha=300 + len(name))
+    assert "digest" in caller.call(fetch=local_copy(world, f"beside-{name}", fresh), caller="another")
+    caller.until(lambda stats: stats["jobs"] == 0)
+    for call in bombs:
+        error = caller.answers[call]["error"]
+        assert error["status"] == 422 and reason in error["message"], error
 
 
 def test_a_damaged_file_is_loaded_again(world: World, caller: Caller) -> None:

@@ -115,6 +115,14 @@ class Served:
             time.sleep(0.005)
 
 
+    def until_closed(self) -> None:
+        """Wait until the server has closed every connection."""
+        end = time.monotonic() + TIMEOUT_S
+        while self.server.server_state.connections:
+            assert time.monotonic() < end, "a connection stays open"
+            time.sleep(0.005)
+
+
 @contextmanager
 def http_server(**fields: Any) -> Iterator[Served]:
     """`fields` are RouterConfig's."""

@@ -181,10 +181,36 @@ def test_a_broken_chunk_is_400_and_ends_the_request(served: Served) -> None:
 
 
 def test_many_small_chunks_are_read(served: Served) -> None:
-    client = served.connect(CHUNKED + b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
+    client = served.connect(CHUNKED + b"1\r\na\r\n" * 8000 + b"0\r\n\r\n")
     assert head(client).startswith(b"HTTP/1.1 200")
-    assert client.recv(6) == b"100000"
+    assert client.recv(4) == b"8000"
     client.close()
+
+
+def test_a_large_body_may_come_in_many_chunks(served: Served) -> None:
+    client = served.connect(CHUNKED + (b"40;a=b\r\n" + b"a" * 64 + b"\r\n") * 40_000 + b"0\r\n\r\n")
+    assert head(client).startswith(b"HTTP/1.1 200")
+    assert client.recv(7) == b"2560000"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"1\r\na\r\n" * 500_000,
+        (b"1;a=" + b"b" * 60_000 + b"\r\na\r\n") * 50,
+        (b"3f\r\n" + b"a" * 63 + b"\r\n") * 600_000,
+    ],
+    ids=["small", "extensions", "slightly too small"],
+)
+def test_small_chunks_are_limited(served: Served, chunks: bytes) -> None:
+    client = served.connect(CHUNKED)
+    with contextlib.suppress(ConnectionError):
+        client.sendall(chunks)
+    assert rest(client).startswith(b"HTTP/1.1 400 ")
+    served.until("gone", 2)
+    assert served.rejected == ["too_many_chunks"]
+    served.until_closed()
 
 
 @pytest.mark.parametrize(
