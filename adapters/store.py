@@ -2,7 +2,8 @@
 
 A file appears complete, by a rename under a lock, and never changes. The least recently used file is removed first, but
 none that a process holds or used in the last minutes; a removed file stays mapped where it was mapped. If that is
-not enough, a new file is refused. Files that are being written count too.
+not enough, a new file is refused. Files that are being written count too. Merges can be made again from files that are
+here, so they go first, and those that one caller asked for have a part of the folder.
 """
 
 import fcntl
@@ -33,6 +34,10 @@ log = structlog.get_logger()
 
 RECENT_S = 180.0
 """A file that was used this recently is not removed: a shard may be about to map it."""
+RECENT_MERGE_S = 30.0
+"""The same for a merge; a shard that finds it gone has it made again."""
+MERGES_PART = 4
+"""The merges of one caller have at most this part of the folder."""
 _ABANDONED_S = 86_400.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENDING = ".safetensors"
@@ -99,15 +104,16 @@ class Store:
         """Files whose bytes matched their checksum, and their identities at that time."""
         self.num_evicted = 0
         self.lock = self.root / ".lock"
+        self._folders = tuple(self.root / name for name in ("pins", "work", "merges"))
         self._make_folders()
 
     def _make_folders(self) -> None:
-        for folder in (self.root, self.root / "pins", self.root / "work"):
+        for folder in (self.root, *self._folders):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _renew_folders(self) -> None:
         """Make folders again that somebody has deleted while the server uses them."""
-        if not all(folder.is_dir() for folder in (self.root / "pins", self.root / "work")):
+        if not all(folder.is_dir() for folder in self._folders):
             log.error("adapter_store_deleted", folder=str(self.root), reason="its folders were deleted: made again")
             self._make_folders()
 
@@ -213,17 +219,22 @@ class Store:
         log.error("stored_adapter_damaged", digest=digest[:16], reason="its bytes do not match their checksum")
         return False
 
-    def add(self, digest: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> int:
+    def add(
+        self, digest: str, num_bytes: int, write: Callable[[BinaryIO], object], merged_for: str | None = None
+    ) -> int:
         """Let `write` write a file of `num_bytes` bytes, which it may have to do again, then move it into place.
+        `merged_for`: the caller, for a merge.
 
         Returns the size. Raises AdapterTooLarge for a file above the capacity, and StoreFull if there is no room now.
         """
         draft = self.root / "work" / f"{digest}.{os.getpid()}.draft"
         try:
             self._renew_folders()
-            with self._reserved(draft, num_bytes):
+            with self._reserved(draft, num_bytes, merged_for):
                 self.retried(lambda: _fill(draft, write))
                 with self._locked():
+                    if merged_for is not None:
+                        (self.root / "merges" / digest).write_text(_opaque(merged_for))
                     draft.replace(self.path(digest))
                 self._intact[digest] = _identity(self.path(digest).stat())
         except OSError as error:
@@ -265,6 +276,7 @@ class Store:
             if path.exists() and _is_held(path):
                 return False
             path.unlink(missing_ok=True)
+            (self.root / "merges" / digest).unlink(missing_ok=True)
         self._valid.pop(digest, None)
         return True
 
@@ -280,6 +292,9 @@ class Store:
             except (OSError, ValueError, AttributeError):
                 is_kept = False
             if not is_kept:
+                note.unlink(missing_ok=True)
+        for note in (self.root / "merges").iterdir():
+            if not (self.root / f"{note.name}{_ENDING}").exists():
                 note.unlink(missing_ok=True)
 
     def usage(self) -> tuple[int, int]:
@@ -312,13 +327,15 @@ class Store:
                         continue
 
     @contextmanager
-    def _reserved(self, draft: Path, num_bytes: int) -> Iterator[None]:
+    def _reserved(self, draft: Path, num_bytes: int, merged_for: str | None = None) -> Iterator[None]:
         """A file of that size, which counts for every process for as long as this one writes it."""
         if num_bytes > self._capacity:
             problem = f"it takes {num_bytes} bytes as it is served, the adapter cache has {self._capacity}"
             raise AdapterTooLarge(f"{problem}; --adapter-disk-cache sets its size")
         with ExitStack() as held:
             with self._locked():
+                if merged_for is not None:
+                    self._make_room_among_merges(num_bytes, merged_for)
                 self._make_room(num_bytes)
                 file = held.enter_context(draft.open("wb"))
                 os.chmod(draft, 0o600)
@@ -340,6 +357,26 @@ class Store:
         for path in chosen:
             self._evict(path)
 
+    def _make_room_among_merges(self, num_bytes: int, caller: str) -> None:
+        """Remove the caller's least recently used merges, so that they keep to their part. Raises StoreFull."""
+        merges, most = self._merges(), max(num_bytes, self._capacity // MERGES_PART)
+        own = [(path, status) for path, status in self._files() if merges.get(path.stem) == _opaque(caller)]
+        excess, now = sum(status.st_size for _, status in own) + num_bytes - most, time.time()
+        for path, status in sorted(own, key=lambda item: item[1].st_mtime):
+            if excess > 0 and now - status.st_mtime >= RECENT_MERGE_S and not _is_held(path):
+                self._evict(path)
+                excess -= status.st_size
+        if excess > 0:
+            raise StoreFull(
+                f"merges of one caller may take {most} bytes of the adapter cache, and these are in use: repeat the"
+                " request later, or with weights that were merged before"
+            )
+
+    def _merges(self) -> dict[str, str]:
+        """For whom each merge was made, by digest."""
+        with os.scandir(self.root / "merges") as notes:
+            return {note.name: Path(note.path).read_text() for note in notes}
+
     def _evict_one(self) -> bool:
         """Remove the least recently used file; whether there was one to remove."""
         with self._locked():
@@ -349,16 +386,16 @@ class Store:
         return path is not None
 
     def _removable(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Files that may be removed, the least recently used first."""
-        now = time.time()
-        for path, status in sorted(self._files(), key=lambda item: item[1].st_mtime):
-            if now - status.st_mtime < RECENT_S:
-                return
-            if not _is_held(path):
+        """Files that may be removed: merges first, and of each kind the least recently used."""
+        now, merges = time.time(), self._merges()
+        for path, status in sorted(self._files(), key=lambda item: (item[0].stem not in merges, item[1].st_mtime)):
+            recent_s = RECENT_MERGE_S if path.stem in merges else RECENT_S
+            if now - status.st_mtime >= recent_s and not _is_held(path):
                 yield path, status
 
     def _evict(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+        (self.root / "merges" / path.stem).unlink(missing_ok=True)
         self._valid.pop(path.stem, None)
         self.num_evicted += 1
 
@@ -379,6 +416,10 @@ class Store:
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _opaque(caller: str) -> str:
+    return hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
 
 
 def _fill(draft: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -42,7 +42,7 @@ class LoaderConfig(ConfigFile):
     opening_cpu_s: float = 2.0
     """Processor time for opening its files, in addition to their bytes: what they hold is not known before."""
     opening_memory: int = 128 << 20
-    """Bytes of memory for the same, in addition to three times their own."""
+    """Bytes of memory for the same, in addition to ten times their own."""
     folding_cpu_s: float = 600.0
     """Processor time for reading an adapter of another type than LoRA, whose change to each module is computed."""
     pattern_cpu_s: float = 3.0

@@ -216,8 +216,12 @@ class LoaderJob:
     def __post_init__(self) -> None:
         self.fetching.on_fast = self.converting.on_fast = self._raise_priority
 
+    caller: str = ""
+    """Who asked first."""
+
     def own(self, caller: str) -> None:
         """Before it enters a gate."""
+        self.caller = caller
         self.fetching.owners = self.converting.owners = (*([caller] if caller else []), *self.sources)
 
     def _raise_priority(self) -> None:
@@ -460,7 +464,7 @@ class Jobs:
                     self.prioritize(part)
                 work = works.enter_context(self._work(f"{number} of {message}"))
                 folders.append(await self._download(part, pin, work))
-            call = {"do": "merge", "folders": folders, "merge": message}
+            call = {"do": "merge", "folders": folders, "merge": message, "caller": job.caller}
             try:
                 answer = await self._run(job, self._converting, job.converting, call)
             except _FINAL:

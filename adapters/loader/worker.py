@@ -54,8 +54,6 @@ log = structlog.get_logger()
 _BYTES_PER_CPU_S = 20 << 20
 _MEMORY_PER_BYTE = 10
 """Memory per byte of the files: they are mapped, and their tensors converted to float32, merged and cast."""
-_MEMORY_PER_OPENED_BYTE = 3
-"""The same for opening them: a private mapping, and the tensors of a `.bin`."""
 _MAX_MESSAGE_LEN = 4096
 _MAX_GROWTH = 2
 """Most served bytes per byte of the largest permitted files: float16 becomes float32 on CPU."""
@@ -160,7 +158,7 @@ class WorkerJobs:
                 return {"entry": stored.as_dict()}
             self._limit_cpu(sum(len(part) for part in parts) << 20)
             layout = lay_out(decide(merge(parts, merging, digest), self._context.base), self._context.base)
-            return {"entry": self._put(digest, layout).as_dict()}
+            return {"entry": self._put(digest, layout, str(job["caller"])).as_dict()}
 
     @contextmanager
     def _opened(self, folder: Path) -> Iterator[Contents]:
@@ -168,7 +166,7 @@ class WorkerJobs:
         config, num_bytes = self._context.config, self._num_bytes([folder])
         with ExitStack() as held:
             _limit_cpu(config.opening_cpu_s + num_bytes / _BYTES_PER_CPU_S)
-            with limited_memory(config.opening_memory + _MEMORY_PER_OPENED_BYTE * num_bytes):
+            with limited_memory(config.opening_memory + _MEMORY_PER_BYTE * num_bytes):
                 opened = held.enter_context(open_adapter(folder, self._max_bytes, self._context.reader.skeleton))
             yield opened
 
@@ -197,12 +195,12 @@ class WorkerJobs:
             return self._store.entry(digest)
         return None
 
-    def _put(self, digest: str, layout: ServedLayout) -> Entry:
+    def _put(self, digest: str, layout: ServedLayout, merged_for: str | None = None) -> Entry:
         file = served_file(layout, digest, self._context.base)
         max_bytes = _MAX_GROWTH * self._max_bytes
         if file.num_bytes > max_bytes:
             raise AdapterTooLarge(f"it takes {file.num_bytes} bytes as it is served; this server accepts {max_bytes}")
-        num_bytes = self._store.add(digest, file.num_bytes, file.write)
+        num_bytes = self._store.add(digest, file.num_bytes, file.write, merged_for)
         ids, changes_nothing = layout.invocation_ids, layout.changes_nothing
         numbers = num_bytes, layout.rank, layout.num_heads
         return Entry(digest, *numbers, ids, changes_nothing, layout.scaling, layout.num_virtual)

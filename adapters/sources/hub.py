@@ -13,10 +13,11 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -31,7 +32,10 @@ from lorikeet.adapters.sources import base
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
 from lorikeet.proto.config_file import whole_number
 
-MAX_ANSWER_BYTES = 16 << 20
+MAX_ANSWER_BYTES = 4 << 20
+"""Of one description: 10 000 files take less."""
+USUAL_ANSWER_BYTES, MAX_LARGE_BYTES = 128 << 10, 32 << 20
+"""Bytes that every answer may have in memory, and those that larger ones may have together, while they are read."""
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 1 << 50
 _COMMIT = r"^(?:[0-9a-f]{40}|[0-9a-f]{64})\Z"
@@ -184,19 +188,55 @@ def read_first(url: str, headers: dict[str, str], num_bytes: int, timeout_s: flo
     # a part of a compressed answer cannot be read, and a small one may unpack to gigabytes
     headers = {**headers, "Accept-Encoding": "identity"}
     options = {"headers": headers, "follow_redirects": True, "timeout": timeout_s, "extensions": {IS_PARSED: True}}
-    with hub.get_session().stream("GET", url, **options) as response:
+    with _memory.counted() as grow, hub.get_session().stream("GET", url, **options) as response:
         hub.utils.hf_raise_for_status(response)
         if response.headers.get("content-encoding", "identity") != "identity":
             raise InvalidAnswer("the hub sends compressed content that was not asked for")
         content = bytearray()
         for chunk in response.iter_raw():
             content += chunk
+            grow(len(content))
             if len(content) >= num_bytes:
                 break
             if time.monotonic() > end:
                 raise TimeoutError
         return bytes(content[:num_bytes])
 
+
+class AnswerMemory:
+    """Memory of the answers that are larger than usual."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """A function to call with the size that one answer has by now. It raises SourceUnreachable where others take
+        too much.
+        """
+        counted = 0
+
+        def grow(size: int) -> None:
+            nonlocal counted
+            added = max(0, size - USUAL_ANSWER_BYTES) - counted
+            if added:
+                with self._lock:
+                    if self.num_bytes > counted and self.num_bytes + added > MAX_LARGE_BYTES:
+                        raise errors.SourceUnreachable(
+                            "the hub sends too many large answers at once: repeat the request"
+                        )
+                    self.num_bytes += added
+                    counted += added
+
+        try:
+            yield grow
+        finally:
+            with self._lock:
+                self.num_bytes -= counted
+
+
+_memory = AnswerMemory()
 
 T = TypeVar("T")
 Described = TypeVar("Described", bound=Repository)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lorikeet.adapters.errors import AdapterTooLarge, LoaderFailed, StoreFull
 from lorikeet.adapters.formats import header
 from lorikeet.adapters.refs import Pin, SourceKind
-from lorikeet.adapters.store import RECENT_S, Entry, Store
+from lorikeet.adapters.store import MERGES_PART, RECENT_MERGE_S, RECENT_S, Entry, Store
 from lorikeet.proto.digest import CHECKSUM_FIELD, CHECKSUM_UNKNOWN, with_checksum
 
 BASE = ("base", "weights", "float32")
@@ -396,3 +396,57 @@ def test_an_entry_is_read_from_the_file_itself(tmp_path: Path) -> None:
     size = put(store, 1)
     assert store.entry(digest(1)) == Entry(digest(1), size, 4)
     assert Entry.from_dict(json.loads(json.dumps(store.entry(digest(1)).as_dict()))) == store.entry(digest(1))
+
+
+def merge(store: Store, number: int, caller: str, age_s: float = RECENT_MERGE_S + 1) -> None:
+    file = content()
+    store.add(digest(number), len(file), lambda to: to.write(file), caller)
+    age(store, number, age_s)
+
+
+def kept(store: Store) -> list[int]:
+    return [number for number in range(1, 40) if store.path(digest(number)).exists()]
+
+
+def test_merges_of_a_caller_have_a_part_of_the_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path, 8 * len(content()), BASE)
+    put(store, 1)
+    for number in range(2, 30):
+        merge(store, number, "flood")
+    assert kept(store) == [1, 28, 29] and MERGES_PART == 4
+    merge(store, 30, "another")
+    assert kept(store) == [1, 28, 29, 30]
+    assert sorted(path.name for path in (tmp_path / "merges").iterdir()) == sorted(map(digest, (28, 29, 30)))
+
+
+def test_merges_that_are_in_use_leave_a_caller_no_more(tmp_path: Path) -> None:
+    store = Store(tmp_path, 8 * len(content()), BASE)
+    merge(store, 1, "flood", age_s=0)
+    merge(store, 2, "flood", age_s=0)
+    with pytest.raises(StoreFull, match=f"merges of one caller may take {2 * len(content())} bytes"):
+        merge(store, 3, "flood")
+    merge(store, 3, "another")
+    assert kept(store) == [1, 2, 3]
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_merges_go_before_adapters(tmp_path: Path) -> None:
+    """Many callers, as many addresses of one attacker, fill the folder with merges; adapters of others find room."""
+    store = Store(tmp_path, 8 * len(content()), BASE)
+    put(store, 1, age_s=1000)
+    for number in range(2, 9):
+        merge(store, number, f"flood {number}")
+    for number in range(9, 13):
+        put(store, number, age_s=0)
+    assert kept(store) == [1, 6, 7, 8, 9, 10, 11, 12]
+    with pytest.raises(StoreFull, match="full of adapters in use"):
+        for number in range(13, 18):
+            put(store, number, age_s=0)
+    assert kept(store) == [9, 10, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_merge_larger_than_its_callers_part_replaces_the_others(tmp_path: Path) -> None:
+    store = Store(tmp_path, 3 * len(content()), BASE)
+    merge(store, 1, "one")
+    merge(store, 2, "one")
+    assert kept(store) == [2]

@@ -138,8 +138,41 @@ async def test_a_listing_without_end_is_refused(server: HubServer, tmp_path: Pat
     with pytest.raises(AdapterInvalid, match="more than 10000 files"):
         await here.small_files(pin, None)
     server.change_answer = changed(note="x" * hub_source.MAX_ANSWER_BYTES)
-    with pytest.raises(AdapterInvalid, match="in more than 16777216 bytes"):
+    with pytest.raises(AdapterInvalid, match="in more than 4194304 bytes"):
         await here.small_files(pin, None)
+
+
+def test_large_answers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones are always read, and one that is alone."""
+    monkeypatch.setattr(hub_source, "USUAL_ANSWER_BYTES", 10)
+    monkeypatch.setattr(hub_source, "MAX_LARGE_BYTES", 100)
+    memory = hub_source.AnswerMemory()
+    with memory.counted() as one, memory.counted() as other, memory.counted() as small:
+        for size in (5, 50, 90):
+            one(size)
+        other(30)
+        small(10)
+        assert memory.num_bytes == 100
+        with pytest.raises(SourceUnreachable, match="too many large answers") as caught:
+            other(31)
+        assert caught.value.status == 503 and caught.value.retry_after
+    assert memory.num_bytes == 0
+    with memory.counted() as alone:
+        alone(1000)
+    assert memory.num_bytes == 0
+
+
+async def test_an_answer_that_finds_no_memory_is_refused_and_leaves_none(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_source, "MAX_LARGE_BYTES", 1 << 20)
+    server.change_answer = changed(note="x" * (1 << 20))
+    with hub_source._memory.counted() as other:
+        other(1 << 20)
+        with pytest.raises(SourceUnreachable, match="too many large answers"):
+            await source(server, tmp_path).resolve(parse("a/public"), None)
+    assert (await source(server, tmp_path).resolve(parse("a/public"), None)).is_public
+    assert hub_source._memory.num_bytes == 0
 
 
 async def test_content_that_was_not_asked_to_be_compressed_is_not_unpacked(server: HubServer, tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ class Served:
             assert time.monotonic() < end, self.application.events
             time.sleep(0.005)
 
-
     def until_closed(self) -> None:
         """Wait until the server has closed every connection."""
         end = time.monotonic() + TIMEOUT_S
