@@ -7,15 +7,21 @@ instead: `health` sends GET /health, `users` are ordinary users who generate sho
 import argparse
 import asyncio
 import contextlib
+import io
 import json
+import os
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto import shard_pb2_grpc
 from tests.e2e.launched import ROOT
 
 NUM_ATTACKERS = 8
@@ -26,6 +32,11 @@ ANSWER_S = 20.0
 """How long an attacker waits for an answer."""
 LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + 3 * "{% endfor %}"
 NUM_FRESH = 40
+NUM_BOMBS = 16
+NUM_CANARIES = 10
+"""Adapters that canaries load, next to an attack and next to harmless clients."""
+HUB_PORT, SHARD = "ATTACKED_HUB_PORT", "ATTACKED_SHARD"
+"""Variables of the environment: the port of the hub that attackers serve, and the address of the server's shard."""
 
 
 @dataclass
@@ -179,6 +190,65 @@ async def unknown_adapters(client: Attacker) -> None:
     await client.post("/generate", {"inputs": "a " * (MIB // 2), "parameters": local(name)})
 
 
+async def bombs(client: Attacker) -> None:
+    """Files that claim to hold more than any memory, or that take long to unpickle."""
+    await client.post("/generate", {"inputs": "Hi", "parameters": local(f"bomb-{client.draw.randrange(NUM_BOMBS)}")})
+
+
+async def merges(client: Attacker) -> None:
+    """Merges that nobody has asked for before."""
+    weights = [client.draw.random() for _ in range(2)]
+    parameters = {
+        "merged_adapters": {"ids": ["public", "fresh-0"], "weights": weights, "merge_strategy": "linear"},
+        "adapter_source": "local",
+        "max_new_tokens": 4,
+    }
+    await client.post("/generate", {"inputs": "Hi", "parameters": parameters})
+
+
+async def large_listing(client: Attacker) -> None:
+    """A repository of very many files, at another revision each time."""
+    name = f"evil/files@{client.draw.randrange(10**9)}"
+    parameters = {"adapter_id": name, "adapter_source": "hub", "max_new_tokens": 4}
+    await client.post("/generate", {"inputs": "Hi", "parameters": parameters})
+
+
+async def answer_as_hub(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The description of a repository of 300 000 files."""
+    files = b"".join(b'{"rfilename":"file-%06d","size":1},' % number for number in range(1000))
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n")
+        writer.write(b'{"id":"evil/files","sha":"' + b"a" * 40 + b'","siblings":[')
+        for _ in range(300):
+            writer.write(files)
+            await writer.drain()
+    writer.close()
+
+
+async def second_router(client: Attacker) -> None:
+    """Ten thousand requests to the shard of another router."""
+    neutral = pb.Sampling(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+
+    async def commands() -> AsyncIterator[pb.Command]:
+        for first in range(0, 10_000, 500):
+            numbers = range(first + 1, first + 501)
+            ids = [100 + client.draw.randrange(100) for _ in range(8)]
+            yield pb.Command(
+                submits=[
+                    pb.Submit(id=number, prompt_ids=ids, max_new_tokens=500, seed=number, sampling=neutral)
+                    for number in numbers
+                ]
+            )
+            await asyncio.sleep(0)
+        await asyncio.sleep(5)
+
+    async with grpc.aio.insecure_channel(os.environ[SHARD]) as channel:
+        with contextlib.suppress(grpc.RpcError):
+            async for _ in shard_pb2_grpc.ShardStub(channel).Serve(commands()):
+                pass
+
+
 async def unfinished(client: Attacker) -> None:
     if client.draw.random() < 0.5:
         await client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ", waits=False, holds=True)
@@ -202,6 +272,8 @@ class Attack:
     """Between two attacks of one attacker."""
     peer: str = "health"
     """What the canary next to the attack is compared with."""
+    loads: bool = False
+    """Whether the canary asks for adapters that were never loaded, too."""
 
 
 ATTACKS = {
@@ -223,6 +295,10 @@ ATTACKS = {
     "health-generate": Attack(health_generate, 0.01, "users"),
     "small-chunks": Attack(small_chunks, 1.0),
     "unknown-adapters": Attack(unknown_adapters, 0.25),
+    "bombs": Attack(bombs, 0.5, loads=True),
+    "merges": Attack(merges, 0.25, "users", loads=True),
+    "large-listing": Attack(large_listing, 0.5),
+    "second-router": Attack(second_router, 5.0, "users"),
 }
 
 
@@ -242,8 +318,39 @@ def write_adapters(folder: Path) -> None:
     for name in names:
         shutil.copytree(source, folder / name)
     entries = ",".join([f'"{number}":0' for number in range(2 * MIB)])
+    values = json.loads((source / "adapter_config.json").read_text())
+    for number in range(NUM_BOMBS):
+        (folder / f"bomb-{number}").mkdir()
+        shutil.copy(source / "adapter_config.json", folder / f"bomb-{number}")
+        bomb = dict.fromkeys(range(1_000_000)) if number % 2 else [_Zeros(1 << 33)]
+        (folder / f"bomb-{number}" / "adapter_model.bin").write_bytes(_saved(bomb))
+    loading = [name for name, attack in ATTACKS.items() if attack.loads]
+    names = [f"{peer}{name}-{number}" for name in loading for peer in ("", "peer-") for number in range(NUM_CANARIES)]
+    for alpha, name in enumerate(names, start=1):
+        (folder / f"canary-{name}").mkdir()
+        weights = "adapter_model.safetensors"
+        os.link(folder / "public" / weights, folder / f"canary-{name}" / weights)
+        (folder / f"canary-{name}" / "adapter_config.json").write_text(json.dumps(values | {"lora_alpha": alpha}))
     (folder / "large" / "tokenizer_config.json").write_text("{" + entries + "}")
     (folder / "loop" / "tokenizer_config.json").write_text(json.dumps({"chat_template": LOOP}))
+
+
+class _Zeros:
+    """So many bytes once it is unpickled."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return bytearray, (self.num_bytes,)
+
+
+def _saved(value: object) -> bytes:
+    import torch  # the attackers need none of it
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 async def attack(port: int, name: str, seconds: float, peer: str = "") -> int:
@@ -264,7 +371,9 @@ async def attack(port: int, name: str, seconds: float, peer: str = "") -> int:
             writer.close()
         return count
 
-    return sum(await asyncio.gather(*map(repeat, range(NUM_ATTACKERS))))
+    hub = await asyncio.start_server(answer_as_hub, "127.0.0.1", int(os.environ[HUB_PORT]))
+    async with hub:
+        return sum(await asyncio.gather(*map(repeat, range(NUM_ATTACKERS))))
 
 
 if __name__ == "__main__":

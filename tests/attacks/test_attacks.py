@@ -2,21 +2,22 @@
 harmless clients, and the router's memory stays bounded.
 """
 
+import json
 import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.attacks.attackers import ATTACKS, NUM_ATTACKERS, write_adapters
-from tests.e2e.launched import ROOT, Launched
+from tests.attacks.attackers import ATTACKS, HUB_PORT, NUM_ATTACKERS, NUM_CANARIES, SHARD, local, write_adapters
+from tests.e2e.launched import ROOT, Launched, command, free_port
 
 SECONDS, QUICK_SECONDS = 60.0, 3.0
 MIN_CANARIES = 500
@@ -24,6 +25,8 @@ MAX_SECONDS = 10.0
 """Time of any of the canary's requests next to a small attack. Before callers had shares, some took minutes."""
 MAX_SLOWDOWN = 3.0
 """Maximum slowdown of the canary's p99, against the same clients doing something harmless."""
+STORE = "64MiB"
+"""The adapter cache, so small that merges of attackers fill it."""
 PEAK_MB, LATER_MB = 400.0, 60.0
 """Memory of router and helpers above idle: at most, and a minute after the attack."""
 BODY = {"inputs": "def add(a, b):", "parameters": {"max_new_tokens": 4}}
@@ -41,17 +44,19 @@ class Canary:
         return statistics.quantiles(self.seconds, n=100)[98]
 
 
-def canary(url: str, seconds: float, at_least: int) -> Canary:
-    """One request after another for so long, and at least so many."""
-    seen, end, expected = Canary([], []), time.monotonic() + seconds, ""
+def canary(url: str, seconds: float, at_least: int, adapters: Sequence[str] = ()) -> Canary:
+    """One request after another for so long, and at least so many; every fifth for one of the adapters."""
+    seen, end, expected, left = Canary([], []), time.monotonic() + seconds, "", list(adapters)
     with httpx.Client(base_url=url, timeout=60) as client:
         while time.monotonic() < end or len(seen.seconds) < at_least:
             began = time.monotonic()
+            name = left.pop(0) if left and len(seen.seconds) % 5 == 0 else ""
             try:
-                response = client.post("/generate", json=BODY)
+                body = {"inputs": "def add(a, b):", "parameters": local(name)} if name else BODY
+                response = client.post("/generate", json=body)
                 text = response.json().get("generated_text", "")
-                expected = expected or text
-                if response.status_code != 200 or text != expected:
+                expected = expected or ("" if name else text)
+                if response.status_code != 200 or (text != expected and not name):
                     seen.failures.append(f"{response.status_code} {response.text[:200]}")
             except httpx.HTTPError as error:
                 seen.failures.append(repr(error))
@@ -100,8 +105,16 @@ def resident_mb(pids: list[int]) -> float:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     roots = tmp_path_factory.mktemp("roots")
     write_adapters(roots)
-    with Launched("--cpu-memory", "256MiB", "--threads", "1", "--local-adapter-root", str(roots)) as launched:
-        yield launched.wait_until_ready()
+    port = str(free_port())
+    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_CACHE": str(roots.parent / "hub")}
+    store = ("--adapter-disk-cache", STORE, "--adapter-store", str(roots.parent / "store"))
+    flags = ("--cpu-memory", "256MiB", "--threads", "1", "--local-adapter-root", str(roots), *store)
+    with Launched(*flags, **hub) as launched, pytest.MonkeyPatch.context() as patch:
+        launched.wait_until_ready()
+        config = Path(command(launched.shard(0)).rstrip("\0").rpartition("\0")[2])
+        patch.setenv(HUB_PORT, port)
+        patch.setenv(SHARD, json.loads(config.read_text())["listen"])
+        yield launched
 
 
 def next_to(launched: Launched, name: str, seconds: float, at_least: int, peer: str = "") -> tuple[Canary, int]:
@@ -121,8 +134,10 @@ def next_to(launched: Launched, name: str, seconds: float, at_least: int, peer: 
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as attackers:
         time.sleep(1.0)
-        seen = canary(launched.url, seconds - 1.0, at_least)
-        output, _ = attackers.communicate(timeout=120)
+        prefix = f"canary-{'peer-' * bool(peer)}{name}"
+        adapters = [f"{prefix}-{number}" for number in range(NUM_CANARIES)] if ATTACKS[name].loads else []
+        seen = canary(launched.url, seconds - 1.0, at_least, adapters)
+        output, _ = attackers.communicate(timeout=180)
     assert attackers.returncode == 0
     return seen, int(output)
 
@@ -162,7 +177,10 @@ def test_a_canary_next_to_each_attack(launched: Launched, name: str) -> None:
     assert not missed
 
 
-SMALL = ("unread-alternatives", "many-choices", "echo", "health-generate", "unknown-adapters")
+SMALL = (
+    *("unread-alternatives", "many-choices", "many-connections", "ambiguous-grammar", "echo", "bombs", "large-listing"),
+    *("health-generate", "small-chunks", "second-router", "unknown-adapters", "merges"),
+)
 """Attacks of which `make test` has a few seconds."""
 
 
