@@ -1,5 +1,6 @@
 """Masks the logits of constrained requests: one row for every sampled position, those after drafts included."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -8,8 +9,9 @@ import numpy as np
 import structlog
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
+from lorikeet.proto.grammars import FREE_S
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.grammar.matcher import Bitmask, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
@@ -17,8 +19,10 @@ from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 log = structlog.get_logger()
 
 _WORD = 32
-Drafted = tuple[LLMatcher, int, list[int]]
+Rows = tuple[LLMatcher, int, list[int]]
 """A matcher, the first of its rows, and the draft tokens that its other rows follow."""
+MEASURED_STEPS = 8
+"""After a step whose masks took long, so many have theirs computed one by one, which shows whose take long."""
 
 
 class GrammarMasks:
@@ -32,6 +36,8 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._filling: Future[Bitmask] | None = None
         self._rows: list[int] = []
+        self._num_measured = 0
+        """Further steps whose masks are computed one by one."""
         self._device = device or torch.device("cpu")
         self._mask_rows = mask_rows if self._device.type == "cpu" else _device_kernel()
 
@@ -84,19 +90,23 @@ class GrammarMasks:
     def _fill(self, jobs: Sequence[tuple[GrammarMatcher, Sequence[int], frozenset[int]]]) -> Bitmask:
         num_rows = sum(1 + len(draft_ids) for _, draft_ids, _ in jobs)
         bitmask = np.full((num_rows, self._num_words), -1, dtype=np.int32)
-        drafted, first = list[tuple[GrammarMatcher, Drafted]](), 0
+        together, first = list[tuple[GrammarMatcher, Rows]](), 0
+        self._num_measured -= 1
         for constraint, draft_ids, _ in jobs:
-            if draft_ids:
-                drafted.append((constraint, (constraint.matcher, first, list(draft_ids))))
-            else:
+            if constraint.has_mask or (self._num_measured >= 0 and not draft_ids):
                 constraint.checked(partial(constraint.fill, bitmask, first), None)
+            else:
+                together.append((constraint, (constraint.matcher, first, list(draft_ids))))
             first += 1 + len(draft_ids)
+        began = time.monotonic()
         try:
-            self._fill_drafted([job for _, job in drafted], bitmask)
+            self._fill_rows([rows for _, rows in together], bitmask)
         except BaseException as failure:
             raise_unless_library(failure)
-            for constraint, job in drafted:
-                constraint.checked(partial(self._fill_drafted, [job], bitmask), None)
+            for constraint, rows in together:
+                constraint.checked(partial(self._fill_rows, [rows], bitmask), None)
+        if time.monotonic() - began > FREE_S:
+            self._num_measured = MEASURED_STEPS
         first = 0
         for constraint, draft_ids, stop_ids in jobs:
             _allow_stop_tokens(bitmask[first : first + 1 + len(draft_ids)], constraint.eos_id, stop_ids)
@@ -105,9 +115,13 @@ class GrammarMasks:
             first += 1 + len(draft_ids)
         return bitmask
 
-    def _fill_drafted(self, jobs: Sequence[Drafted], bitmask: Bitmask) -> None:
-        if jobs:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, list(jobs), bitmask)
+    def _fill_rows(self, jobs: Sequence[Rows], bitmask: Bitmask) -> None:
+        single = [(matcher, row) for matcher, row, draft_ids in jobs if not draft_ids]
+        drafted = [job for job in jobs if job[2]]
+        if single:
+            fill_next_token_bitmask_par(self._executor, single, bitmask)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bitmask)
 
     def _mask_on_cpu(self, logits: torch.Tensor, bitmask: Bitmask) -> None:
         bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")

@@ -150,6 +150,11 @@ class GrammarMatcher(Unconstrained):
         self._mask = np.frombuffer(self._timed(self.matcher.compute_bitmask), dtype=np.int32)
         return True
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether a thread has computed which tokens may follow."""
+        return self._mask is not None
+
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """Write which tokens may follow. bitmask: [rows, words]."""
         if self._mask is None:
