@@ -373,7 +373,7 @@ class Store:
             )
 
     def _merges(self) -> dict[str, str]:
-        """For whom each merge was made, by digest."""
+        """The caller of each merge, by digest."""
         with os.scandir(self.root / "merges") as notes:
             return {note.name: Path(note.path).read_text() for note in notes}
 

@@ -20,10 +20,10 @@ from lorikeet.adapters import errors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.loader.workers import Worker, WorkerExited, WorkerForkServer
 from lorikeet.adapters.refs import Merge, Pin, Ref, SourceKind
+from lorikeet.adapters.sized_cache import SizedCache
 from lorikeet.adapters.sources.listed import ListedSource
 from lorikeet.adapters.sources.registry import Sources
 from lorikeet.adapters.store import Entry, Store
-from lorikeet.proto.sized_cache import SizedCache
 
 HALF_LIFE_S = 30.0
 """Half-life of an owner's recorded use, in seconds."""

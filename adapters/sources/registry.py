@@ -13,11 +13,11 @@ from typing import Any
 
 from lorikeet.adapters.errors import AdapterNotAllowed, AdapterNotFound, NotServed, SourceUnreachable, from_dict
 from lorikeet.adapters.refs import Pin, Ref, SourceKind
+from lorikeet.adapters.sized_cache import SizedCache
 from lorikeet.adapters.sources.base import AdapterSource, Resolved
 from lorikeet.adapters.sources.hub import HubSource
 from lorikeet.adapters.sources.listed import LocalSource, S3Source
 from lorikeet.proto.config_file import ConfigFile
-from lorikeet.proto.sized_cache import SizedCache
 
 DEFAULT_MAX_ADAPTER_BYTES = 8 << 30
 

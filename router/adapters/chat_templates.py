@@ -8,8 +8,8 @@ from typing import Any
 
 from lorikeet.adapters.errors import AdapterError, AdapterTooLarge
 from lorikeet.adapters.refs import Pin
+from lorikeet.adapters.sized_cache import SizedCache
 from lorikeet.adapters.sources.registry import Sources
-from lorikeet.proto.sized_cache import SizedCache
 from lorikeet.router.errors import ChatTemplateError, adapter_problem
 from lorikeet.router.requests.request import Adapter
 from lorikeet.router.schemas.chat import Conversation

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from lorikeet.adapters.keys import sha256
+from lorikeet.adapters.sized_cache import ENTRY_BYTES, SizedCache
 from lorikeet.adapters.sources.registry import MAX_REFUSED_BYTES
 from lorikeet.proto.process import return_freed_memory
-from lorikeet.proto.sized_cache import ENTRY_BYTES, SizedCache
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio

@@ -28,7 +28,7 @@ def flooded(setup: Setup, callers: int = 1) -> Rig:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_request_starts_at_once_beside_ten_thousand_of_another_router(lag: int) -> None:
+def test_a_request_starts_at_once_next_to_ten_thousand_of_another_router(lag: int) -> None:
     rig = flooded(Setup(max_running=8, max_waiting=8, commit_lag=lag))
     assert len(rig.scheduler.running) == 8
     for number in range(1, 5):

@@ -49,7 +49,7 @@ def test_a_caller_alone_gets_everything() -> None:
     assert [request.row >= 0 for request in flood] == [True] * 8 + [False] * 12
 
 
-def test_a_short_request_starts_at_once_beside_a_full_shard() -> None:
+def test_a_short_request_starts_at_once_next_to_a_full_shard() -> None:
     steps = Steps(Limits(step_tokens=512, max_running=8, short_room=4))
     for _ in range(20):
         steps.add(FLOOD, max_new_tokens=1000)
