@@ -39,14 +39,14 @@ MUTANTS = [
     Mutant(
         "a request that fails in a full shared lexer is retried in the same lexer",
         "shard/grammar/compiler.py",
-        "compiling = self._compile_apart(grammar.text) if is_private else self._compile(grammar.text)",
-        "compiling = self._compile(grammar.text)",
+        "compiling = (self._compile_apart if is_private else self._compile)(grammar.text, caller)",
+        "compiling = self._compile(grammar.text, caller)",
         f"{ENGINE}::test_requests_of_one_grammar_do_not_fill_the_lexer_of_others",
     ),
     Mutant(
         "a grammar whose compilation timed out is never compiled again",
         "shard/grammar/compiler.py",
-        "if done.result() is TOO_SLOW:",
+        "if done.result() is NOT_IN_TIME:",
         "if done.result() is None:",
         f"{THREADS}::test_a_grammar_that_took_too_long_is_compiled_again",
     ),
