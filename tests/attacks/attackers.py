@@ -199,7 +199,7 @@ async def merges(client: Attacker) -> None:
     """Merges that nobody has asked for before."""
     weights = [client.draw.random() for _ in range(2)]
     parameters = {
-        "merged_adapters": {"ids": ["public", "fresh-0"], "weights": weights, "merge_strategy": "linear"},
+        "merged_adapters": {"ids": ["public", "fresh-0"], "weights": weights, "merge_strategy": "ties", "density": 0.5},
         "adapter_source": "local",
         "max_new_tokens": 4,
     }
