@@ -241,7 +241,8 @@ _memory = AnswerMemory()
 T = TypeVar("T")
 Described = TypeVar("Described", bound=Repository)
 
-NUM_THREADS = 32
+NUM_THREADS = 128
+"""Most of them wait for a hub."""
 TIMEOUTS_PER_ANSWER = 3
 """An answer may take this many times HF_HUB_DOWNLOAD_TIMEOUT, which never ends an answer that arrives byte by byte."""
 MAX_RETRY_AFTER_S = 3600

@@ -7,7 +7,9 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,8 @@ class _CachedAnswer:
 
 
 _Key = tuple[Ref, bytes | None]
+MAX_ASKED = 8
+"""Questions of one caller that sources answer at a time; further ones wait. A source may take long to answer."""
 
 
 class Rights:
@@ -135,9 +139,16 @@ class Rights:
             MAX_REFUSED_BYTES, lambda key, refusal: len(key[0].id) + len(refusal["message"]), ttl_s, clock
         )
         self._asking: dict[_Key, asyncio.Task[Resolved]] = {}
+        self._num_asked = Counter[str]()
+        """Questions by caller, those that wait included."""
+        self._rooms: dict[str, asyncio.Semaphore] = {}
+        """Of the callers with questions."""
 
-    async def resolve(self, ref: Ref, token: str | None) -> Resolved:
-        """The version that `ref` names, for the holder of `token`. Raises a leaf of AdapterError."""
+    async def resolve(self, ref: Ref, token: str | None, asker: str = "") -> Resolved:
+        """The version that `ref` names, for the holder of `token`. Raises a leaf of AdapterError.
+
+        `asker` is the caller who sent the request, "" for the operator.
+        """
         everyone, caller = (ref, None), (ref, _hash(token))
         now = self._clock()
         for key in (everyone, caller):
@@ -147,7 +158,7 @@ class Rights:
         if (refusal := self._refusals.get(caller)) is not None:
             raise from_dict(refusal)
         if (task := self._asking.get(caller)) is None:
-            task = self._asking[caller] = asyncio.create_task(self._ask(ref, token, caller))
+            task = self._asking[caller] = asyncio.create_task(self._ask(ref, token, caller, asker))
             task.add_done_callback(lambda _: self._asking.pop(caller, None))
         # a caller that disconnects must not cancel the request for others that wait for the same answer
         return await asyncio.shield(task)
@@ -170,9 +181,25 @@ class Rights:
             return False
         return pin.source is SourceKind.LOCAL or now - answer.at >= LOOKUP_S
 
-    async def _ask(self, ref: Ref, token: str | None, caller: _Key) -> Resolved:
+    @asynccontextmanager
+    async def _room(self, asker: str) -> AsyncIterator[None]:
+        """Room for one question."""
+        if not asker:
+            yield
+            return
+        self._num_asked[asker] += 1
         try:
-            resolved = await self.sources[ref.source].resolve(ref, token)
+            async with self._rooms.setdefault(asker, asyncio.Semaphore(MAX_ASKED)):
+                yield
+        finally:
+            self._num_asked[asker] -= 1
+            if not self._num_asked[asker]:
+                del self._num_asked[asker], self._rooms[asker]
+
+    async def _ask(self, ref: Ref, token: str | None, caller: _Key, asker: str) -> Resolved:
+        try:
+            async with self._room(asker):
+                resolved = await self.sources[ref.source].resolve(ref, token)
         except (AdapterNotFound, AdapterNotAllowed) as error:
             self._answers.pop(caller)
             if ref.source is not SourceKind.LOCAL:

@@ -344,7 +344,7 @@ class Selection:
         # Before anything else, so that a closed adapter has no other answer than one that does not exist.
         if not self._is_permitted(ref) or not await self.access.may_open(ref, caller.key):
             raise self.rights.sources[ref.source].missing(ref, token)
-        resolved = await self.rights.resolve(ref, token)
+        resolved = await self.rights.resolve(ref, token, caller.identity)
         if not await self.access.may_open(ref, caller.key, resolved):
             raise self.rights.sources[ref.source].missing(ref, token)
         return resolved

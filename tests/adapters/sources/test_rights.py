@@ -14,7 +14,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNot
 from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 from lorikeet.adapters.sources.listed import LocalSource
-from lorikeet.adapters.sources.registry import LOOKUP_S, Rights, rejected_versions
+from lorikeet.adapters.sources.registry import LOOKUP_S, MAX_ASKED, Rights, rejected_versions
 
 pytestmark = pytest.mark.anyio
 
@@ -267,3 +267,21 @@ class RightsMachine(RuleBasedStateMachine):
 
 def test_rights_under_random_events() -> None:
     run_state_machine_as_test(RightsMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+async def test_a_caller_does_not_take_all_of_a_slow_source() -> None:
+    hub = Hub(gate=asyncio.Event())
+    rights = Rights(cast(Any, hub))
+    refs = [Ref(SourceKind.HUB, f"a/{number}") for number in range(100)]
+    flood = [asyncio.create_task(rights.resolve(ref, "right", "flood")) for ref in refs]
+    while hub.num_asked < MAX_ASKED:  # noqa: ASYNC110 - tasks begin at the next turns of the loop
+        await asyncio.sleep(0)
+    others = [asyncio.create_task(rights.resolve(PUBLIC, None, "another")), *flood]
+    operators = asyncio.create_task(rights.resolve(PRIVATE, "right"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert hub.num_asked == MAX_ASKED + 2
+    assert hub.gate is not None
+    hub.gate.set()
+    assert all([(await task).pin.revision == "1" for task in [*others, operators]])
+    assert not rights._num_asked and not rights._rooms
