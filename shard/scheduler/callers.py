@@ -13,6 +13,9 @@ from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.budget import RECENT_STEPS
 
 
+_NOTHING = Counter[str]()
+
+
 class Callers:
     """The callers of one shard's requests. Work is tokens: of the prompt when a request runs, of its output when it
     leaves.
@@ -85,13 +88,15 @@ class Callers:
         """The most running requests of callers that ask for more than they get."""
         if self._has_changed:
             self._has_changed, self._limits = False, {}
-            if self.are_several:
+            if len(self._weights) > 1:
                 asked = {name: max(1, self._running[name] + self._waiting[name]) for name in self._weights}
                 self._limits, _ = limits_of(asked, self._weights, self._max_running, self._short_room)
         return self._limits
 
     def excess(self) -> Counter[str]:
         """How many requests too many run, by caller."""
+        if not self.limits:
+            return _NOTHING
         return Counter(
             {name: self._running[name] - limit for name, limit in self.limits.items() if self._running[name] > limit}
         )
