@@ -12,7 +12,6 @@ from lorikeet.proto.shares import MAX_UNSTARTED_TOKENS, Shares, fair_limits, lim
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.budget import RECENT_STEPS
 
-
 _NOTHING = Counter[str]()
 
 
