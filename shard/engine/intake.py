@@ -105,10 +105,13 @@ class Intake:
 
     def _take(self, commands: Commands, outputs: list[Output]) -> None:
         epoch = commands.epoch
-        num_open = sum(key[0] == epoch for key in self._scheduler.requests)
+        num_open = num_parked = 0
+        if commands.submits:
+            num_open = sum(key[0] == epoch for key in self._scheduler.requests)
+            num_parked = sum(request.key[0] == epoch for request in self._scheduler.parked())
         self.acknowledged[epoch] += len(commands.submits)
         for submit in commands.submits:
-            refusal = self._refuse(submit, num_open)
+            refusal = self._refuse(submit, num_open, num_parked)
             if refusal is not None:
                 error, retryable = refusal.reason, refusal.retryable
                 outputs.append(Output(refusal.key, finish_reason=FinishReason.ERROR, error=error, retryable=retryable))
@@ -119,6 +122,7 @@ class Intake:
                     self.match(submit)
                 self._scheduler.add(submit)
                 num_open += 1
+                num_parked += self._scheduler.is_parked(submit)
         for request_id in commands.abort_ids:
             request = self._scheduler.requests.get((epoch, request_id))
             if request is not None:
@@ -205,7 +209,8 @@ class Intake:
         else:
             self._scheduler.adapters.loaded(item.digest, item.content)
 
-    def _refuse(self, submit: Request | Refusal, num_open: int) -> Refusal | None:
+    def _refuse(self, submit: Request | Refusal, num_open: int, num_parked: int) -> Refusal | None:
+        """Why a request is not accepted from a stream that has so many, of which some are parked."""
         running = self._scheduler.requests.get(submit.key)
         if running is not None:  # the wire cannot tell the two apart, so both end
             self._scheduler.finish(running, FinishReason.ERROR)
@@ -214,7 +219,7 @@ class Intake:
             return submit
         if self.is_ending:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
-        if num_open - self._scheduler.num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
+        if num_open - num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
             return Refusal(submit.key, "more requests than credit", retryable=True)
         if submit.grammar is not None and self._grammars is None:
             return Refusal(submit.key, NO_GRAMMARS)

@@ -8,7 +8,7 @@ Owns the order of requests, their rows of device state, preemption and ends. Imp
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -238,7 +238,7 @@ class Scheduler:
         """Prompt tokens that could be computed now, where callers share a step."""
         if not (self.callers.are_several and self.limits.chunked_prefill):
             return Counter()
-        able = (request for request in self.waiting if not self._is_parked(request))
+        able = (request for request in self.waiting if not self.is_parked(request))
         return self.callers.prompt_tokens([*self._others(), *able])
 
     def _choose_step_tokens(self, prompts: Counter[str]) -> int:
@@ -250,7 +250,7 @@ class Scheduler:
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:
         """Prompt tokens that could be computed now, without those of these adapters."""
-        able = [*self._others(), *(request for request in self.waiting if not self._is_parked(request))]
+        able = [*self._others(), *(request for request in self.waiting if not self.is_parked(request))]
         behind = (r.num_known - r.num_computed for r in able if r.adapter_digest not in digests)
         return sum(num for num in behind if num > 1)
 
@@ -359,10 +359,15 @@ class Scheduler:
 
     @property
     def num_parked(self) -> int:
-        """Waiting requests whose adapter is not in a slot, or whose grammar is being compiled."""
-        return sum(map(self._is_parked, self.waiting))
+        """Waiting requests that cannot run yet."""
+        return sum(1 for _ in self.parked())
 
-    def _is_parked(self, request: Request) -> bool:
+    def parked(self) -> Iterator[Request]:
+        """Waiting requests that cannot run yet."""
+        return filter(self.is_parked, self.waiting)
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether its adapter is not in a slot, or its grammar is being compiled."""
         return not (request.constraint.is_ready and all(map(self.adapters.is_resident, request.digests)))
 
     def swap_heads(self, pair: Pair) -> None:
