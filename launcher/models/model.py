@@ -299,8 +299,9 @@ def recommended_sampling(path: Path) -> dict[str, float]:
         values = json.loads((path / "generation_config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    named = {name: values.get(name) for name in _SAMPLING} if isinstance(values, dict) else {}
-    return {name: value for name, value in named.items() if type(value) in (int, float)}
+    if not isinstance(values, dict):
+        return {}
+    return {name: values[name] for name in _SAMPLING if type(values.get(name)) in (int, float)}
 
 
 def configuration(path: Path) -> dict[str, Any]:
