@@ -142,7 +142,7 @@ def test_controls_offer_what_the_server_can_do(browser: Any, adapting: Server, t
         page.get_by_label("Method").select_option("medusa")
         page.click(".adapter-button")
         page.wait_for_selector(".picker-row")
-        page.keyboard.type("base model")
+        page.keyboard.type("no adapter")
         page.keyboard.press("Enter")
         assert page.get_by_label("Method").input_value() == "auto"
 
