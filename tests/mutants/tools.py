@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "the tier of an adapter in host memory is reported as disk",
         "router/shards/link.py",
-        'return "host" if digest in self.in_host_memory else elsewhere',
+        'return "host" if all(held) else elsewhere',
         "return elsewhere",
         "tests/router/api/routes/test_adapters.py::test_the_tier_says_where_the_adapter_was",
     ),
