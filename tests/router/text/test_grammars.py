@@ -218,3 +218,13 @@ def test_a_grammar_names_added_tokens_and_special_tokens() -> None:
         ids = [backend.token_to_id(text) for text in [*texts, "<s>"]]
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     assert "unknown special token" in grammar_process.check(tokenizer, "grammar", "start: <ax>")["error"]
+
+
+async def test_results_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_KEPT_BYTES", 1000)
+    kept = Grammars(tmp_path)
+    for number in range(100):
+        kept._keep(bytes([number]), {"grammar": "x" * 100})
+    assert list(kept._kept) == [bytes([97]), bytes([98]), bytes([99])]
+    assert kept._num_bytes <= 1000
+    kept.close()

@@ -9,6 +9,7 @@ import pytest
 
 from lorikeet.proto.grammars import TOO_SLOW
 from lorikeet.proto.params import Grammar, SamplingParams
+from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import matcher
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.requests.request import FinishReason
@@ -144,3 +145,14 @@ def test_callers_share_the_threads_that_compile() -> None:
     for job in [*busy, *jobs]:
         job.result(30)
     assert order.index("canary") < 6
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_COMPILED", 3), ("MAX_COMPILED_BYTES", 3 * len(regex("a{10}")))])
+def test_the_newest_compiled_grammars_are_kept(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, limit, most)
+    compiler = small_tokenizer.compiler()
+    texts = [regex(f"a{{{number}}}") for number in range(10, 20)]
+    for text in [*texts, texts[-3]]:
+        assert compiler.match(Grammar(text)).start()
+    kept = [compiler_module._key(text) for text in (texts[-2], texts[-1], texts[-3])]
+    assert list(compiler._compiled) == kept
