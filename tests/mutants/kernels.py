@@ -35,6 +35,13 @@ MUTANTS = [
         f"{ADAPTERS}::test_equals_the_specification",
     ),
     Mutant(
+        "the weights of a sum's second factors are ignored",
+        "shard/model/lora/targets.c",
+        "u[p][k] = expands[p] * end[k]",
+        "u[p][k] = end[k]",
+        f"{ADAPTERS}::test_a_sum_equals_the_merged_adapter_in_any_batch",
+    ),
+    Mutant(
         "on devices, the four bits of one input are read as those of another",
         "shard/model/kernels/device_integers.py",
         "words >> bits * part &",
