@@ -242,7 +242,7 @@ _DESCRIPTIONS = {
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
-    "virtual": "virtual tokens on this device, for",
+    "virtual": "an adapter with virtual tokens on this device",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
 

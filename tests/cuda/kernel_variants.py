@@ -109,13 +109,14 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     shrinking, expanding = tuned.tiles("shrink", num_in, dtype), tuned.tiles("expand", num_out, dtype)
     tasks, row_ids = tensor(16, 3, dtype=I32), tensor(T, dtype=I32)
     parts, table = tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64)
+    sums = tensor(32, int(lora.SUM), dtype=I32)
     if is_embedding:
         h = tensor(T, dtype=I64)
     else:
-        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, table[:0], 792, shrinking)
+        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, sums, 792, shrinking)
     lora.expand_rows(
-        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 792,
-        num_out % 16 == 0, shrinking[1], expanding,
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, sums,
+        [num_out] * num_parts, 792, num_out % 16 == 0, shrinking[1], expanding,
     )  # fmt: skip
 
 
