@@ -146,11 +146,13 @@ class StepInputs:
         # of a padded step: destination and source, on the device
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def reserve_groups(self, max_rows: int, max_slots: int, max_drafts: int = 0) -> None:
+    def reserve_groups(self, max_rows: int, max_slots: int, max_drafts: int = 0, num_sums: int = 0) -> None:
         """From now on describe to the device too which rows belong to which adapter, and which draft tokens to which
-        head, in steps of up to `max_rows` rows, and `max_drafts` draft tokens with them at the output head.
+        head, in steps of up to `max_rows` rows, and `max_drafts` draft tokens with them at the output head. The last
+        `num_sums` slots are sums of adapters.
         """
-        self._groups = RowGroups(max_rows, max_slots), RowGroups(max_rows + max_drafts, max_slots)
+        of_rows, of_head = (RowGroups(count, max_slots, num_sums) for count in (max_rows, max_rows + max_drafts))
+        self._groups = of_rows, of_head
         self.head_groups = HeadGroups(max_drafts)
 
     def pad(self, padding: Padding | None) -> None:
@@ -183,7 +185,9 @@ class StepInputs:
             self._host_rows = logits_rows.tolist()
         self.bounds, self._on_device, self.virtual_rows = None, on_device, []
         self._moves.clear()
-        if self._padding is not None:
+        # captured steps have no kernels for sums of adapters
+        has_sums = self._groups is not None and bool((segments.slots >= self._groups[0].first_sum).any())
+        if self._padding is not None and not has_sums:
             num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
             if self.bounds is not None:

@@ -20,9 +20,14 @@ TASK_ROWS = 16
 class RowGroups:
     """The tasks of one step at a time."""
 
-    def __init__(self, max_rows: int, max_slots: int) -> None:
-        """`max_rows`, `max_slots`: most rows of a step, and most slots that they belong to."""
+    def __init__(self, max_rows: int, max_slots: int, num_sums: int = 0) -> None:
+        """`max_rows`, `max_slots`: most rows of a step, and most slots that they belong to, the last `num_sums` of
+        which are sums of adapters.
+        """
         self.max_rows, self.max_slots = max_rows, max_slots
+        self.first_sum = max_slots - num_sums
+        self.has_sums = False
+        """Whether a row of the step belongs to a sum."""
         # [num_launched, 3] slot, first index into row_ids, number of rows: the used tasks and some empty ones
         self.tasks = torch.empty(0, 3, dtype=torch.int32)
         # [rows + 1] the slot of each row of the step; -1 for none, and after the used rows
@@ -47,6 +52,7 @@ class RowGroups:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
         what is launched depends on that number alone. Raises RuntimeError for more rows than were reserved.
         """
+        self.has_sums = bool((slots >= self.first_sum).any())
         tasks, row_ids = group(slots)
         if num_padded is None:
             num_launched = 1 << (len(tasks) - 1).bit_length() if len(tasks) else 0

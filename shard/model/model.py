@@ -98,6 +98,7 @@ class Model:
         self.inputs = inputs
         inputs.num_attention_numbers = backend.num_numbers
         self.lora_targets = lora_targets
+        self.composed_slots = ComposedSlots(0, 0)
         """The modules that adapters can change, by name."""
         self.heads = HeadsPool(inputs)
         for target in lora_targets.values():
@@ -168,7 +169,7 @@ class Model:
         from lorikeet.shard.model.medusa.cuda import DeviceHeads
 
         tuned = tuning.read(self.info.device)
-        self.inputs.reserve_groups(max_rows, num_slots + num_sums, max_drafts)
+        self.inputs.reserve_groups(max_rows, num_slots + num_sums, max_drafts, num_sums)
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
         targets, device = targets_of(self.lora_targets), self.info.device
         self._kernels = DeviceKernels(targets, num_slots, device, tuned, num_sums)
@@ -177,14 +178,16 @@ class Model:
     @torch.inference_mode()
     def warm_up_adapters(self) -> None:
         """Compile the kernels of adapters and heads, which would otherwise happen in the step of the first adapter:
-        compute a token with an empty slot. All ranks do so together.
+        compute a token with an empty slot, and one with an empty sum. All ranks do so together.
         """
         if self._kernels is None or self.heads.kernels is None:
             return
         inputs = self.inputs
-        ids = torch.zeros(1, dtype=torch.long, device=self.info.device)
+        slots = [0] if not self.composed_slots.num_sums else [0, self.composed_slots.num_slots]
+        ids = torch.zeros(len(slots), dtype=torch.long, device=self.info.device)
         heads = [HeadsRow(0, 0, 1)] if self.heads.vocab_size else []
-        inputs.fill([Segment(0, 1, range(1), slot=0)], ids, ids, [0], heads)
+        rows = torch.arange(len(slots), device=self.info.device)
+        inputs.fill([Segment(0, 1, range(1), slot=slot) for slot in slots], ids, rows, rows.tolist(), heads)
         self.backend.prepare(inputs)
         inputs.send()
         with self._kernels.assumed_changed(0), self.heads.kernels.assumed_outputs():

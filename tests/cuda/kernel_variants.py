@@ -109,14 +109,28 @@ def adapt(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embe
     shrinking, expanding = tuned.tiles("shrink", num_in, dtype), tuned.tiles("expand", num_out, dtype)
     tasks, row_ids = tensor(16, 3, dtype=I32), tensor(T, dtype=I32)
     parts, table = tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64)
-    sums = tensor(32, int(lora.SUM), dtype=I32)
     if is_embedding:
         h = tensor(T, dtype=I64)
     else:
-        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, sums, 792, shrinking)
+        h = lora.shrink_rows(tensor(T, num_in, dtype=dtype), tasks, row_ids, parts, table, 792, shrinking)
     lora.expand_rows(
-        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, sums,
-        [num_out] * num_parts, 792, num_out % 16 == 0, shrinking[1], expanding,
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, [num_out] * num_parts, 792,
+        num_out % 16 == 0, shrinking[1], expanding,
+    )  # fmt: skip
+
+
+def add_sums(dtype: torch.dtype, num_in: int, num_out: int, num_parts: int, is_embedding: bool = False) -> None:
+    tuned = tuning.defaults(META)
+    shrinking, expanding = tuned.tiles("shrink", num_in, dtype), tuned.tiles("expand", num_out, dtype)
+    tasks, row_ids, sums = tensor(16, 3, dtype=I32), tensor(T, dtype=I32), tensor(8, int(lora.SUM), dtype=I32)
+    parts, table = tensor(num_parts, 4, dtype=I64), tensor(64, 225, 5, dtype=I64)
+    h = tensor(T, dtype=I64)
+    if not is_embedding:
+        x = tensor(T, num_in, dtype=dtype)
+        h = lora.shrink_sums_rows(x, tasks, row_ids, parts, table, sums, 792, shrinking)
+    lora.expand_sums_rows(
+        h, tensor(T, num_out * num_parts, dtype=dtype), tasks, row_ids, parts, table, sums, [num_out] * num_parts, 792,
+        shrinking[1], expanding,
     )  # fmt: skip
 
 
@@ -209,6 +223,10 @@ def _variants() -> Iterator[Variant]:
         yield Variant(f"adapters{name}", lambda dtype=dtype: adapt(dtype, 4096, 4096, 3), *span)
         yield Variant(f"adapters, odd sizes{name}", lambda dtype=dtype: adapt(dtype, 4095, 4095, 1), *span)
         yield Variant(f"adapters of embeddings{name}", lambda dtype=dtype: adapt(dtype, 1, 4096, 1, True), *span)
+        yield Variant(f"sums of adapters{name}", lambda dtype=dtype: add_sums(dtype, 4096, 4096, 3), *span)
+        yield Variant(f"sums of adapters, odd sizes{name}", lambda dtype=dtype: add_sums(dtype, 4095, 4095, 1), *span)
+        call = lambda dtype=dtype: add_sums(dtype, 1, 4096, 1, True)
+        yield Variant(f"sums of adapters of embeddings{name}", call, *span)
         yield Variant(f"Medusa heads{name}", lambda dtype=dtype: heads(dtype, 4096, 128256), *span)
         sizes = {products_triton.FEW_ROWS, products_triton.MANY_ROWS if dtype == BF16 else products_triton.FEW_ROWS}
         for rows in sorted(sizes):

@@ -19,7 +19,15 @@ from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
 from lorikeet.shard.model.lora.targets import ExpertTargets, LoraTarget, Product, Shrunk, SlotImage
-from lorikeet.shard.model.lora.triton import ENTRY, PART, SUM, expand_rows, shrink_rows
+from lorikeet.shard.model.lora.triton import (
+    ENTRY,
+    PART,
+    SUM,
+    expand_rows,
+    expand_sums_rows,
+    shrink_rows,
+    shrink_sums_rows,
+)
 from lorikeet.shard.system import gpu
 
 _ALIGNED = 16
@@ -55,7 +63,6 @@ class DeviceKernels:
         self._changes = np.zeros(self.table.shape[:2], np.bool_)
         self._num_programs = PROGRAMS_PER_PROCESSOR[gpu.capability(device) >= MATRIX_UNITS] * gpu.num_processors(device)
         self._parts: dict[tuple[tuple[LoraTarget, int], ...], torch.Tensor] = {}
-        self._no_sums = self.sums[:0]
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._memories: dict[int, torch.Tensor] = {}  # the table has their addresses alone
         for target in targets:
@@ -125,11 +132,15 @@ class DeviceKernels:
         if shrunk is None:
             shrunk = self._shrink(rows, first.x, self._describe(columns))
         self._expand(rows, shrunk, y, columns)
+        if _groups_of(rows).has_sums:
+            self._add_sums(rows, first.x, y, columns)
 
     def adapt_embedding(self, rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
         """ids: [rows] token ids; y: [rows, H], in place."""
         columns = [(target, 0)]
         self._expand(rows, Shrunk(ids, self._describe(columns), 1, None), y, columns)
+        if _groups_of(rows).has_sums:
+            self._add_sums(rows, ids, y, columns)
 
     @contextmanager
     def assumed_changed(self, slot: int) -> Iterator[None]:
@@ -160,9 +171,9 @@ class DeviceKernels:
         table = self.table.view(-1, 1, ENTRY.value)
         shrinking = self._tuned.tiles("shrink", targets.num_in, y.dtype)
         expanding = self._tuned.tiles("expand", targets.num_out, y.dtype)
-        h = shrink_rows(x, tasks.tasks, tasks.pair_ids, parts, table, self._no_sums, self._num_programs, shrinking)
+        h = shrink_rows(x, tasks.tasks, tasks.pair_ids, parts, table, self._num_programs, shrinking)
         expand_rows(
-            h, y, tasks.tasks, tasks.pair_ids, parts, table, self._no_sums, [targets.num_out], self._num_programs,
+            h, y, tasks.tasks, tasks.pair_ids, parts, table, [targets.num_out], self._num_programs,
             targets.num_out % _ALIGNED == 0, shrinking[1], expanding,
         )  # fmt: skip
 
@@ -173,7 +184,7 @@ class DeviceKernels:
         groups = _groups_of(rows)
         x = x if x.stride(1) == 1 else x.contiguous()
         tiles = self._tuned.tiles("shrink", x.shape[1], x.dtype)
-        h = shrink_rows(x, groups.tasks, groups.row_ids, parts, self.table, self.sums, self._num_programs, tiles)
+        h = shrink_rows(x, groups.tasks, groups.row_ids, parts, self.table, self._num_programs, tiles)
         return Shrunk(h, parts, tiles[1], stream)
 
     def _expand(
@@ -186,8 +197,28 @@ class DeviceKernels:
         num_outs = [target.num_out for target, _ in columns]
         is_aligned = all(target.num_out % _ALIGNED == 0 and column % _ALIGNED == 0 for target, column in columns)
         expand_rows(
-            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, self.sums, num_outs,
-            self._num_programs, is_aligned, shrunk.splits, self._tuned.tiles("expand", max(num_outs), y.dtype),
+            shrunk.h, y, groups.tasks, groups.row_ids, shrunk.parts, self.table, num_outs, self._num_programs,
+            is_aligned, shrunk.splits, self._tuned.tiles("expand", max(num_outs), y.dtype),
+        )  # fmt: skip
+
+    def _add_sums(
+        self, rows: AdapterRows, x: torch.Tensor, y: torch.Tensor, columns: Sequence[tuple[LoraTarget, int]]
+    ) -> None:
+        """Add the rows' sums of adapters. x: [rows, in], or [rows] token ids; y: [rows, columns of all parts], in
+        place.
+        """
+        groups, parts, num_outs = _groups_of(rows), self._describe(columns), [target.num_out for target, _ in columns]
+        h, splits = x, 1
+        if x.dim() == 2:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            tiles = self._tuned.tiles("shrink", x.shape[1], x.dtype)
+            splits = tiles[1]
+            h = shrink_sums_rows(
+                x, groups.tasks, groups.row_ids, parts, self.table, self.sums, self._num_programs, tiles
+            )  # fmt: skip
+        expand_sums_rows(
+            h, y, groups.tasks, groups.row_ids, parts, self.table, self.sums, num_outs, self._num_programs, splits,
+            self._tuned.tiles("expand", max(num_outs), y.dtype),
         )  # fmt: skip
 
     def _describe(self, columns: Sequence[tuple[LoraTarget, int]]) -> torch.Tensor:

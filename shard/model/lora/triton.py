@@ -1,4 +1,5 @@
-"""Low-rank adapters on CUDA: two Triton kernels for any mix of adapters and ranks in one step.
+"""Low-rank adapters on CUDA: two Triton kernels for any mix of adapters and ranks in one step, and two more for sums of
+adapters, which a step with such rows launches too.
 
 `shrink` computes h = A x, and `expand` updates y with B h, DoRA's scale and the adapter's bias (targets.py has the
 specification). Ranks, addresses and rows are read from device memory at fixed addresses: no launch waits for the host.
@@ -38,27 +39,8 @@ MOST_TILES = tl.constexpr(MOST_RANK // RANKS)
 
 
 @triton.jit
-def _splits(num_tiles, SPLITS: tl.constexpr):
-    return tl.maximum(1, SPLITS // tl.maximum(1, num_tiles))
-
-
-@triton.jit
-def _members(compositions, table, index, target, num_targets, RANKS: tl.constexpr):
-    """Of the adapters of a sum, [MOST_PARTS]: their entries' places in the table, ranks, and the ends of their tiles
-    among those of the sum, at most MOST_RANK // RANKS.
-    """
-    places = tl.arange(0, MOST_PARTS)
-    is_member = places < tl.load(compositions + index * SUM)
-    slots = tl.load(compositions + index * SUM + 2 + places, mask=is_member, other=0)
-    entries = (slots * num_targets + target) * ENTRY
-    ranks = tl.load(table + entries, mask=is_member, other=0).to(tl.int32)
-    return entries, ranks, tl.minimum(tl.cumsum(tl.cdiv(ranks, RANKS), 0), MOST_TILES)
-
-
-@triton.jit
-def _member(values, place):
-    """The value of one adapter of a sum."""
-    return tl.sum(tl.where(tl.arange(0, MOST_PARTS) == place, values, 0), 0)
+def _splits(rank, RANKS: tl.constexpr, SPLITS: tl.constexpr):
+    return tl.maximum(1, SPLITS // tl.maximum(1, tl.cdiv(rank, RANKS)))
 
 
 @triton.jit
@@ -77,10 +59,9 @@ def _num_used(tasks, num_tasks):
     return used
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
+@triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
 def shrink(
-    x, h, tasks, row_ids, parts, table, compositions, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts,
-    room,
+    x, h, tasks, row_ids, parts, table, num_in, x_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     """h[row, part, split, j] = x[row] . a[j] over the split's inputs, float32, `room` of them per row and part.
@@ -98,40 +79,29 @@ def shrink(
         entry = table + (slot * num_targets + target) * ENTRY
         rank = tl.load(entry).to(tl.int32)
         rank = tl.where(count > 0, rank, 0)
-        num_tiles = tl.cdiv(rank, RANKS)
-        if slot >= num_slots:
-            _, _, ends = _members(compositions, table, slot - num_slots, target, num_targets, RANKS)
-            num_tiles = tl.where(count > 0, tl.max(ends, 0), 0)
-        splits = _splits(num_tiles, SPLITS)
+        splits = _splits(rank, RANKS, SPLITS)
         span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
         row = (rows * num_parts + part) * room
         # The same number of pieces for every rank, so that a captured launch fits any adapter: large ranks loop.
-        for at in range(piece, splits * num_tiles, SPLITS):
-            split = at % splits
-            tile = at // splits
-            place = h + row[:, None] + split * num_tiles * RANKS + tile * RANKS + tl.arange(0, RANKS)[None, :]
-            if slot >= num_slots:
-                entries, ranks, ends = _members(compositions, table, slot - num_slots, target, num_targets, RANKS)
-                member = tl.sum((ends <= tile).to(tl.int32), 0)
-                tile -= tl.max(tl.where(ends <= tile, ends, 0), 0)
-                entry = table + _member(entries, member)
-                rank = _member(ranks, member)
+        for at in range(piece, splits * tl.cdiv(rank, RANKS), SPLITS):
             a = _pointer(entry, 1, x.dtype.element_ty)
-            factors = tile * RANKS + tl.arange(0, RANKS)
+            split = at % splits
+            factors = (at // splits) * RANKS + tl.arange(0, RANKS)
             sums = multiply_rows(
                 x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
                 tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < rank, ROWS, RANKS, DEPTH,
                 WIDENS,
             )  # fmt: skip
+            place = h + row[:, None] + split * tl.cdiv(rank, RANKS) * RANKS + factors[None, :]
             tl.store(place, sums, mask=(lanes < count)[:, None])
 
 
 @triton.jit
-def _sum_splits(h, row, is_row, factors, num_tiles, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+def _sum_splits(h, row, is_row, factors, rank, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """[ROWS, RANKS] float32: the sums of all splits, in their order."""
-    padded = num_tiles * RANKS
+    padded = tl.cdiv(rank, RANKS) * RANKS
     # without factors nothing has been written
-    splits = tl.where(num_tiles > 0, _splits(num_tiles, SPLITS), 0)
+    splits = tl.where(rank > 0, _splits(rank, RANKS, SPLITS), 0)
     value = tl.zeros((ROWS, RANKS), tl.float32)
     for split in tl.static_range(SPLITS):
         place = h + row[:, None] + split * padded + factors[None, :]
@@ -195,6 +165,139 @@ def _share(parts, num_parts, num_tasks, WIDTH: tl.constexpr, PARTS: tl.constexpr
     return length, tl.cumsum(tl.cdiv(blocks, length), 0)
 
 
+@triton.jit(do_not_specialize=["num_targets", "num_tasks", "num_parts"])
+def expand(
+    h, y, tasks, row_ids, parts, table, y_stride, num_targets, num_tasks, num_parts, room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Add the adapters of the tasks' rows to y. A program takes neighbouring blocks of WIDTH outputs of one task and
+    part; it reads what they share once, and weights and y of the next block while it computes one.
+
+    For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink. PARTS: a
+    power of two, at least num_parts. IS_ALIGNED: 16 divides each part's first column and number of outputs; IS_WHOLE:
+    WIDTH divides the latter.
+    """
+    element: tl.constexpr = y.dtype.element_ty
+    lanes, factors = tl.arange(0, ROWS), tl.arange(0, RANKS)
+    used = _num_used(tasks, num_tasks)
+    length, ends = _share(parts, num_parts, used, WIDTH, PARTS)
+    num_shares = tl.max(ends, 0)
+    for item in tl.range(tl.program_id(0), used * num_shares, tl.num_programs(0), num_stages=1):
+        task, place = item // num_shares, item % num_shares
+        part = tl.sum((ends <= place).to(tl.int32), 0)
+        begin = (place - tl.max(tl.where(ends <= place, ends, 0), 0)) * length
+        slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
+        target = tl.load(parts + part * PART)
+        num_out = tl.load(parts + part * PART + 1).to(tl.int32)
+        column = tl.load(parts + part * PART + 2).to(tl.int32)
+        is_row = lanes < count
+        rows = tl.load(row_ids + first + lanes, mask=is_row, other=0).to(tl.int64)
+        if IS_ALIGNED:
+            num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
+        entry = table + (slot * num_targets + target) * ENTRY
+        rank = tl.load(entry).to(tl.int32)
+        # the number of each: all or none
+        num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
+        num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
+        num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
+        if (count > 0) & (rank + num_scales + num_biases > 0):
+            end = tl.minimum(begin + length, tl.cdiv(num_out, WIDTH))
+            a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
+            scales, biases = _pointer(entry, 3, tl.float32), _pointer(entry, 4, tl.float32)
+            bases = _pointer(parts + part * PART, 3, tl.float32)
+            outputs = begin * WIDTH + tl.arange(0, WIDTH)
+            results = y + rows[:, None] * y_stride + column
+            weights = _load_b(b, factors, outputs, rank, num_out, IS_WHOLE)
+            before = _load_results(results, outputs, is_row, num_out, IS_WHOLE)
+            if IS_EMBEDDING:
+                row = tl.load(h + rows, mask=is_row, other=0)
+                value = _factors_of_ids(a, row, is_row, factors, rank)
+            else:
+                row = (rows * num_parts + part) * room
+                value = _sum_splits(h, row, is_row, factors, rank, RANKS, SPLITS, ROWS)
+            # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
+            for block in tl.range(begin, end, num_stages=1):
+                # the last block is read again
+                following = tl.minimum(block + 1, end - 1) * WIDTH + tl.arange(0, WIDTH)
+                next_weights = _load_b(b, factors, following, rank, num_out, IS_WHOLE)
+                next_before = _load_results(results, following, is_row, num_out, IS_WHOLE)
+                delta = _multiply_factors(value, weights, tl.zeros((ROWS, WIDTH), tl.float32), WIDENS)
+                for start in tl.range(RANKS, rank, RANKS, num_stages=1):
+                    others = start + factors
+                    if IS_EMBEDDING:
+                        more = _factors_of_ids(a, row, is_row, others, rank)
+                    else:
+                        more = _sum_splits(h, row, is_row, others, rank, RANKS, SPLITS, ROWS)
+                    more_weights = _load_b(b, others, outputs, rank, num_out, IS_WHOLE)
+                    delta = _multiply_factors(more, more_weights, delta, WIDENS)
+                after = before.to(tl.float32) + delta
+                if num_scales + num_biases > 0:
+                    scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
+                    bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
+                    base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
+                    after = scale[None, :] * (before.to(tl.float32) - base[None, :] + delta)
+                    after = after + base[None, :] + bias[None, :]
+                mask = is_row[:, None]
+                if not IS_WHOLE:
+                    mask = mask & (outputs < num_out)[None, :]
+                tl.store(results + outputs[None, :], rounded(after, element), mask=mask)
+                weights, before, outputs = next_weights, next_before, following
+
+
+@triton.jit
+def _members(compositions, table, index, target, num_targets, RANKS: tl.constexpr):
+    """Of the adapters of a sum, [MOST_PARTS]: their entries' places in the table, ranks, and the ends of their tiles
+    among those of the sum, at most MOST_RANK // RANKS.
+    """
+    places = tl.arange(0, MOST_PARTS)
+    is_member = places < tl.load(compositions + index * SUM)
+    slots = tl.load(compositions + index * SUM + 2 + places, mask=is_member, other=0)
+    entries = (slots * num_targets + target) * ENTRY
+    ranks = tl.load(table + entries, mask=is_member, other=0).to(tl.int32)
+    return entries, ranks, tl.minimum(tl.cumsum(tl.cdiv(ranks, RANKS), 0), MOST_TILES)
+
+
+@triton.jit
+def _member(values, place):
+    """The value of one adapter of a sum."""
+    return tl.sum(tl.where(tl.arange(0, MOST_PARTS) == place, values, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
+def shrink_sums(
+    x, h, tasks, row_ids, parts, table, compositions, num_slots, num_in, x_stride, num_targets, num_tasks, num_parts,
+    room,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """As `shrink`, for the rows of sums: the factors of their adapters, one after the other, in whole tiles."""
+    lanes = tl.arange(0, ROWS)
+    num_items = _num_used(tasks, num_tasks) * num_parts * SPLITS
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        task, part, piece = item // SPLITS // num_parts, item // SPLITS % num_parts, item % SPLITS
+        slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
+        if (count > 0) & (slot >= num_slots):
+            target = tl.load(parts + part * PART)
+            rows = tl.load(row_ids + first + lanes, mask=lanes < count, other=0).to(tl.int64)
+            entries, ranks, ends = _members(compositions, table, slot - num_slots, target, num_targets, RANKS)
+            num_tiles = tl.max(ends, 0)
+            splits = _splits(num_tiles * RANKS, RANKS, SPLITS)
+            span = tl.cdiv(tl.cdiv(num_in, DEPTH), splits) * DEPTH
+            row = (rows * num_parts + part) * room
+            for at in range(piece, splits * num_tiles, SPLITS):
+                split, tile = at % splits, at // splits
+                place = h + row[:, None] + split * num_tiles * RANKS + tile * RANKS + tl.arange(0, RANKS)[None, :]
+                member = tl.sum((ends <= tile).to(tl.int32), 0)
+                factors = (tile - tl.max(tl.where(ends <= tile, ends, 0), 0)) * RANKS + tl.arange(0, RANKS)
+                a = _pointer(table + _member(entries, member), 1, x.dtype.element_ty)
+                sums = multiply_rows(
+                    x + rows[:, None] * x_stride, a + factors[None, :] * num_in, 1, split * span,
+                    tl.minimum(num_in, (split + 1) * span), num_in, lanes < count, factors < _member(ranks, member),
+                    ROWS, RANKS, DEPTH, WIDENS,
+                )  # fmt: skip
+                tl.store(place, sums, mask=(lanes < count)[:, None])
+
+
 @triton.jit
 def _factors_of_member(
     h, a, row, is_row, first, tile, num_tiles, rank,
@@ -205,7 +308,7 @@ def _factors_of_member(
     if IS_EMBEDDING:
         value = _factors_of_ids(a, row, is_row, tile * RANKS + factors, rank)
     else:
-        value = _sum_splits(h, row, is_row, (first + tile) * RANKS + factors, num_tiles, RANKS, SPLITS, ROWS)
+        value = _sum_splits(h, row, is_row, (first + tile) * RANKS + factors, num_tiles * RANKS, RANKS, SPLITS, ROWS)
     return value
 
 
@@ -265,20 +368,14 @@ def _sum_of_adapters(
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_targets", "num_tasks", "num_parts"])
-def expand(
+def expand_sums(
     h, y, tasks, row_ids, parts, table, compositions, num_slots, y_stride, num_targets, num_tasks, num_parts, room,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_EMBEDDING: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Add the adapters of the tasks' rows to y. A program takes neighbouring blocks of WIDTH outputs of one task and
-    part; it reads what they share once, and weights and y of the next block while it computes one.
-
-    For embeddings `h` holds the [rows] token ids, and a row of a, [in, rank], replaces the result of shrink. PARTS: a
-    power of two, at least num_parts. IS_ALIGNED: 16 divides each part's first column and number of outputs; IS_WHOLE:
-    WIDTH divides the latter.
-    """
+    """As `expand`, for the rows of sums. For embeddings `h` holds the [rows] token ids."""
     element: tl.constexpr = y.dtype.element_ty
-    lanes, factors = tl.arange(0, ROWS), tl.arange(0, RANKS)
+    lanes = tl.arange(0, ROWS)
     used = _num_used(tasks, num_tasks)
     length, ends = _share(parts, num_parts, used, WIDTH, PARTS)
     num_shares = tl.max(ends, 0)
@@ -287,20 +384,12 @@ def expand(
         part = tl.sum((ends <= place).to(tl.int32), 0)
         begin = (place - tl.max(tl.where(ends <= place, ends, 0), 0)) * length
         slot, first, count = tl.load(tasks + task * 3), tl.load(tasks + task * 3 + 1), tl.load(tasks + task * 3 + 2)
-        target = tl.load(parts + part * PART)
-        num_out = tl.load(parts + part * PART + 1).to(tl.int32)
-        column = tl.load(parts + part * PART + 2).to(tl.int32)
-        is_row = lanes < count
-        rows = tl.load(row_ids + first + lanes, mask=is_row, other=0).to(tl.int64)
-        if IS_ALIGNED:
-            num_out, column = tl.multiple_of(num_out, 16), tl.multiple_of(column, 16)
-        entry = table + (slot * num_targets + target) * ENTRY
-        rank = tl.load(entry).to(tl.int32)
-        # the number of each: all or none
-        num_scales = tl.where(tl.load(entry + 3) != 0, num_out, 0)
-        num_biases = tl.where(tl.load(entry + 4) != 0, num_out, 0)
-        num_bases = tl.where(tl.load(parts + part * PART + 3) != 0, num_scales, 0)
         if (count > 0) & (slot >= num_slots):
+            target = tl.load(parts + part * PART)
+            num_out = tl.load(parts + part * PART + 1).to(tl.int32)
+            column = tl.load(parts + part * PART + 2).to(tl.int32)
+            is_row = lanes < count
+            rows = tl.load(row_ids + first + lanes, mask=is_row, other=0).to(tl.int64)
             if IS_EMBEDDING:
                 begins = tl.load(h + rows, mask=is_row, other=0)
             else:
@@ -315,48 +404,6 @@ def expand(
                 is_place = is_row[:, None] & (columns < num_out)[None, :]
                 before = tl.load(places, mask=is_place, other=0.0).to(tl.float32)
                 tl.store(places, rounded(before + delta, element), mask=is_place)
-        elif (count > 0) & (rank + num_scales + num_biases > 0):
-            end = tl.minimum(begin + length, tl.cdiv(num_out, WIDTH))
-            a, b = _pointer(entry, 1, element), _pointer(entry, 2, element)
-            scales, biases = _pointer(entry, 3, tl.float32), _pointer(entry, 4, tl.float32)
-            bases = _pointer(parts + part * PART, 3, tl.float32)
-            outputs = begin * WIDTH + tl.arange(0, WIDTH)
-            results = y + rows[:, None] * y_stride + column
-            weights = _load_b(b, factors, outputs, rank, num_out, IS_WHOLE)
-            before = _load_results(results, outputs, is_row, num_out, IS_WHOLE)
-            if IS_EMBEDDING:
-                row = tl.load(h + rows, mask=is_row, other=0)
-                value = _factors_of_ids(a, row, is_row, factors, rank)
-            else:
-                row = (rows * num_parts + part) * room
-                value = _sum_splits(h, row, is_row, factors, tl.cdiv(rank, RANKS), RANKS, SPLITS, ROWS)
-            # One stage: with more, some versions of ptxas mistranslate a rounding inside a pipelined loop on Hopper.
-            for block in tl.range(begin, end, num_stages=1):
-                # the last block is read again
-                following = tl.minimum(block + 1, end - 1) * WIDTH + tl.arange(0, WIDTH)
-                next_weights = _load_b(b, factors, following, rank, num_out, IS_WHOLE)
-                next_before = _load_results(results, following, is_row, num_out, IS_WHOLE)
-                delta = _multiply_factors(value, weights, tl.zeros((ROWS, WIDTH), tl.float32), WIDENS)
-                for start in tl.range(RANKS, rank, RANKS, num_stages=1):
-                    others = start + factors
-                    if IS_EMBEDDING:
-                        more = _factors_of_ids(a, row, is_row, others, rank)
-                    else:
-                        more = _sum_splits(h, row, is_row, others, tl.cdiv(rank, RANKS), RANKS, SPLITS, ROWS)
-                    more_weights = _load_b(b, others, outputs, rank, num_out, IS_WHOLE)
-                    delta = _multiply_factors(more, more_weights, delta, WIDENS)
-                after = before.to(tl.float32) + delta
-                if num_scales + num_biases > 0:
-                    scale = tl.load(scales + outputs, mask=outputs < num_scales, other=1.0)
-                    bias = tl.load(biases + outputs, mask=outputs < num_biases, other=0.0)
-                    base = tl.load(bases + outputs, mask=outputs < num_bases, other=0.0)
-                    after = scale[None, :] * (before.to(tl.float32) - base[None, :] + delta)
-                    after = after + base[None, :] + bias[None, :]
-                mask = is_row[:, None]
-                if not IS_WHOLE:
-                    mask = mask & (outputs < num_out)[None, :]
-                tl.store(results + outputs[None, :], rounded(after, element), mask=mask)
-                weights, before, outputs = next_weights, next_before, following
 
 
 def room_of(splits: int) -> int:
@@ -367,20 +414,19 @@ def room_of(splits: int) -> int:
 @operator("shrink_rows", mutates_args=())
 def shrink_rows(
     x: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor, table: torch.Tensor,
-    sums: torch.Tensor, num_programs: int, tiles: list[int],
+    num_programs: int, tiles: list[int],
 ) -> torch.Tensor:  # fmt: skip
     """Returns h for `expand_rows`, [rows, parts, room] float32, defined for the tasks' rows.
 
-    x: [rows, in]; tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY], the last
-    slots for sums: [sums, SUM]; num_programs: at most; tiles: DEPTH, SPLITS, warps and stages.
+    x: [rows, in]; tasks, row_ids: of RowGroups; parts: [parts, PART]; table: [slots, targets, ENTRY]; num_programs: at
+    most; tiles: DEPTH, SPLITS, warps and stages.
     """
     depth, splits, warps, stages = tiles
     num_parts, num_items = parts.shape[0], tasks.shape[0] * parts.shape[0] * splits
     h = x.new_empty((x.shape[0], num_parts, room_of(splits)), dtype=torch.float32)
     shrink[(max(1, min(num_programs, num_items)),)](
-        x, h, tasks, row_ids, parts, table, sums, table.shape[0] - sums.shape[0], x.shape[1], x.stride(0),
-        table.shape[1], tasks.shape[0], num_parts, h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS,
-        DEPTH=depth, SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True,
+        x, h, tasks, row_ids, parts, table, x.shape[1], x.stride(0), table.shape[1], tasks.shape[0], num_parts,
+        h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth, SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return h
@@ -388,8 +434,8 @@ def shrink_rows(
 
 @shrink_rows.register_fake
 def _(
-    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _sums: object,
-    _programs: int, tiles: list[int],
+    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _programs: int,
+    tiles: list[int],
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], parts.shape[0], room_of(tiles[1])), dtype=torch.float32)
 
@@ -397,8 +443,7 @@ def _(
 @operator("expand_rows", mutates_args=("y",))
 def expand_rows(
     h: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
-    table: torch.Tensor, sums: torch.Tensor, num_outs: list[int], num_programs: int, is_aligned: bool,
-    splits: int, tiles: list[int],
+    table: torch.Tensor, num_outs: list[int], num_programs: int, is_aligned: bool, splits: int, tiles: list[int],
 ) -> None:  # fmt: skip
     """y: [rows, out of all parts], changed in place. h: of `shrink_rows` with as many `splits`, or [rows] token ids for
     embeddings; num_outs: outputs of each part; tiles: WIDTH, warps and stages; the rest as there.
@@ -407,13 +452,61 @@ def expand_rows(
     num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(max(num_outs), width), h.dim() == 1
     is_whole = all(num_out % width == 0 for num_out in num_outs)
     expand[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
-        h, y, tasks, row_ids, parts, table, sums, table.shape[0] - sums.shape[0], y.stride(0), table.shape[1],
-        tasks.shape[0], num_parts, 0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width,
-        SPLITS=splits, PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_WHOLE=is_whole,
+        h, y, tasks, row_ids, parts, table, y.stride(0), table.shape[1], tasks.shape[0], num_parts,
+        0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, WIDTH=width, SPLITS=splits,
+        PARTS=triton.next_power_of_2(num_parts), IS_ALIGNED=is_aligned, IS_WHOLE=is_whole,
         IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
 @expand_rows.register_fake
+def _(*_args: object) -> None:
+    return None
+
+
+@operator("shrink_sums_rows", mutates_args=())
+def shrink_sums_rows(
+    x: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor, table: torch.Tensor,
+    compositions: torch.Tensor, num_programs: int, tiles: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """As `shrink_rows`, for the rows of sums. compositions: [sums, SUM] int32, the last slots of the table."""
+    depth, splits, warps, stages = tiles
+    num_parts, num_items = parts.shape[0], tasks.shape[0] * parts.shape[0] * splits
+    h = x.new_empty((x.shape[0], num_parts, room_of(splits)), dtype=torch.float32)
+    shrink_sums[(max(1, min(num_programs, num_items)),)](
+        x, h, tasks, row_ids, parts, table, compositions, table.shape[0] - compositions.shape[0], x.shape[1],
+        x.stride(0), table.shape[1], tasks.shape[0], num_parts, h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS, DEPTH=depth,
+        SPLITS=splits, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return h
+
+
+@shrink_sums_rows.register_fake
+def _(
+    x: torch.Tensor, _tasks: object, _row_ids: object, parts: torch.Tensor, _table: object, _compositions: object,
+    _programs: int, tiles: list[int],
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], parts.shape[0], room_of(tiles[1])), dtype=torch.float32)
+
+
+@operator("expand_sums_rows", mutates_args=("y",))
+def expand_sums_rows(
+    h: torch.Tensor, y: torch.Tensor, tasks: torch.Tensor, row_ids: torch.Tensor, parts: torch.Tensor,
+    table: torch.Tensor, compositions: torch.Tensor, num_outs: list[int], num_programs: int, splits: int,
+    tiles: list[int],
+) -> None:  # fmt: skip
+    """As `expand_rows`, for the rows of sums. h: of `shrink_sums_rows`."""
+    width, warps, stages = tiles
+    num_parts, num_blocks, is_embedding = parts.shape[0], triton.cdiv(max(num_outs), width), h.dim() == 1
+    is_whole = all(num_out % width == 0 for num_out in num_outs)
+    expand_sums[(max(1, min(num_programs, tasks.shape[0] * num_parts * num_blocks)),)](
+        h, y, tasks, row_ids, parts, table, compositions, table.shape[0] - compositions.shape[0], y.stride(0),
+        table.shape[1], tasks.shape[0], num_parts, 0 if is_embedding else h.shape[2], ROWS=TASK_ROWS, RANKS=RANKS,
+        WIDTH=width, SPLITS=splits, PARTS=triton.next_power_of_2(num_parts), IS_WHOLE=is_whole,
+        IS_EMBEDDING=is_embedding, WIDENS=WIDENS, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+@expand_sums_rows.register_fake
 def _(*_args: object) -> None:
     return None

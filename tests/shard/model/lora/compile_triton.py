@@ -9,10 +9,9 @@ from triton.compiler import ASTSource
 from lorikeet.shard.model.kernels.tuning import BUILT_IN
 from lorikeet.shard.model.lora import triton as kernels
 
-NUMBERS = ("num_slots", "num_targets", "num_tasks", "num_parts")
+NUMBERS = ("num_targets", "num_tasks", "num_parts")
 TYPES = {
     "x": "*bf16", "h": "*fp32", "y": "*bf16", "tasks": "*i32", "row_ids": "*i32", "parts": "*i64", "table": "*i64",
-    "compositions": "*i32",
     **dict.fromkeys(("num_in", "x_stride", "y_stride", "room", *NUMBERS), "i32"),
 }  # fmt: skip
 SHARED: dict[str, object] = {

@@ -64,7 +64,7 @@ class Bench:
         for target in self.targets:
             target._inputs = self.inputs
             target.allocate(NUM_SLOTS)
-        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS + NUM_SUMS, max_drafts=8)
+        self.inputs.reserve_groups(max_rows=32, max_slots=NUM_SLOTS + NUM_SUMS, max_drafts=8, num_sums=NUM_SUMS)
         self.kernels = DeviceKernels(self.targets, NUM_SLOTS, DEVICE, num_sums=NUM_SUMS)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
