@@ -25,7 +25,7 @@ from lorikeet.adapters.formats.changes import PlannedReader
 from lorikeet.proto.digest import base_hash, weights_hash
 
 LIMIT = 1 << 30
-ALL_KINDS = frozenset({"linear", "embedding", "experts", "router"})
+ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "virtual"})
 TOKENS = torch.arange(2, 42).reshape(2, 20) * 7 % 300
 
 

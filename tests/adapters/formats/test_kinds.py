@@ -1,5 +1,6 @@
 """Every kind of adapter of the installed PEFT: served as PEFT computes it, or refused with the reason."""
 
+import json
 import shutil
 import signal
 from contextlib import nullcontext
@@ -149,6 +150,31 @@ def test_two_tensors_for_one_parameter_of_the_base_are_refused(first: str, base:
     keys = (f"base_model.model.lm_head.{first}weight", "base_model.model.lm_head.modules_to_save.weight")
     save_file({**load_file(weights), keys[0]: own.clone(), keys[1]: own + 1}, weights)
     with pytest.raises(AdapterInvalid, match="are values of one parameter"):
+        making.lay_out(*making.make_reader(base), adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("PROMPT_TUNING", {"num_virtual_tokens": 19}, r"has the shape \[20, 64\], but must have \[19, 64\]"),
+        (
+            "PROMPT_TUNING",
+            {"num_virtual_tokens": 10**9},
+            "`num_virtual_tokens` is 1000000000; it must be from 1 to",
+        ),
+        ("PROMPT_TUNING", {"num_transformer_submodules": 2}, "for an encoder and a decoder"),
+        ("PREFIX_TUNING", {"num_layers": 2}, "it was made for 2 layers"),
+        ("PREFIX_TUNING", {"num_attention_heads": "2"}, "`num_attention_heads` is 2; it must be a whole number"),
+        ("PREFIX_TUNING", {"token_dim": 16}, r"but must have \[9, 96\]"),
+    ],
+)
+def test_virtual_tokens_that_do_not_fit_are_rejected(
+    name: str, changes: dict[str, object], reason: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = kinds.make(name, base, tmp_path / "adapter")
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises((AdapterInvalid, NotServed), match=reason):
         making.lay_out(*making.make_reader(base), adapter)
 
 
