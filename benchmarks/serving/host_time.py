@@ -49,9 +49,13 @@ CASES = (
     HostCase("sampled", 64, 0.78),
     HostCase("sampled", 256, 1.69),
     HostCase("drafts", 256, 2.0),
+    HostCase("logprobs", 256, 2.5),
     HostCase("greedy", 1024, 3.0),
 )
-"""`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request."""
+"""`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request;
+`logprobs`: log probabilities of each token and of five alternatives, whose operators are not launched: on a device
+without values each takes tens of microseconds of Python that a launch does not.
+"""
 
 
 def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
@@ -62,7 +66,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
 
     from benchmarks.cuda.setup import LLAMA_8B
     from lorikeet.proto import shard_pb2 as pb
-    from lorikeet.proto.params import Method, SamplingParams, Speculation
+    from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
     from lorikeet.shard.batch.padding import Padding
     from lorikeet.shard.batch.transfer import HostCopy
     from lorikeet.shard.engine.engine import Engine, LoopConfig
@@ -103,6 +107,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
             fields["sampling"] = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
         if case.kind == "drafts":
             fields["speculation"] = Speculation(Method.LOOKUP, 3)
+        if case.kind == "logprobs":
+            fields["logprobs"] = LogprobParams(wanted=True, alternatives=5)
         requests = [make_request(number, [1, 2, 3], MAX_NEW_TOKENS, **fields) for number in range(batch)]
         inbox.put(Commands(EPOCH, submits=[*requests]))
 
@@ -117,6 +123,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
         patch.setattr(model, "compute", compute)
         patch.setattr(JITFunction, "run", lambda *_, **__: None)
+        if case.kind == "logprobs":
+            patch.setattr(Sampler, "_sample_chunk", lambda *_: None)
 
         def step() -> None:
             engine.step()

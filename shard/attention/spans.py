@@ -83,6 +83,12 @@ def spans_at(positions: Numbers, span: int) -> Numbers:
     return np.where(positions < SHORT_SPANS * span, positions // short_span(span), late).astype(np.int32)
 
 
+def next_span(positions: Numbers, span: int) -> Numbers:
+    """The first position of the span after that of each position."""
+    sizes = np.where(positions < SHORT_SPANS * span, short_span(span), span)
+    return (positions // sizes + 1) * sizes
+
+
 def pack(
     kinds: Sequence[LayerKind], rows: SegmentRows, pages: Numbers, num_programs: int, span: int = SPAN
 ) -> StepTables:
@@ -108,8 +114,8 @@ class Packer:
     def __init__(self, num_programs: int, span: int) -> None:
         self._num_programs, self._span = num_programs, span
         self._tables: StepTables | None = None
-        self._key: list[Numbers] = []
-        """What the records depend on, apart from first positions."""
+        # [R] of the segments of the records; the records hold while first positions are in these bounds
+        self._counts = self._page_offsets = self._lowest = self._end = np.empty(0, np.int32)
         self._first_page = 0
         """Index of the first page id in the numbers."""
         # [n] where the numbers have a first position, and of which segment
@@ -120,26 +126,33 @@ class Packer:
         if not len(rows.counts) or rows.num_uncertain.any():
             self._tables = None
             return pack(kinds, rows, pages, self._num_programs, self._span)
-        windows = [kind.window for kind in kinds if kind.window is not None]
-        firsts = [np.maximum(rows.starts - window + 1, 0) for window in windows]
-        of_several = np.where(rows.counts > 1, rows.starts, -1)
-        spans = [spans_at(positions, self._span) for positions in (rows.starts, *firsts)]
-        key = [rows.counts, rows.page_offsets, of_several, *spans]
         tables = self._tables
-        if tables is None or len(tables.numbers) - len(pages) != self._first_page or not _are_equal(key, self._key):
+        if tables is None or not self._hold(tables, rows, pages):
             tables = self._tables = pack(kinds, rows, pages, self._num_programs, self._span)
-            self._key, self._first_page = key, len(tables.numbers) - len(pages)
-            self._starts = starts_of(tables, replace(rows, num_uncertain=np.ones_like(rows.counts)))
+            self._keep(tables, kinds, rows, pages)
             return tables
         numbers = tables.numbers.copy()
         places, segments = self._starts
         numbers[places] = rows.starts[segments]
         numbers[self._first_page :] = pages
-        return replace(tables, numbers=numbers)
+        return StepTables(numbers, tables.num_items, tables.num_folds)
 
+    def _hold(self, tables: StepTables, rows: SegmentRows, pages: Numbers) -> bool:
+        """Whether the records of `tables` are those of these segments, apart from first positions."""
+        if len(rows.counts) != len(self._counts) or len(tables.numbers) - len(pages) != self._first_page:
+            return False
+        is_same = (rows.counts == self._counts) & (rows.page_offsets == self._page_offsets)
+        return bool((is_same & (rows.starts >= self._lowest) & (rows.starts < self._end)).all())
 
-def _are_equal(one: Sequence[Numbers], other: Sequence[Numbers]) -> bool:
-    return len(one) == len(other) and all(map(np.array_equal, one, other))
+    def _keep(self, tables: StepTables, kinds: Sequence[LayerKind], rows: SegmentRows, pages: Numbers) -> None:
+        self._counts, self._page_offsets, self._lowest = rows.counts, rows.page_offsets, rows.starts
+        end = next_span(rows.starts, self._span)
+        for window in {kind.window for kind in kinds if kind.window is not None}:
+            first_seen = np.maximum(rows.starts - window + 1, 0)
+            end = np.minimum(end, next_span(first_seen, self._span) + window - 1)
+        self._end = np.where(rows.counts > 1, rows.starts + 1, end)
+        self._first_page = len(tables.numbers) - len(pages)
+        self._starts = starts_of(tables, replace(rows, num_uncertain=np.ones_like(rows.counts)))
 
 
 def starts_of(tables: StepTables, rows: SegmentRows) -> tuple[Indices, Indices]:

@@ -41,19 +41,19 @@ class GraphSampling(Protocol):
 
 
 def put(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put tokens of the device among those of a step, by operators of PyTorch.
+    """Put tokens of the device among those of a step, in one launch where there is Triton.
 
     input_ids: [T] int64, in place; places: [T] int32 indices into `tokens`, -1 for none; tokens: [N] int64.
     """
-    found = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)
-    input_ids.copy_(torch.where(places < 0, input_ids, found))
-
-
-def put_in_graph(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
-    """`put` in one launch where there is Triton, for captured steps. Their kernels are compiled at start."""
     if not gpu.has_triton(input_ids.device):
-        put(input_ids, places, tokens)
+        put_by_operators(input_ids, places, tokens)
         return
     from lorikeet.shard.batch.device_tokens_triton import put_device_tokens
 
     put_device_tokens(input_ids, places, tokens)
+
+
+def put_by_operators(input_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+    """The specification of `put`, by operators of PyTorch."""
+    token_ids = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)
+    input_ids.copy_(torch.where(places < 0, input_ids, token_ids))

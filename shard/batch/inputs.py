@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.shard.batch.device_tokens import DeviceTokens, GraphSampling, put, put_in_graph
+from lorikeet.shard.batch.device_tokens import DeviceTokens, GraphSampling, put
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, HeadGroups, RowGroups, as_array
 from lorikeet.shard.batch.segments import Segment, Segments
@@ -219,7 +219,7 @@ class StepInputs:
     def put_device_tokens(self) -> None:
         """Put the tokens that only the device knows into `input_ids`: part of a captured step. Others have them."""
         if self.bounds is not None and self.device_tokens is not None:
-            put_in_graph(self.input_ids, self.token_places, self.device_tokens)
+            put(self.input_ids, self.token_places, self.device_tokens)
 
     def _fill_rows(
         self, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: Positions, kv_slots: Positions

@@ -223,16 +223,18 @@ class Engine:
         self._num_steps += 1
         has_drafts = any(item.draft_ids for item in plan.scheduled)
         timer = PhaseTimer(self._network.inputs.device if has_drafts else None)
-        step = Step(self._num_steps, plan, plan.load, time.monotonic(), timer)
-        self.running_step = (step.number, step.started)
+        started = time.monotonic()
+        self.running_step = (self._num_steps, started)
         self._is_clean = False
         try:
             layout, draws = self._inputs(plan, timer)
             logits, hidden = self._forward(plan.scheduled, timer)
             results = self._verify(layout, logits, draws, timer)
         except Exception as error:
-            return self._failed(step, error)
-        return replace(step, layout=layout, results=replace(results, hidden=hidden))
+            return self._failed(Step(self._num_steps, plan, plan.load, started, timer), error)
+        if hidden is not None:
+            results = replace(results, hidden=hidden)
+        return Step(self._num_steps, plan, plan.load, started, timer, layout, results)
 
     def _inputs(self, plan: StepPlan, timer: PhaseTimer) -> tuple[Layout, DraftDraws | None]:
         """Describe the step to the model. Drafts of a draft model are drawn first; returns how."""

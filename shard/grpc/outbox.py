@@ -6,7 +6,7 @@ A stream is identified by its epoch. Nothing here depends on gRPC or on the wire
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import add
 
 import numpy as np
@@ -322,8 +322,6 @@ class Outbox:
         with self._lock:
             buffer = self._buffers[epoch]
             taken = buffer.update
-            buffer.update = replace(
-                taken, outputs=[], num_preempted=0, adapters=AdapterEvents(), step_requests=None, step_detail=None
-            )
+            buffer.update = StreamUpdate(status=taken.status, acknowledged=taken.acknowledged)
             buffer.outputs, buffer.is_called, buffer.last_sent = {}, False, taken.routing_state
             return taken

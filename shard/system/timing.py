@@ -21,6 +21,10 @@ class Phase(Enum):
     ACCEPT = auto()
 
 
+NOT_MEASURED = dict.fromkeys(Phase, 0.0)
+"""Seconds of the phases of a step that is not measured."""
+
+
 class PhaseTimer:
     """Marks the ends of a step's phases."""
 
@@ -47,13 +51,15 @@ class PhaseTimer:
 
     def seconds(self) -> dict[Phase, float]:
         """Seconds of each phase so far, 0 where it was not measured. Waits for the device."""
+        if self._device is None:
+            return NOT_MEASURED
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events, self._events[1:], strict=False)
             seconds = [start.elapsed_time(end) / 1000 for start, end in pairs]
         else:
             seconds = [end - start for start, end in zip(self._times, self._times[1:], strict=False)]
-        return dict.fromkeys(Phase, 0.0) | dict(zip(self._phases, seconds, strict=False))
+        return NOT_MEASURED | dict(zip(self._phases, seconds, strict=False))
 
 
 class IdleTime:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lorikeet.proto.params import LogprobParams, SamplingParams
-from lorikeet.shard.batch.device_tokens import put
+from lorikeet.shard.batch.device_tokens import put_by_operators
 from lorikeet.shard.batch.device_tokens_triton import BLOCK, put_device_tokens
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
@@ -213,7 +213,7 @@ def test_a_step_takes_the_newest_tokens_that_were_sampled(num_tokens: int) -> No
     tokens[4] = -1  # no draft
     rows = torch.randint(-1, 9, (num_tokens,), generator=generator, dtype=torch.int32)
     wanted, found, rows, tokens = (each.to(DEVICE) for each in (ids.clone(), ids, rows, tokens))
-    put(wanted, rows, tokens)
+    put_by_operators(wanted, rows, tokens)
     for _ in range(2):  # again: the first of several ranks does it before it sends them, and in its graph
         put_device_tokens(found, rows, tokens)
         assert torch.equal(found, wanted)
