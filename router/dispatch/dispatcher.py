@@ -647,14 +647,14 @@ class Delivery:
                 rows = ColumnRows(columns)
             except ValueError as error:
                 for wire_id in set(columns.ids) & running.keys():
-                    generation = running[wire_id]
-                    self._dispatcher.fail(generation, self._malformed(generation, error))
+                    self._dispatcher.fail(running[wire_id], self._malformed(running[wire_id], error))
                 continue
             for index, (wire_id, token_id, logprob) in enumerate(rows):
                 if (receiver := running.get(wire_id)) is None:
                     continue
                 gap = now - (receiver.last_token_at or now)
-                if receiver.routing.poison_tracker.isolation_steps or not receiver.feed_token(token_id, logprob, now):
+                is_apart = rows.has_drafts or receiver.routing.poison_tracker.isolation_steps
+                if is_apart or not receiver.feed_token(token_id, logprob, now):
                     yield receiver, self._feed(link, receiver, output, rows.token(index), now)
                 else:
                     gaps[gap] += 1

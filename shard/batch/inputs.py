@@ -16,6 +16,7 @@ from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, HeadGroups, RowGroups, as_array
 from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import ALIGNED, DeviceArrays, Upload, to_device
+from lorikeet.shard.system import gpu
 
 Indices = npt.NDArray[np.int64]
 
@@ -55,14 +56,34 @@ class Moves:
         tables = [_table(move) for move in self._moves]
         packed = np.concatenate([table.ravel() for table in tables])
         sent = to_device(torch.from_numpy(packed), num_accepted.device).split([table.size for table in tables])
-        for move, table, flat in zip(self._moves, tables, sent, strict=True):
-            places, rows, *choices = flat.view(table.shape)
-            accepted = num_accepted.index_select(0, rows)
-            if choices:
-                found = flat.view(table.shape)[2:].gather(0, accepted[None])[0]
-                move.numbers.index_copy_(0, places, found.to(move.numbers.dtype))
-            else:
-                move.numbers.index_add_(0, places, accepted.to(move.numbers.dtype))
+        apply = _move_by_launch if gpu.has_triton(num_accepted.device) else move_by_operators
+        for move, flat in zip(self._moves, sent, strict=True):
+            apply(move, flat, num_accepted)
+
+    def warm_up(self, num_accepted: torch.Tensor) -> None:
+        """Compile the kernels of `apply`."""
+        none = np.zeros(1, np.int64)
+        for dtype, choices in ((torch.long, None), (torch.int32, None), (torch.long, none[None])):
+            self.add(Move(torch.zeros(1, dtype=dtype, device=num_accepted.device), none, none, choices))
+        self.apply(num_accepted)
+        self.clear()
+
+
+def _move_by_launch(move: Move, table: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    from lorikeet.shard.batch import moves_triton
+
+    moves_triton.move(move.numbers, table, num_accepted, len(move.places), move.choices is not None)
+
+
+def move_by_operators(move: Move, table: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    """Change the numbers of one move, by operators of PyTorch. table: what `_table` gives, on the device and flat."""
+    places, rows, *choices = table.view(-1, len(move.places))
+    accepted = num_accepted.index_select(0, rows)
+    if choices:
+        chosen = table.view(-1, len(move.places))[2:].gather(0, accepted[None])[0]
+        move.numbers.index_copy_(0, places, chosen.to(move.numbers.dtype))
+    else:
+        move.numbers.index_add_(0, places, accepted.to(move.numbers.dtype))
 
 
 def _table(move: Move) -> Indices:
@@ -211,6 +232,12 @@ class StepInputs:
         if self.bounds is not None and self._on_device is not None and self.device_tokens is None:
             put(self.input_ids, self.token_places, self._on_device.tokens)
         self._moves.apply(self.num_accepted)
+
+    def accept_on_device(self, num_accepted: torch.Tensor) -> None:
+        """From now on the device may accept drafts before the host knows: [rows of device state] int64 how many."""
+        self.num_accepted = num_accepted
+        if self.adds_on_device:
+            self._moves.warm_up(num_accepted)
 
     def move(self, numbers: torch.Tensor, places: Positions, segments: Positions) -> None:
         """Let `send` add the drafts that were accepted before uncertain segments to numbers[places]. segments: [n]."""

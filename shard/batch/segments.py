@@ -73,10 +73,20 @@ class Segments(Sequence[Segment]):
         return cls(table, page_table)
 
     @classmethod
-    def decoding(cls, starts: Numbers, slots: Numbers, slot_starts: Numbers, page_table: Numbers) -> Self:
-        """One token of each request. starts, slots, slot_starts: [R]; page_table: [R, pages]."""
+    def decoding(
+        cls,
+        starts: Numbers,
+        slots: Numbers,
+        slot_starts: Numbers,
+        page_table: Numbers,
+        counts: npt.NDArray[np.int64],
+        num_uncertain: Numbers,
+        device_rows: npt.NDArray[np.int64],
+    ) -> Self:
+        """Single texts, in order of the fields of Segment. All are [R] but page_table: [R, pages]."""
         table = np.zeros((8, len(starts)), np.int32)
-        table[0], table[1], table[2], table[3], table[7] = starts, 1, slots, slot_starts, -1
+        table[0], table[1], table[2], table[3], table[6] = starts, counts, slots, slot_starts, num_uncertain
+        table[7] = np.where(num_uncertain > 0, device_rows, -1)
         return cls(table, page_table)
 
     def then(self, later: "Segments") -> "Segments":

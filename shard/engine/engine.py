@@ -22,21 +22,23 @@ from lorikeet.shard.engine.step import (
     Step,
     StepResults,
     decoded_columns,
+    drafted_columns,
     error_output,
     fill_inputs,
+    until_end,
     verify,
 )
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import NO_SECONDS, AdapterEvents, Outbox, Output, Status, TokenColumns
+from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status, TokenColumns
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, PooledRows, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
-from lorikeet.shard.scheduler.decoding import DecodeStep
+from lorikeet.shard.scheduler.decoding import DecodeStep, VerifiedDrafts
 from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan
 from lorikeet.shard.speculation.costs import StepCosts
 from lorikeet.shard.speculation.draft_network import DraftNetwork
@@ -221,7 +223,8 @@ class Engine:
     def _launch(self, plan: StepPlan) -> Step:
         """inputs → forward → verify. A failure is that of the step's requests, unless the device itself is broken."""
         self._num_steps += 1
-        has_drafts = any(item.draft_ids for item in plan.scheduled)
+        is_decode_drafted = plan.decode is not None and plan.decode.has_drafts
+        has_drafts = is_decode_drafted or any(item.draft_ids for item in plan.scheduled)
         timer = PhaseTimer(self._network.inputs.device if has_drafts else None)
         started = time.monotonic()
         self.running_step = (self._num_steps, started)
@@ -290,6 +293,8 @@ class Engine:
     def _commit(self, step: Step) -> None:
         """Record the results of a step, and make outputs of them."""
         if step.error:
+            if step.plan.decode is not None:
+                self.scheduler.decoding.forget(step.plan.decode)
             for item in step.plan.items():
                 if step.is_retried:
                     self.scheduler.requeue(item)
@@ -299,10 +304,11 @@ class Engine:
         self.scheduler.oom_backoff.on_success()
         results, seconds, scheduled = step.to_host(), step.timer.seconds(), step.plan.scheduled
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
+        spent = sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]
         if step.plan.decode is not None:
-            self._commit_decoding(step.plan.decode, results)
+            self._commit_decoding(step.plan.decode, results, spent)
         for part in step.layout.parts:
-            self._commit_part(part, results, (sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]))
+            self._commit_part(part, results, spent)
         if self.learning is not None:
             self.learning.append(results.hidden)
         now = time.monotonic()
@@ -317,25 +323,38 @@ class Engine:
             draft_length.observe(scheduled, elapsed, draft_seconds, decoding)
         self._committed_at = now
 
-    def _commit_decoding(self, decode: DecodeStep, results: HostResults) -> None:
+    def _commit_decoding(self, decode: DecodeStep, results: HostResults, seconds: tuple[float, float, float]) -> None:
         """Commit a step's part of the requests that only decode: as columns where they continue, else one by one."""
-        sampled, num_decoding = results.columns, len(decode.members)
+        sampled, num_tokens, drafting, verified = results.columns, decode.num_tokens, decode.members.drafting, None
         assert sampled is not None
-        continues = self.scheduler.decoding.commit(decode, sampled.token_ids[:num_decoding], sampled.bad[:num_decoding])
+        if len(drafting):
+            verified = VerifiedDrafts(results.draft_ids[: len(drafting)], results.match_lengths[: len(drafting)])
+        token_ids, is_bad = sampled.token_ids[:num_tokens], sampled.bad[:num_tokens]
+        committed = self.scheduler.decoding.commit(decode, token_ids, is_bad, verified)
+        continues = committed.continues
         do_all = bool(continues.all())
         for group in decode.members.groups:
-            if do_all or continues[group.indices].any():
+            if not (do_all or continues[group.indices].any()):
+                continue
+            if decode.has_drafts:
+                self._outputs.append(drafted_columns(group, decode, sampled, committed, seconds))
+            else:
                 self._outputs.append(decoded_columns(group, sampled, None if do_all else continues))
         for index in [] if do_all else np.flatnonzero(~continues).tolist():
-            self._commit_part(Part(decode.item(index), range(index, index + 1)), results, NO_SECONDS)
+            item, first = decode.item(index), int(decode.firsts[index])
+            on_device = int(np.searchsorted(drafting, index)) if item.request.drafts_on_device else -1
+            part = Part(item, range(first, first + 1 + int(decode.widths[index])), on_device=on_device)
+            self._commit_part(part, results, seconds)
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
         item = part.item
         if item.request.pooling is not None:
             self._commit_pooled(part, results)
             return
-        if item.is_on_device:
-            item.draft_ids = results.draft_ids[part.on_device]
+        if part.on_device >= 0:
+            item.match_length = int(results.match_lengths[part.on_device])
+            if item.is_on_device:
+                item.draft_ids = until_end(results.draft_ids[part.on_device].tolist())
         token_ids = part.accepted_ids(results.sampled)
         if error := item.request.constraint.error:
             if not item.request.finish_reason and self._intake.match_apart(item.request):

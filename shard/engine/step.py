@@ -19,16 +19,16 @@ from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
-from lorikeet.shard.grpc.outbox import STEP_END, Details, Output, TokenColumns
+from lorikeet.shard.grpc.outbox import STEP_END, ColumnDrafts, Details, Output, TokenColumns
 from lorikeet.shard.requests.request import FinishReason, Request, Rows, Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, SampledColumns, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
-from lorikeet.shard.scheduler.decoding import DecodeStep, OutputGroup
+from lorikeet.shard.scheduler.decoding import Committed, DecodeStep, OutputGroup
 from lorikeet.shard.scheduler.scheduler import StepPlan
-from lorikeet.shard.speculation.device.device_drafts import NO_TOKEN, StepDrafts
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, NO_TOKEN, StepDrafts
 from lorikeet.shard.speculation.throughput import Load
 from lorikeet.shard.system.timing import PhaseTimer
 
@@ -119,7 +119,7 @@ class Layout:
     """
 
     decode: DecodeStep | None = None
-    """The first n tokens, after each of which one is sampled."""
+    """The first n tokens, after each of which one is sampled: its members' newest ones and their drafts."""
     input_ids: list[int] = field(default_factory=list)
     device_indices: list[int] = field(default_factory=list)
     """Indices into T, of requests that do not only decode, whose token only the device knows."""
@@ -155,15 +155,31 @@ class Layout:
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
         """The layout of a plan whose drafts are known, or at least their number."""
-        layout = cls(plan.decode)
+        decode = plan.decode
+        layout = cls(decode)
+        if decode is not None and len(drafting := decode.members.drafting):
+            table = np.zeros((7, len(drafting)), np.int64)  # prompt lookup is the first source; no heads
+            table[:4] = drafting, decode.members.rows[drafting], decode.firsts[drafting], decode.widths[drafting]
+            layout.on_device.decoding = table
         for item in plan.scheduled:
             layout.add(item)
         return layout
 
-    @property
+    @cached_property
     def num_decoding(self) -> int:
         """n."""
-        return 0 if self.decode is None else len(self.decode.members)
+        return 0 if self.decode is None else self.decode.num_tokens
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies drafts."""
+        is_decode_drafted = self.decode is not None and self.decode.has_drafts
+        return is_decode_drafted or len(self.sample_indices) > len(self.sampled_rows)
+
+    @property
+    def has_host_drafts(self) -> bool:
+        """Whether the host made some of them."""
+        return any(part.item.draft_ids and not part.item.is_on_device for part in self.parts)
 
     @property
     def num_sampled(self) -> int:
@@ -201,15 +217,16 @@ class Layout:
         first = len(self.pooled_indices)
         self.pooled_indices += range(pooled.start + offset, pooled.stop + offset)
         pooled = range(first, len(self.pooled_indices))
-        on_device = len(self.on_device.rows) - 1 if item.is_on_device else -1
+        on_device = len(self.on_device) - 1 if sampled and request.drafts_on_device else -1
         self.parts.append(Part(item, sampled, scored, heads, pooled, on_device))
 
     def _add_on_device(self, item: ScheduledRequest, sampled: range, heads: range) -> None:
         step, row = self.on_device, item.request.row
         of_heads = heads.start, item.num_heads if heads else 0
-        step.add(self.num_decoding + len(self.sampled_rows), row, sampled, item.source, of_heads)
+        num_before = len(self.sampled_rows) + (0 if self.decode is None else len(self.decode.members))
+        source = step.add(num_before, row, sampled, item.source, of_heads)
         first = self.num_decoding + len(self.input_ids) - len(item.draft_ids)
-        step.inputs += [(first + depth, step.sources[-1], row, depth) for depth in range(len(item.draft_ids))]
+        step.inputs += [(first + depth, source, row, depth) for depth in range(len(item.draft_ids))]
 
 
 def scored_span(item: ScheduledRequest) -> range:
@@ -231,6 +248,9 @@ def pooled_rows(item: ScheduledRequest) -> range:
     return range(position, position + 1)
 
 
+NO_DRAFTS, NO_LENGTHS = np.empty((0, MOST_DRAFTS), np.int64), np.empty(0, np.int64)
+
+
 @dataclass(frozen=True)
 class HostResults:
     """What a step gave, on the host."""
@@ -243,8 +263,10 @@ class HostResults:
     pooled: torch.Tensor
     # [S, H], of requests whose outputs heads are learned from
     hidden: torch.Tensor | None = None
-    draft_ids: Sequence[Sequence[int]] = ()
-    """Drafts of each request of `Layout.on_device`, made by the device."""
+    draft_ids: npt.NDArray[np.int64] = field(default_factory=lambda: NO_DRAFTS)
+    """[n, MOST_DRAFTS] drafts of each request of `Layout.on_device`, NO_TOKEN where the device had none."""
+    match_lengths: npt.NDArray[np.int64] = field(default_factory=lambda: NO_LENGTHS)
+    """[n] of the matches that their next drafts continue."""
 
     @cached_property
     def sampled(self) -> HostSampled:
@@ -262,8 +284,8 @@ class StepResults:
     """One row per scored prompt token, in order of requests."""
     head_ids: HostCopy | None = None
     """[E] draft tokens of heads after the sampled tokens, in order of requests, positions and heads."""
-    draft_ids: HostCopy | None = None
-    """[n, MOST_DRAFTS] drafts that the device made for the requests of `layout.on_device`, -1 where it had none."""
+    drafts: HostCopy | None = None
+    """`Emitted.report` of the requests of `layout.on_device`."""
     pooled: HostCopy | None = None
     """[S, size] float32 vectors or scores, in order of requests."""
     # [S, H], of requests whose outputs heads are learned from
@@ -271,13 +293,17 @@ class StepResults:
 
     def to_host(self) -> HostResults:
         """Waits for the step."""
+        drafts = (NO_DRAFTS, NO_LENGTHS)
+        if self.drafts is not None:
+            [report] = self.drafts.wait()
+            drafts = report[:, :MOST_DRAFTS].numpy(), report[:, MOST_DRAFTS].numpy()
         return HostResults(
             self.sampled.wait() if self.sampled else None,
             self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
             self.head_ids.wait()[0].tolist() if self.head_ids else [],
             self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
             self.hidden,
-            [] if self.draft_ids is None else [_until_end(ids) for ids in self.draft_ids.wait()[0].tolist()],
+            *drafts,
         )
 
 
@@ -318,24 +344,38 @@ def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler, is_masked:
     device_places = np.array(places, np.int64)
     if decode is not None:
         members = decode.members
-        segments = Segments.decoding(decode.starts, members.slots, members.slot_starts, decode.page_table).then(
-            segments
-        )
-        first = np.arange(num_decoding)
-        host_rows, input_ids = np.concatenate([first, host_rows]), np.concatenate([decode.input_ids, input_ids])
+        segments = _decoding_segments(decode).then(segments)
+        host_rows = np.concatenate([np.arange(num_decoding), host_rows])
+        ids = decode.input_ids
+        if decode.has_drafts:
+            ids = np.zeros(num_decoding, np.int64)
+            ids[decode.firsts] = decode.input_ids
+            owners = np.repeat(np.arange(len(members)), decode.counts)
+            depths = np.arange(num_decoding) - decode.firsts[owners] - 1
+            drafted = np.flatnonzero(depths >= 0)
+            draft_places = sampler.device_drafts.place(0, members.rows[owners[drafted]], depths[drafted])
+            indices, device_places = np.concatenate([drafted, indices]), np.concatenate([draft_places, device_places])
+        input_ids = np.concatenate([ids, input_ids])
         if decode.is_ahead:
-            indices, device_places = np.concatenate([first, indices]), np.concatenate([members.rows, device_places])
+            indices = np.concatenate([decode.firsts, indices])
+            device_places = np.concatenate([members.rows, device_places])
     if len(indices):
         on_device = DeviceTokens(indices, device_places, sampler.device_tokens)
     sampled_rows = layout.all_sampled_rows
-    has_drafts = len(layout.sample_indices) > len(layout.sampled_rows)
-    if is_masked or has_drafts or not sampler.can_sample_in_graph(sampled_rows):
+    if is_masked or layout.has_drafts or not sampler.can_sample_in_graph(sampled_rows):
         sampled_rows = []
-    ids, logits_rows = torch.from_numpy(input_ids), torch.from_numpy(host_rows)
-    inputs.fill(segments, ids, logits_rows, host_rows, layout.heads, on_device, sampled_rows)
+    logits_rows = torch.from_numpy(host_rows)
+    inputs.fill(segments, torch.from_numpy(input_ids), logits_rows, host_rows, layout.heads, on_device, sampled_rows)
 
 
-def _until_end(draft_ids: list[int]) -> list[int]:
+def _decoding_segments(decode: DecodeStep) -> Segments:
+    members, counts, uncertain = decode.members, decode.counts, decode.num_uncertain
+    return Segments.decoding(
+        decode.starts, members.slots, members.slot_starts, decode.page_table, counts, uncertain, members.rows
+    )
+
+
+def until_end(draft_ids: list[int]) -> list[int]:
     """The drafts before the first place that has none."""
     return draft_ids[: draft_ids.index(NO_TOKEN)] if NO_TOKEN in draft_ids else draft_ids
 
@@ -358,29 +398,40 @@ def verify(
         sampled = sampler.take_from_graph(num_sampled, inputs.bounds.num_wanted)
     elif num_sampled:
         masks.apply(logits[:num_sampled])
-        items, rows = [part.item for part in layout.parts if part.sampled], layout.all_sampled_rows
-        drafts, positions = [item.draft_ids for item in items], inputs.next_positions
-        if any(drafts):
-            firsts = [item.end for item in items]
-            if layout.decode is not None:
-                firsts = [*(layout.decode.starts + 1).tolist(), *firsts]
-                drafts = [()] * layout.num_decoding + drafts
-            sampled = sampler.verify(logits[:num_sampled], rows, firsts, drafts, draws, layout.on_device, positions)
-        else:
-            sampled = sampler.sample(logits[:num_sampled], rows, positions)
+        sampled = _sample(layout, logits[:num_sampled], inputs.next_positions, sampler, draws)
     # [E]
     head_ids = arg_max(logits[num_sampled + num_scored :]) if layout.heads else None
-    if layout.on_device.rows and sampled is not None:
-        sampler.device_drafts.advance(layout.on_device, sampled.token_ids, sampled.num_accepted, head_ids)
-    drafted = None if sampled is None or not layout.on_device.rows else sampled.drafted
+    drafts = None
+    if layout.on_device and sampled is not None:
+        drafts = sampler.device_drafts.advance(layout.on_device, sampled.token_ids, sampled.bad, head_ids)
     target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
     return StepResults(
         sampled,
         prompt_logprobs(scores, target_ids, layout.num_score_alternatives) if layout.target_ids else None,
         None if head_ids is None else HostCopy(head_ids),
-        None if drafted is None else HostCopy(drafted),
+        None if drafts is None else HostCopy(drafts),
         HostCopy(logits[num_sampled + num_scored :]) if layout.pooled_indices else None,
     )
+
+
+def _sample(
+    layout: Layout, logits: torch.Tensor, positions: torch.Tensor, sampler: Sampler, draws: DraftDraws | None
+) -> Sampled:
+    """The target's tokens at all sampled positions. logits: [S, V]; positions: [≥ S]."""
+    decode, rows = layout.decode, layout.all_sampled_rows
+    if not layout.has_drafts:
+        return sampler.sample(logits, rows, positions)
+    items = [part.item for part in layout.parts if part.sampled]
+    if not layout.has_host_drafts and sampler.can_verify_on_device(rows):
+        counts = np.array([item.num_sampled for item in items], np.int64)
+        if decode is not None:
+            counts = np.concatenate([decode.counts, counts])
+        return sampler.verify_on_device(logits, rows, counts, positions)
+    drafts, firsts = [item.draft_ids for item in items], [item.end for item in items]
+    if decode is not None:
+        firsts = [*(decode.starts + 1).tolist(), *firsts]
+        drafts = [[0] * width for width in decode.widths.tolist()] + drafts
+    return sampler.verify(logits, rows, firsts, drafts, draws, layout.on_device, positions)
 
 
 def _segment(item: ScheduledRequest) -> Segment:
@@ -426,6 +477,36 @@ def decoded_columns(
     if k := group.num_alternatives:
         columns.alternative_ids = sampled.alternative_ids[indices, :k]
         columns.alternative_logprobs = sampled.alternative_logprobs[indices, :k]
+    return columns
+
+
+def drafted_columns(
+    group: OutputGroup,
+    decode: DecodeStep,
+    sampled: SampledColumns,
+    committed: Committed,
+    seconds: tuple[float, float, float],
+) -> TokenColumns:
+    """`decoded_columns` of a step with drafts, which took `seconds` to draft, verify and accept."""
+    kept = committed.continues[group.indices]
+    indices, ids = group.indices[kept], group.ids[kept]
+    num_taken, num_drafted = committed.num_taken[indices], committed.num_drafted[indices]
+    num_accepted = num_taken - 1
+    ends = np.cumsum(num_taken)
+    # [tokens]
+    depths = np.arange(num_taken.sum()) - np.repeat(ends - num_taken, num_taken)
+    rows = np.repeat(decode.firsts[indices], num_taken) + depths
+    own = np.where(num_accepted == num_drafted, Source.BONUS, Source.RESAMPLE)
+    own[num_drafted == 0] = Source.TARGET
+    sources = np.full(len(rows), Source.LOOKUP, np.uint8)
+    sources[ends - 1] = own
+    columns = TokenColumns(group.epoch, ids, sampled.token_ids[rows])
+    columns.drafts = ColumnDrafts(num_taken, sources, num_drafted, num_accepted, seconds)
+    if group.has_logprobs:
+        columns.logprobs = sampled.logprobs[rows]
+    if k := group.num_alternatives:
+        columns.alternative_ids = sampled.alternative_ids[rows, :k]
+        columns.alternative_logprobs = sampled.alternative_logprobs[rows, :k]
     return columns
 
 

@@ -259,7 +259,7 @@ def write_update(update: StreamUpdate, heartbeat: pb.Heartbeat, takes_columns: b
     size = 0
     for output in update.outputs if takes_columns else update.request_outputs():
         if isinstance(output, TokenColumns):
-            added = BYTES_PER_ITEM * (3 + 2 * output.num_alternatives) * len(output.ids)
+            added = BYTES_PER_ITEM * ((3 + 2 * output.num_alternatives) * len(output.token_ids) + 4 * len(output.ids))
             if message.outputs or (size and size + added > MAX_MESSAGE_BYTES):  # a message's columns come first
                 yield message
                 message, size = head(), 0
@@ -290,6 +290,12 @@ def write_columns(columns: TokenColumns, message: pb.TokenColumns) -> None:
     if columns.alternative_ids is not None and columns.alternative_logprobs is not None:
         message.alternative_ids.extend(columns.alternative_ids.ravel().tolist())
         message.alternative_logprobs.extend(columns.alternative_logprobs.ravel().tolist())
+    if (drafts := columns.drafts) is not None:
+        message.num_tokens.extend(drafts.num_tokens.tolist())
+        message.sources = drafts.sources.tobytes()
+        message.num_drafted.extend(drafts.num_drafted.tolist())
+        message.num_accepted.extend(drafts.num_accepted.tolist())
+        message.seconds.extend(drafts.seconds)
 
 
 def write_output(output: Output) -> pb.RequestOutput:

@@ -6,13 +6,14 @@ A stream is identified by its epoch. Nothing here depends on gRPC or on the wire
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import add
 
 import numpy as np
 import numpy.typing as npt
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.requests.request import FinishReason, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
 
@@ -112,19 +113,36 @@ class Output:
 
 
 @dataclass(slots=True)
+class ColumnDrafts:
+    """What a step with drafts of prompt lookup gave n requests."""
+
+    num_tokens: npt.NDArray[np.int64]
+    """[n] tokens of each."""
+    sources: npt.NDArray[np.uint8]
+    """[T] source of each token, request by request."""
+    num_drafted: npt.NDArray[np.int64]
+    """[n] drafts that were verified."""
+    num_accepted: npt.NDArray[np.int64]
+    """[n]."""
+    seconds: tuple[float, float, float]
+    """As `Output.seconds`, for all of them."""
+
+
+@dataclass(slots=True)
 class TokenColumns:
-    """One token of each of n requests of a stream, sampled by one step without drafts."""
+    """One token of each of n requests of a stream, sampled by one step without drafts; or with `drafts`, T of them."""
 
     epoch: int
     ids: npt.NDArray[np.uint64]
     """[n] ids within the stream."""
     token_ids: npt.NDArray[np.int64]
-    """[n]."""
+    """[T], T = n without drafts."""
     logprobs: npt.NDArray[np.float32] | None = None
-    """[n], if all of the requests want them."""
+    """[T], if all of the requests want them."""
     alternative_ids: npt.NDArray[np.int64] | None = None
-    """[n, k]."""
+    """[T, k]."""
     alternative_logprobs: npt.NDArray[np.float32] | None = None
+    drafts: ColumnDrafts | None = None
 
     @property
     def num_alternatives(self) -> int:
@@ -133,12 +151,22 @@ class TokenColumns:
 
     def outputs(self) -> Iterator[Output]:
         """The outputs, request by request."""
-        for at, (request_id, token_id) in enumerate(zip(self.ids.tolist(), self.token_ids.tolist(), strict=True)):
-            output = Output((self.epoch, request_id), [token_id], TARGET, STEP_END)
+        drafts, first, token_ids = self.drafts, 0, self.token_ids.tolist()
+        counts = [1] * len(self.ids) if drafts is None else drafts.num_tokens.tolist()
+        for index, (request_id, count) in enumerate(zip(self.ids.tolist(), counts, strict=True)):
+            span = slice(first, first + count)
+            first += count
+            output = Output((self.epoch, request_id), token_ids[span], TARGET, STEP_END)
+            if drafts is not None:
+                output.sources, output.step_ends = drafts.sources[span].tobytes(), bytes(count - 1) + STEP_END
+                if num_drafted := int(drafts.num_drafted[index]):
+                    output.num_drafted = tuple(num_drafted * (source == Source.LOOKUP) for source in BY_VALUE)
+                    output.num_accepted, output.seconds = int(drafts.num_accepted[index]), drafts.seconds
             if self.logprobs is not None:
-                output.logprobs = [float(self.logprobs[at])]
+                output.logprobs = self.logprobs[span].tolist()
             if self.alternative_ids is not None and self.alternative_logprobs is not None:
-                output.details = Details(self.alternative_ids[at].tolist(), self.alternative_logprobs[at].tolist())
+                ids, logprobs = self.alternative_ids[span], self.alternative_logprobs[span]
+                output.details = Details(ids.ravel().tolist(), logprobs.ravel().tolist())
             yield output
 
 

@@ -184,6 +184,9 @@ class Request:
     drafts_on_device: bool = False
     """Whether the device makes its drafts: the next step is then launched before the tokens of the last one are known.
     """
+    match_length: int = 1
+    """Tokens of the match that prompt lookup continues on the device, after the newest committed step. One until the
+    device has told."""
     is_decoding: bool = False
     """Whether its counts are those of `scheduler/decoding.py`: the ones here are then behind."""
     num_charged: int = 0

@@ -38,6 +38,8 @@ class ScheduledRequest:
     """
     is_on_device: bool = False
     """Whether the device made its draft tokens."""
+    match_length: int | None = None
+    """`Request.match_length` after the step, once it is known."""
     next: "ScheduledRequest | None" = None
     """The request's part of the step after, if that was launched before this one's result was known."""
 

@@ -43,6 +43,8 @@ class DeviceRows:
         self._changes: dict[int, torch.Tensor] = {}
         # [MOST_LOGITS] int64 and [bytes] results, at the same addresses for all captured steps
         self._indices = torch.arange(MOST_LOGITS, device=device)
+        self._further_indices = self._indices
+        """As many as the largest step that is not captured has needed."""
         self._results = torch.zeros(result_bytes(MOST_WANTED), dtype=torch.uint8, device=device)
 
     def propose(self, texts: Texts, emitted: Emitted, ngrams: range) -> None:
@@ -114,6 +116,15 @@ class DeviceRows:
         whether they are the newest tokens of their rows.
         """
         self._launch(logits, fused.indices, fused.rows, positions, found, fused.any_filters, updates)
+
+    def sample_rows(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, found: Sampled) -> None:
+        """Sample a token at each of the S logits, and keep the newest of each row. rows: [S] rows of device state;
+        positions: [≥ S].
+        """
+        num_rows = rows.shape[0]
+        if num_rows > self._further_indices.shape[0]:
+            self._further_indices = torch.arange(2 * num_rows, device=self._device)
+        self._launch(logits, self._further_indices[:num_rows], rows, positions, found, True, True)
 
     def _launch(
         self, logits: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,

@@ -119,10 +119,6 @@ class Sampled:
             self._memory.zero_()
             self.logprobs.fill_(float("nan"))
             self._alternative_logprobs.fill_(float("-inf"))
-        # [R] drafts of each row that are emitted; None of a step without drafts
-        self.num_accepted: torch.Tensor | None = None
-        # [n, MOST_DRAFTS] drafts that the device made, -1 beyond them
-        self.drafted: torch.Tensor | None = None
         self._copy = HostCopy()
 
     @cached_property

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -193,8 +195,6 @@ class Sampler:
         sampled = self._choose_plain(logits, block.num_alternatives, any_plain, all(map(planner.is_fused, block.rows)))
         if at is None:
             at = planner.tensor(block.positions)
-        if on_device is not None and on_device.rows:
-            sampled.drafted = self.device_drafts.drafted(on_device)
         distributions = None if draws is None else draws.distributions(block)
         for depth, members in enumerate(block.dependency_levels()):
             if depth:
@@ -206,6 +206,23 @@ class Sampler:
                     self._sample_chunk(chunk, logits, at, sampled, distributions)
             self._sample_plan(planner.plan_some(members), logits, at, sampled, updates=False)
         self._commit_state(block, sampled, on_device)
+        return sampled.start_copy()
+
+    def can_verify_on_device(self, rows: Sequence[int]) -> bool:
+        """Whether `verify_on_device` can sample for these rows."""
+        return self.can_sample_in_graph(rows)
+
+    def verify_on_device(
+        self, logits: torch.Tensor, rows: Sequence[int], counts: npt.NDArray[np.int64], positions: torch.Tensor
+    ) -> Sampled:
+        """`verify` of rows whose drafts the device made, and of rows without drafts, by one launch. logits: [S, V];
+        counts: [R] positions of each of `rows`, one more than drafts; positions: [≥ S] of the tokens. The newest tokens
+        of rows with drafts are undefined until `device_drafts.advance`.
+        """
+        assert self._on_device is not None
+        device_rows = np.repeat(np.array(rows, np.int64), counts)
+        sampled = Sampled([0] * len(device_rows), self._device, True, self._slow_rows)
+        self._on_device.sample_rows(logits, to_device(torch.from_numpy(device_rows), self._device), positions, sampled)
         return sampled.start_copy()
 
     def begin_drafts(self) -> DraftDraws:
@@ -251,11 +268,11 @@ class Sampler:
         tensor, columns, counts = self._state.planner.tensor, self._state.planner.columns, self._state.counts
         firsts = tensor(block.firsts)
         drafted = to_device(torch.tensor(block.padded_drafts(), dtype=torch.long), self._device)
-        if sampled.drafted is not None and on_device is not None:
+        if on_device:
             width = drafted.shape[1]
-            drafted.index_copy_(0, tensor(on_device.requests), sampled.drafted[:, :width])
-        sampled.num_accepted = num_accepted(sampled.token_ids, sampled.bad, firsts, drafted)
-        last = firsts + sampled.num_accepted
+            requests = to_device(torch.from_numpy(on_device.table()[0].copy()), self._device)
+            drafted.index_copy_(0, requests, self.device_drafts.drafted(on_device)[:, :width])
+        last = firsts + num_accepted(sampled.token_ids, sampled.bad, firsts, drafted)
         token_ids = sampled.token_ids.index_select(0, last)
         self.last_tokens.index_copy_(0, tensor([row.row for row in block.rows]), token_ids)
         recorded = [(index, row.row) for index, row in enumerate(block.rows) if row.reads_history]

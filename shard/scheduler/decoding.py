@@ -1,20 +1,22 @@
 """The running requests that only decode, as arrays: a step of them costs no Python per request.
 
-A request decodes if its next step is its newest token and nothing about it is decided by the host: no drafts, no
-grammar, no prompt to score. It joins after a commit, and leaves when it ends or when something else is to be done with
-it. While it is here its counts are those of the arrays, and those of `Request` are behind: `leave` brings them up to
-date. Its tokens, its pages and their numbers of owners are always current. Imports no torch.
+A request decodes if its next step is its newest token and nothing about it is decided by the host: no grammar, and no
+prompt to score. It has no drafts, or those of prompt lookup that the device makes, always as many as it asked for. It
+joins after a commit, and leaves when it ends or when something else is to be done with it. While it is here its counts
+are those of the arrays, and those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and
+their numbers of owners are always current. Imports no torch.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.requests.request import UNCONSTRAINED, Request
+from lorikeet.shard.requests.request import UNCONSTRAINED, Request, Source
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.throughput import Load
@@ -56,36 +58,108 @@ class Members:
     """[n] slot of the adapter, -1 for none."""
     slot_starts: Numbers
     """[n] position of the first token that the adapter applies to."""
+    drafting: Indices
+    """[m] indices of those whose drafts the device makes."""
     groups: Sequence[OutputGroup] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodeStep:
-    """One token of each member."""
+    """The newest token of each member, and draft tokens after it."""
 
     members: Members
     starts: Numbers
-    """[n] position of the token that is computed; the sampled one is at the next."""
+    """[n] position of the newest token if the step before accepts no draft; the sampled one is at the next."""
     page_table: Numbers
     """[n, most pages] their pages; of those with fewer, any pages after their own."""
     input_ids: Indices
     """[n] the newest tokens that the host knows."""
     is_ahead: bool
     """Whether the device may know newer ones: a step with some of the requests is launched and not committed."""
+    num_uncertain: Numbers
+    """[n] drafts that the step before may accept: each moves `starts` by one."""
+    widths: Numbers
+    """[n] draft tokens."""
+    has_drafts: bool = False
+    is_dissolved: bool = False
+    """Whether its requests left before it was launched, and are planned like others."""
+    made_items: dict[int, ScheduledRequest] = field(default_factory=dict)
+    """Parts of requests that left while the step was launched, by index."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, after each of which one is sampled."""
+        return len(self.starts) + (int(self.widths.sum()) if self.has_drafts else 0)
+
+    @cached_property
+    def counts(self) -> Indices:
+        """[n] tokens of each request."""
+        return self.widths.astype(np.int64) + 1
+
+    @cached_property
+    def firsts(self) -> Indices:
+        """[n] index of each request's first token among those of the step."""
+        firsts: Indices = np.cumsum(self.counts) - self.counts if self.has_drafts else np.arange(len(self.starts))
+        return firsts
 
     @property
     def load(self) -> Load:
         """What it computes."""
         num_requests = len(self.starts)
-        return Load(num_requests, num_requests, int(self.starts.sum()) + num_requests)
+        if not self.has_drafts:
+            return Load(num_requests, num_requests, int(self.starts.sum()) + num_requests)
+        num_attended = self.counts * (2 * self.starts + 2 + self.widths) // 2
+        return Load(num_requests, self.num_tokens, int(num_attended.sum()))
+
+    @property
+    def load_with_fixed_drafts(self) -> Load:
+        """The same where the number of other drafts is chosen."""
+        num_requests = len(self.starts)
+        num_attended = num_requests + int((self.starts * self.counts).sum()) + int(self.widths.sum())
+        return Load(num_requests, num_requests, num_attended, int(self.widths.sum()))
 
     def item(self, index: int) -> ScheduledRequest:
-        """One request's part."""
-        start = int(self.starts[index])
-        return ScheduledRequest(self.members.requests[index], start, start + 1, samples=True)
+        """One request's part, when the step before is committed."""
+        item = self.made_items.get(index)
+        return item or self.make_item(index, len(self.members.requests[index].token_ids) - 1, 0)
+
+    def make_item(self, index: int, start: int, num_uncertain: int) -> ScheduledRequest:
+        """One request's part, from a position on."""
+        item = ScheduledRequest(self.members.requests[index], start, start + 1, True, num_uncertain=num_uncertain)
+        if width := int(self.widths[index]):
+            item.draft_ids, item.source, item.is_on_device = [0] * width, Source.LOOKUP, True
+        return item
+
+    def index_of(self, request: Request) -> int:
+        """The request's index, -1 if the step does not have it."""
+        index = int(np.searchsorted(self.members.rows, request.row))
+        is_here = index < len(self.members) and self.members.requests[index] is request
+        return index if is_here else -1
+
+
+@dataclass(frozen=True)
+class VerifiedDrafts:
+    """What the device tells of the rows of a step whose drafts it makes."""
+
+    ids: npt.NDArray[np.int64]
+    """[m, most drafts] those that were verified, NO_TOKEN where there was none."""
+    match_lengths: npt.NDArray[np.int64]
+    """[m] of the match that the next drafts continue, 0 without one."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The requests of a step that continue, and their tokens."""
+
+    continues: Flags
+    """[n] whether each request goes on; the others ended by this step, or were not here any more."""
+    num_taken: Indices
+    """[n] tokens of each, those of the others undefined."""
+    num_drafted: Indices
+    """[n] drafts that were verified."""
 
 
 class DecodingRequests:
@@ -112,7 +186,15 @@ class DecodingRequests:
         """[max_running, most end tokens of a request] tokens that end the request."""
         self._page_table: Numbers = np.zeros((max_running, 1), np.int32)
         """[max_running, most pages of a request] KV pages in the order of positions."""
+        self._most_drafts: Indices = np.zeros(max_running, np.int64)
+        """Draft tokens that the device makes in a step, 0 for a request without."""
+        self._match_lengths: Indices = np.zeros(max_running, np.int64)
+        """As `Request.match_length`."""
+        self._num_uncertain: Indices = np.zeros(max_running, np.int64)
+        """Draft tokens of the launched step that is not committed, 0 without one."""
         self._members: Members | None = None
+        self._launched: list[DecodeStep] = []
+        """Planned steps that are not committed, in order."""
 
     def __len__(self) -> int:
         return 0 if self._members is None and not self._is_member.any() else len(self.members)
@@ -124,8 +206,8 @@ class DecodingRequests:
             self._members = self._members_of(np.flatnonzero(self._is_member))
         return self._members
 
-    def join(self, request: Request) -> None:
-        """Take a running request whose newest launched step, if any, samples one token."""
+    def join(self, request: Request, num_uncertain: int = 0) -> None:
+        """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts."""
         row = request.row
         request.is_decoding = True
         self._requests[row] = request
@@ -137,8 +219,21 @@ class DecodingRequests:
         self._end_ids = _widened(self._end_ids, len(request.stop_ids), NO_TOKEN)
         self._end_ids[row] = NO_TOKEN
         self._end_ids[row, : len(request.stop_ids)] = list(request.stop_ids)
+        self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device else 0
+        self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
         self._set_pages(request, 0)
         self._members = None
+
+    def launched_items(self, request: Request) -> list[ScheduledRequest]:
+        """The parts of a request in the planned steps that are not committed, in order."""
+        parts = [(step, index) for step in self._launched if (index := step.index_of(request)) >= 0]
+        num_before = int(self._in_flight[request.row]) - len(parts)
+        for ahead, (step, index) in enumerate(parts, num_before):
+            if index not in step.made_items:
+                num_uncertain = int(step.num_uncertain[index]) if ahead else 0
+                start = int(self._lengths[request.row]) + ahead - 1
+                step.made_items[index] = step.make_item(index, start, num_uncertain)
+        return [step.made_items[index] for step, index in parts]
 
     def leave(self, request: Request) -> None:
         """Bring the request's own counts up to date; it is a request like others from now on."""
@@ -149,17 +244,20 @@ class DecodingRequests:
         request.num_launched = request.num_in_flight = int(self._in_flight[row])
         request.num_computed = len(request.token_ids) + request.num_in_flight - 1
         request.num_committed = len(request.token_ids) - 1
+        request.match_length = int(self._match_lengths[row])
         self._members = None
 
-    def leave_all(self) -> None:
-        """Have all requests leave, as `leave` does for one."""
-        for request in self.members.requests:
-            self.leave(request)
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether a request with drafts of the device is two steps ahead: the device adds what one accepts, not two."""
+        members = self.members
+        return len(members.drafting) > 0 and bool((self._in_flight[members.rows[members.drafting]] > 1).any())
 
     def num_missing_pages(self) -> int:
-        """Pages that the next step needs in addition to those that the requests have."""
+        """Pages that the next step needs in addition to those that the requests have, without its drafts."""
         rows = self.members.rows
-        return int((self._num_known(rows) > self._num_covered[rows]).sum())
+        num_tokens = self._num_known(rows) + self._num_uncertain[rows]
+        return int(np.maximum(-(-(num_tokens - self._num_covered[rows]) // self._cache.page_size), 0).sum())
 
     def launch(self) -> DecodeStep | None:
         """Launch one token of each request that has one left; None if none has. Its missing pages must be available."""
@@ -171,20 +269,112 @@ class DecodingRequests:
         rows = members.rows
         if not len(rows):
             return None
-        for index in np.flatnonzero(known > self._num_covered[rows]).tolist():
-            request = members.requests[index]
-            num_pages = len(request.page_ids)
-            self._cache.grow(request, int(known[index]))
-            self._set_pages(request, num_pages)
+        num_uncertain = self._num_uncertain[rows]
+        self._grow(members, known + num_uncertain)
         is_ahead = bool(self._in_flight[rows].any())
         self._in_flight[rows] += 1
-        pages = self._page_table[:, : self._cache.num_needed(int(known.max()))].take(rows, axis=0)
-        return DecodeStep(members, (known - 1).astype(np.int32), pages, self._newest_ids[rows], is_ahead)
+        self._num_uncertain[rows] = 0
+        starts, uncertain = (known - 1).astype(np.int32), num_uncertain.astype(np.int32)
+        pages = self._pages(rows, known + num_uncertain)
+        no_drafts = np.zeros_like(uncertain)
+        step = DecodeStep(members, starts, pages, self._newest_ids[rows], is_ahead, uncertain, no_drafts)
+        self._launched.append(step)
+        return step
 
-    def commit(self, step: DecodeStep, token_ids: Indices, is_bad: Flags) -> Flags:
-        """Record the sampled tokens, [n], of the requests that continue. Returns [n] which do; the others ended by this
-        step, or were not here any more.
+    def draft_widths(self, step: DecodeStep) -> Indices:
+        """[n] draft tokens of each request of a planned step, if there are pages for them."""
+        rows = step.members.rows
+        num_left = self._limits[rows] - step.starts - 2 - step.num_uncertain
+        widths: Indices = np.minimum(self._most_drafts[rows], num_left).clip(min=0)
+        widths[(self._match_lengths[rows] == 0) | ~self._is_member[rows]] = 0
+        return widths
+
+    def num_missing_for(self, step: DecodeStep, widths: Indices) -> int:
+        """Pages that these drafts need in addition to those that the requests have."""
+        num_tokens = step.starts + 1 + step.num_uncertain + widths
+        num_covered = self._num_covered[step.members.rows]
+        return int(np.maximum(-(-(num_tokens - num_covered) // self._cache.page_size), 0).sum())
+
+    def add_drafts(self, step: DecodeStep, widths: Indices) -> None:
+        """Add drafts to a step that was just planned. There are enough pages for them."""
+        rows, num_tokens = step.members.rows, step.starts + 1 + step.num_uncertain + widths
+        self._grow(step.members, num_tokens)
+        self._num_uncertain[rows] = widths
+        step.widths, step.has_drafts = widths.astype(np.int32), True
+        step.page_table = self._pages(rows, num_tokens)
+
+    def _grow(self, members: Members, num_tokens: Indices) -> None:
+        """Give requests pages for so many tokens, [n]."""
+        for index in np.flatnonzero(num_tokens > self._num_covered[members.rows]).tolist():
+            request = members.requests[index]
+            num_pages = len(request.page_ids)
+            self._cache.grow(request, int(num_tokens[index]))
+            self._set_pages(request, num_pages)
+
+    def _pages(self, rows: Indices, num_tokens: Indices) -> Numbers:
+        return self._page_table[:, : self._cache.num_needed(int(num_tokens.max()))].take(rows, axis=0)
+
+    def commit(
+        self, step: DecodeStep, token_ids: Indices, is_bad: Flags, verified: VerifiedDrafts | None = None
+    ) -> Committed:
+        """Record the sampled tokens of the requests that continue. token_ids, is_bad: [S] of all tokens of the step;
+        verified: of `members.drafting`, if there are any.
         """
+        self.forget(step)
+        num_drafted = np.zeros(len(step.members), np.int64)
+        if verified is not None:
+            rows = step.members.rows[step.members.drafting]
+            is_here = self._is_member[rows]
+            self._match_lengths[rows[is_here]] = verified.match_lengths[is_here]
+        if step.has_drafts and verified is not None:
+            return self._commit_drafted(step, token_ids, is_bad, verified)
+        continues = self._commit_single(step, token_ids, is_bad)
+        return Committed(continues, num_drafted + 1, num_drafted)
+
+    def forget(self, step: DecodeStep) -> None:
+        """A planned step is committed, or has failed, or its requests have left."""
+        self._launched = [other for other in self._launched if other is not step]
+
+    def _commit_drafted(
+        self, step: DecodeStep, token_ids: Indices, is_bad: Flags, verified: VerifiedDrafts
+    ) -> Committed:
+        members, rows = step.members, step.members.rows
+        most = int(step.counts.max())
+        # [n, most]
+        places = np.minimum(step.firsts[:, None] + np.arange(most), len(token_ids) - 1)
+        tokens, bad = token_ids[places], is_bad[places]
+        draft_ids = np.full((len(rows), most - 1), NO_TOKEN, np.int64)
+        draft_ids[members.drafting] = verified.ids[:, : most - 1]
+        is_accepted = (draft_ids == tokens[:, :-1]) & ~bad[:, 1:]
+        num_taken = 1 + np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
+        num_drafted = np.logical_and.accumulate(draft_ids != NO_TOKEN, axis=1).sum(axis=1)
+        is_taken = np.arange(most) < num_taken[:, None]
+        is_end = (tokens[:, :, None] == self._end_ids[rows][:, None]).any(axis=2)
+        ends = (is_end & is_taken).any(axis=1) | (self._lengths[rows] + num_taken >= self._limits[rows])
+        continues = ~(ends | bad[:, 0]) & self._is_member[rows]
+        here, num_here = rows[continues], num_taken[continues]
+        taken = tokens[continues]
+        values, stops = taken[is_taken[continues]].tolist(), np.cumsum(num_here).tolist()
+        texts = [text for text, does in zip(members.texts, continues.tolist(), strict=True) if does]
+        parts = map(values.__getitem__, map(slice, [0, *stops], stops))
+        deque(map(list.extend, texts, parts), maxlen=0)
+        self._newest_ids[here] = taken[np.arange(len(here)), num_here - 1]
+        self._advance(here, num_here)
+        # frees pages of rejected drafts; their KV in the last page is overwritten
+        num_needed = self._lengths[here] + self._num_uncertain[here]
+        is_long = self._num_covered[here] - num_needed >= self._cache.page_size
+        for row, num_tokens in zip(here[is_long].tolist(), num_needed[is_long].tolist(), strict=True):
+            self._shrink(row, num_tokens)
+        return Committed(continues, num_taken, num_drafted)
+
+    def _shrink(self, row: int, num_tokens: int) -> None:
+        request = self._requests[row]
+        assert request is not None
+        self._cache.shrink(request, num_tokens)
+        self._num_covered[row] = len(request.page_ids) * self._cache.page_size
+
+    def _commit_single(self, step: DecodeStep, token_ids: Indices, is_bad: Flags) -> Flags:
+        """token_ids, is_bad: [n]. Returns [n] as in `Committed`."""
         members, rows = step.members, step.members.rows
         ends = (self._end_ids[rows] == token_ids[:, None]).any(axis=1) | (self._lengths[rows] + 1 >= self._limits[rows])
         continues = ~(ends | is_bad) & self._is_member[rows]
@@ -194,12 +384,17 @@ class DecodingRequests:
             texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
         deque(map(list.append, texts, token_ids.tolist()), maxlen=0)
         self._newest_ids[rows] = token_ids
-        self._lengths[rows] += 1
+        self._advance(rows, 1)
+        return continues
+
+    def _advance(self, rows: Indices, num_tokens: Indices | int) -> None:
+        """A launched step gave these rows so many tokens."""
+        self._lengths[rows] += num_tokens
         self._in_flight[rows] -= 1
+        self._num_uncertain[rows[self._in_flight[rows] == 0]] = 0
         if self._cache.prefix_caching:
             for row in rows[self._lengths[rows] - 1 >= self._published_at[rows]].tolist():
                 self._publish(row)
-        return continues
 
     def _publish(self, row: int) -> None:
         request = self._requests[row]
@@ -237,12 +432,13 @@ class DecodingRequests:
             frozenset(request.key for request in requests),
             np.array([request.slot for request in requests], np.int32),
             np.array([request.adapter_start for request in requests], np.int32),
+            np.flatnonzero(self._most_drafts[rows]),
             groups,
         )
 
 
 def may_decode(request: Request) -> bool:
-    """Whether nothing about the next step of a request without drafts is decided by the host."""
+    """Whether nothing about the next step of a request is decided by the host, but perhaps its drafts."""
     return (
         request.constraint is UNCONSTRAINED
         and request.pooling is None

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from lorikeet.proto.params import MAX_DRAFT_TOKENS
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
@@ -119,8 +120,10 @@ class Scheduler:
         """Choose what the next step computes, and count it as launched."""
         self.take_back()
         decode = self._launch_decoding()
+        scheduled = self.schedule(decode)
+        if decode is not None and decode.is_dissolved:
+            decode = None
         decoding = NO_LOAD if decode is None else decode.load
-        scheduled = self.schedule(decoding)
         return StepPlan(decode, scheduled, load_of(scheduled) + decoding if scheduled else decoding)
 
     def take_back(self) -> None:
@@ -151,7 +154,7 @@ class Scheduler:
         if request.isolation_steps:
             return False
         if request.is_decoding:
-            self.decoding.leave(request)
+            self._leave_decoding(request)
         if request.num_launched or request.is_draft:
             return False
         self._preempt(request)
@@ -168,15 +171,56 @@ class Scheduler:
             num_tokens = request.num_known + self._num_uncertain(request)
             num_missing += max(0, self.cache.num_needed(num_tokens) - len(request.page_ids))
         if num_missing > self.cache.num_available or self.is_isolated or self._open_suspects():
-            self.decoding.leave_all()
+            for request in self.decoding.members.requests:
+                self._leave_decoding(request)
             return None
         return self.decoding.launch()
+
+    def _leave_decoding(self, request: Request) -> None:
+        """Plan and commit the request like others from now on, with its parts of launched steps."""
+        items = self.decoding.launched_items(request)
+        self.decoding.leave(request)
+        for item in items if request.drafts_on_device else ():
+            earlier = self._drafted.pop(request, None)
+            if earlier is not None and earlier is not item:
+                earlier.next = item
+            if item.draft_ids:
+                self._drafted[request] = item
+
+    def _add_drafts_to_decoding(self, decode: DecodeStep, scheduled: list[ScheduledRequest]) -> None:
+        """Add the drafts of requests that only decode. If pages are short, these are planned like others, so that the
+        earlier ones get the pages.
+        """
+        if len(self.running) > self.proposer.drafters.settings.max_batch_size:
+            return
+        widths = self.decoding.draft_widths(decode)
+        if not widths.any():
+            return
+        num_missing = self.decoding.num_missing_for(decode, widths)
+        for item in scheduled:
+            num_tokens = item.end_of_pages + MAX_DRAFT_TOKENS
+            num_missing += max(0, self.cache.num_needed(num_tokens) - len(item.request.page_ids))
+        if num_missing <= self.cache.num_available:
+            self.decoding.add_drafts(decode, widths)
+            return
+        for index, request in enumerate(decode.members.requests):
+            if request.is_decoding:
+                self._leave_decoding(request)
+            scheduled.append(decode.item(index))
+        decode.is_dissolved = True
+        self.decoding.forget(decode)
+        order = {request: index for index, request in enumerate(self.running)}
+        scheduled.sort(key=lambda item: order[item.request])
 
     def decode(self, request: Request) -> None:
         """After a commit: count the request among those that only decode, if it is one."""
         is_short = self.cache.num_available < len(self.running)  # requests may soon be preempted
-        if may_decode(request) and not is_short and not self.proposer.drafters.of(request):
-            self.decoding.join(request)
+        if not may_decode(request) or is_short or not self.proposer.drafters.may_decode(request):
+            return
+        drafted = self._drafted.get(request)
+        self.decoding.join(request, 0 if drafted is None else len(drafted.draft_ids))
+        if drafted is not None and any(drafted is item for item in self.decoding.launched_items(request)):
+            del self._drafted[request]
 
     def _others(self) -> list[Request]:
         """Running requests that are not in `decoding`."""
@@ -190,8 +234,8 @@ class Scheduler:
             self._suspects = [each for each in self._suspects if each.isolation_steps and not each.finish_reason]
         return self._suspects
 
-    def schedule(self, decoding: Load = NO_LOAD) -> list[ScheduledRequest]:
-        """Launch the next step's requests, except those that only decode. decoding: what the step computes for these.
+    def schedule(self, decode: DecodeStep | None = None) -> list[ScheduledRequest]:
+        """Launch the next step's requests, except those that only decode, which have been launched as `decode`.
 
         A request that may have crashed a shard is computed alone. Its steps and those of all other requests take turns
         as long as both have something to compute.
@@ -199,13 +243,13 @@ class Scheduler:
         suspects = self._open_suspects()
         turns = [None, *suspects] if self.is_isolated else [*suspects, None]
         for suspect in turns:
-            if scheduled := self._fill_step(decoding, suspect):
+            if scheduled := self._fill_step(decode, suspect):
                 self.is_isolated = suspect is not None
                 return scheduled
         self.is_isolated = False
         return []
 
-    def _fill_step(self, decoding: Load, suspect: Request | None) -> list[ScheduledRequest]:
+    def _fill_step(self, decode: DecodeStep | None, suspect: Request | None) -> list[ScheduledRequest]:
         """Launch as many requests as the step's budget and the pages allow: `suspect` alone, or all but suspects.
 
         Prompts of an adapter with more requests than another one are capped and wait for every second step. Where the
@@ -215,7 +259,17 @@ class Scheduler:
         caps = self._adapter_prefill_caps.of(self._num_by_adapter) if suspect is None else {}
         if len(self.decoding) == len(self.running) and not self.waiting:
             self._capped_adapters_skipped = False
-            return scheduled
+            budget = Budget(self.limits, caps)
+        else:
+            budget = self._launch_within(scheduled, caps, suspect)
+        if not self.oom_backoff.is_active:
+            self._add_drafts(scheduled, decode, budget)
+        return scheduled
+
+    def _launch_within(
+        self, scheduled: list[ScheduledRequest], caps: dict[str, int], suspect: Request | None
+    ) -> Budget:
+        """Launch the requests of a step within its budget. Returns what is left of that."""
         prompts = self._prompts_of_callers() if suspect is None else Counter[str]()
         step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens(prompts))
         if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
@@ -228,11 +282,18 @@ class Scheduler:
         if caps and is_complete and not self._capped_adapters_skipped:
             budget.pass_for_capped = True
             self._launch_fitting(scheduled, budget, suspect)
-        if not self.oom_backoff.is_active:
-            self.proposer.propose(scheduled, len(self.running), budget, decoding)
-            drafted = (item for item in scheduled if item.is_on_device)
-            self._drafted.update((item.request, item) for item in drafted)
-        return scheduled
+        return budget
+
+    def _add_drafts(self, scheduled: list[ScheduledRequest], decode: DecodeStep | None, budget: Budget) -> None:
+        """Add drafts to a planned step."""
+        if decode is not None and len(decode.members.drafting):
+            self._add_drafts_to_decoding(decode, scheduled)
+        if not scheduled:
+            return
+        decoding = NO_LOAD if decode is None or decode.is_dissolved else decode.load_with_fixed_drafts
+        self.proposer.propose(scheduled, len(self.running), budget, decoding)
+        drafted = (item for item in scheduled if item.is_on_device)
+        self._drafted.update((item.request, item) for item in drafted)
 
     def _prompts_of_callers(self) -> Counter[str]:
         """Prompt tokens that could be computed now, where callers share a step."""
@@ -281,13 +342,16 @@ class Scheduler:
         request. head_ids: `item.num_heads` draft tokens of heads after each token. Returns how many tokens were taken,
         -1 if the request had ended before.
         """
-        request, following = item.request, item.next
+        request = item.request
         self._begin_commit(item)
+        following = item.next
         if request.finish_reason:
             self._release_unless_launched(request)
             return -1
         taken, reason = self._truncate(request, token_ids)
         request.is_draft = request.is_draft and not item.draft_ids
+        if item.match_length is not None:
+            request.match_length = item.match_length
         if taken:
             request.num_in_flight -= 1
             request.token_ids += taken
@@ -427,7 +491,7 @@ class Scheduler:
 
     def _begin_commit(self, item: ScheduledRequest) -> None:
         if item.request.is_decoding:
-            self.decoding.leave(item.request)
+            self._leave_decoding(item.request)
         item.request.num_launched -= 1
         if self._drafted.get(item.request) is item:
             del self._drafted[item.request]
@@ -437,7 +501,7 @@ class Scheduler:
         """Whether a running request cannot be in the next step before the launched ones are committed. If the next step
         left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
         """
-        if self._without_pages is not None or self.callers.excess():
+        if self._without_pages is not None or self.callers.excess() or self.decoding.awaits_commit:
             return True
         return any(request.num_launched and self._must_wait(request) for request in self._others())
 
@@ -465,7 +529,7 @@ class Scheduler:
         while not self.cache.grow(request, num_tokens):
             latest = self.running[-1]
             if latest.is_decoding:
-                self.decoding.leave(latest)
+                self._leave_decoding(latest)
             if latest.num_launched or any(other.is_draft for other in self.running):
                 return False
             self._preempt(latest)

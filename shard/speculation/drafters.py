@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
 from lorikeet.shard.speculation.draft_model import DraftModelDrafter
@@ -47,6 +48,16 @@ class Drafters:
         drafters = self.of(request)
         num_tokens = max((drafter.max_tokens(request) for drafter in drafters), default=0)
         return 0 < num_tokens <= most and all(drafter.drafts_on_device(request) for drafter in drafters)
+
+    def may_decode(self, request: Request) -> bool:
+        """Whether nothing about the request's drafts is decided by the host: it has none, or takes all that the device
+        finds by prompt lookup.
+        """
+        drafters = self.of(request)
+        if not drafters:
+            return True
+        is_constant = request.speculation.schedule == Schedule.CONSTANT
+        return request.drafts_on_device and is_constant and [each.value for each in drafters] == [LookupDrafter.value]
 
     def begin(self) -> None:
         """A step is planned."""

@@ -100,7 +100,8 @@ class DraftLengthController:
             self.is_used = True
             fixed = {index: width for index, width in enumerate(widths) if index not in auto}
             num_attended = sum(width * len(offers[index].request.token_ids) for index, width in fixed.items())
-            load = replace(load, num_fixed=sum(fixed.values()), num_attended=load.num_attended + num_attended)
+            num_fixed = load.num_fixed + sum(fixed.values())
+            load = replace(load, num_fixed=num_fixed, num_attended=load.num_attended + num_attended)
             chosen = self._choose_auto([offers[index] for index in auto], list(auto.values()), load)
             for index, width in zip(auto, chosen, strict=True):
                 widths[index] = width

@@ -29,7 +29,9 @@ def reads_texts(request: Request) -> bool:
 
 
 class LookupDrafter(Drafter):
-    """One index for each request, made at the first step that could use it."""
+    """One index for each request, made at the first step that could use it. Where the device makes the drafts, it tells
+    whether there are any.
+    """
 
     value = pb.SOURCE_LOOKUP
 
@@ -48,6 +50,9 @@ class LookupDrafter(Drafter):
         num_tokens = min(request.speculation.num_tokens, room)
         if num_tokens <= 0:
             return None
+        if request.drafts_on_device:
+            length, is_long = request.match_length, request.match_length >= self._settings.ngram_long
+            return Offer(request, self.value, num_tokens, [0] * num_tokens, None, is_long, length) if length else None
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = self.index(request)
@@ -57,7 +62,7 @@ class LookupDrafter(Drafter):
 
     def kinds(self, request: Request) -> Iterable[DraftKind]:
         index = self._indices.get(request)
-        length = 1 if index is None else index.match_length
+        length = request.match_length if index is None else index.match_length
         return [kind_of(request, self.value, length >= self._settings.ngram_long)] if length else []
 
     def drafts_on_device(self, request: Request) -> bool:
@@ -69,6 +74,7 @@ class LookupDrafter(Drafter):
 
     def release(self, request: Request) -> None:
         self._indices.pop(request, None)
+        request.match_length = 1
 
     def index(self, request: Request) -> "Lookup":
         """An index of the request's tokens so far."""

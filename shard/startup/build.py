@@ -86,7 +86,8 @@ def build_engine(
         lag = 1 if info.device.type == "cuda" else 0
     most_on_device = 0
     if lag and can_draft_on_device(config, model, sampler):
-        most_on_device, model.inputs.num_accepted = MOST_DRAFTS, sampler.device_drafts.num_accepted
+        most_on_device = MOST_DRAFTS
+        model.inputs.accept_on_device(sampler.device_drafts.num_accepted)
     has_draft_model, history = draft_model is not None, build_history(config)
     ngrams = config.ngram_min, config.ngram_max, config.ngram_long
     drafts = DraftSettings(config.speculation_max_batch_size, *ngrams, has_draft_model, history, most_on_device)

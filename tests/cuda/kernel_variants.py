@@ -8,7 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
-from lorikeet.shard.batch import device_tokens_triton
+from lorikeet.shard.batch import device_tokens_triton, moves_triton
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import (
     device_integers,
@@ -196,9 +196,15 @@ def sample(dtype: torch.dtype, is_captured: bool) -> None:
 def look_up() -> None:
     texts = Texts(
         tensor(256, BLOCK, dtype=I32), tensor(256, dtype=I64), tensor(len(SOURCES), 256, MOST_DRAFTS, dtype=I64),
-        tensor(256, dtype=I64),
+        tensor(256, dtype=I64), tensor(256, dtype=I64),
     )  # fmt: skip
-    lookup_triton.propose(texts, Emitted(tensor(4, T, dtype=I64), *[tensor(T, dtype=I64)] * 3), range(1, 9))
+    ids, bad, report = tensor(T, dtype=I64), tensor(T, dtype=torch.uint8), tensor(T, MOST_DRAFTS + 1, dtype=I64)
+    lookup_triton.propose(texts, Emitted(tensor(6, T, dtype=I64), ids, bad, ids, report), range(1, 9))
+
+
+def move_numbers(dtype: torch.dtype, chooses: bool) -> None:
+    ids = tensor(T, dtype=I64)
+    moves_triton.move(tensor(T, dtype=dtype), ids, ids, T, chooses)
 
 
 INTEGERS = {
@@ -258,6 +264,12 @@ def _variants() -> Iterator[Variant]:
     ids = lambda: tensor(T, dtype=I64)
     put = lambda: device_tokens_triton.put_device_tokens(ids(), tensor(T, dtype=I32), ids())
     yield Variant("tokens of the device", put)
+    for dtype, chooses in ((I64, False), (I32, False), (I64, True)):
+        label = "KV slots" if chooses else str(dtype).removeprefix("torch.")
+        yield Variant(
+            f"numbers that accepted drafts move, {label}",
+            lambda dtype=dtype, chooses=chooses: move_numbers(dtype, chooses),
+        )
     keys = lambda: tensor(T, dtype=I32)
     yield Variant("experts' tasks", lambda: pairs_triton.split_keys(keys(), 2, 0, 16, 12))
     yield Variant("experts' tasks with adapters", lambda: pairs_triton.split_keys(keys(), 9, 64, 16, 12))

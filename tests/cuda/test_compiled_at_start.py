@@ -103,7 +103,7 @@ def test_sampling_launches_no_kernel_that_start_did_not(name: str) -> None:
         step.add(1, 3, range(1, 4), Source.LOOKUP, heads=(3, 2))
         sampled = sampler.verify(logits[:4], [0, 3], [3] * 2, [[], [0, 0]], None, step)
         head_ids = torch.empty(9, dtype=torch.long, device=META)
-        sampler.device_drafts.advance(step, sampled.token_ids, sampled.num_accepted, head_ids)
+        sampler.device_drafts.advance(step, sampled.token_ids, sampled.bad, head_ids)
     assert {launch.kernel for launch in found.launches} >= {"scan", "resolve", "draft"}
     assert set(found.launches) <= compiled
 

@@ -1,14 +1,17 @@
 """Drafts and acceptance on the device: the host launches a step before it knows the tokens of the last one.
 
-Each row has its text on the device. After a step it is extended by the tokens that the step emitted; prompt lookup in
-it, and the heads of the last emitted token, make the drafts of the next step. Inputs, attention and sampling add the
-number of accepted drafts to the positions of that step. In vLLM this is asynchronous scheduling.
+Each row has its text on the device. After a step the device counts the drafts that the step accepted and extends the
+text by the emitted tokens; prompt lookup in it, and the heads of the last emitted token, make the drafts of the next
+step. Inputs, attention and sampling add the number of accepted drafts to the positions of that step. In vLLM this is
+asynchronous scheduling. The host learns with a step's result what was verified, and whether there are further drafts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lorikeet.shard.batch.transfer import to_device
@@ -40,53 +43,62 @@ class Texts(NamedTuple):
     draft_ids: torch.Tensor
     # [max_rows] int64 newest token of each row
     last_tokens: torch.Tensor
+    # [max_rows] int64 drafts of the newest step that were accepted
+    num_accepted: torch.Tensor
 
 
 class Emitted(NamedTuple):
     """What a step sampled for n rows."""
 
-    # [4, n] int64: row, index of its first token in `token_ids`, index of its first token in `head_ids`, and the number
-    # of tokens there for each of its sampled tokens, 0 without heads
+    # [6, n] int64: row, index of its first token in `token_ids`, number of its drafts, index of their source in
+    # SOURCES, index of its first token in `head_ids`, and the number of tokens there for each of its sampled tokens
     table: torch.Tensor
-    # [n] int64 how many drafts were accepted: as many tokens and one were emitted
-    num_accepted: torch.Tensor
-    # [S] int64 tokens of the target
+    # [S] int64 tokens of the target, of each row one more than drafts
     token_ids: torch.Tensor
+    # [S] uint8 whether a token's scores were bad: it and those after it are not emitted
+    bad: torch.Tensor
     # [E] int64 tokens of heads
     head_ids: torch.Tensor
+    # [n, MOST_DRAFTS + 1] int64, filled in: the drafts that were verified, NO_TOKEN where there was none, and the
+    # length of the match that the next drafts of prompt lookup continue, 0 without one
+    report: torch.Tensor
 
 
 Propose = Callable[[Texts, Emitted, range], None]
-"""Extends the texts, and makes the next drafts with matches of so many tokens: `propose` or a kernel of the device."""
+"""Counts accepted drafts, extends the texts, and makes the next drafts with matches of so many tokens: `propose` or a
+kernel of the device.
+"""
+
+Table = npt.NDArray[np.int64]
 
 
 @dataclass
 class StepDrafts:
-    """The rows of one step whose drafts the device makes, as host lists."""
+    """The rows of one step whose drafts the device makes."""
 
-    requests: list[int] = field(default_factory=list)
-    """Their indices among the requests for which the step samples."""
-    rows: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    """Index of the first sampled token of each in S."""
-    widths: list[int] = field(default_factory=list)
-    """Number of their drafts in this step."""
-    sources: list[int] = field(default_factory=list)
-    """Index of their source in SOURCES."""
-    first_heads: list[int] = field(default_factory=list)
-    num_heads: list[int] = field(default_factory=list)
+    # [7, m] of requests that only decode: index among those for which the step samples, then as in `Emitted.table`
+    decoding: Table = field(default_factory=lambda: np.empty((7, 0), np.int64))
+    columns: list[tuple[int, ...]] = field(default_factory=list)
+    """The same seven numbers for each further request."""
     inputs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Drafts among the step's tokens: index in T, source, row, depth."""
+    """Drafts of those among the step's tokens: index in T, source, row, depth."""
 
-    def add(self, request: int, row: int, sampled: range, source: int, heads: tuple[int, int]) -> None:
-        """A request with these sampled tokens; `heads`: index of its first token of heads, and their number."""
-        self.requests.append(request)
-        self.rows.append(row)
-        self.firsts.append(sampled.start)
-        self.widths.append(len(sampled) - 1)
-        self.sources.append(SOURCES.index(Source(source)) if source in SOURCES else 0)
-        self.first_heads.append(heads[0])
-        self.num_heads.append(heads[1])
+    def __len__(self) -> int:
+        return self.decoding.shape[1] + len(self.columns)
+
+    def add(self, request: int, row: int, sampled: range, source: int, heads: tuple[int, int]) -> int:
+        """A request with these sampled tokens; `heads`: index of its first token of heads, and their number. Returns
+        the index of its source.
+        """
+        index = SOURCES.index(Source(source)) if source in SOURCES else 0
+        self.columns.append((request, row, sampled.start, len(sampled) - 1, index, *heads))
+        return index
+
+    def table(self) -> Table:
+        """[7, n] of all requests."""
+        if not self.columns:
+            return self.decoding
+        return np.concatenate([self.decoding, np.array(self.columns, np.int64).T], axis=1)
 
 
 class DeviceDrafts:
@@ -127,58 +139,59 @@ class DeviceDrafts:
         """Compile the kernel: draft for row 0, which no request has."""
         self.add(0, [0], 1)
         zeros = torch.zeros(1, dtype=torch.long, device=self._device)
-        self._propose(self._state, Emitted(zeros.repeat(4, 1), zeros, zeros, zeros), self._ngrams)
+        report = torch.empty(1, MOST_DRAFTS + 1, dtype=torch.long, device=self._device)
+        emitted = Emitted(zeros.repeat(6, 1), zeros, zeros.to(torch.uint8), zeros, report)
+        self._propose(self._state, emitted, self._ngrams)
 
-    def place(self, source: int, row: int, depth: int) -> int:
-        """Where `tokens` has a row's draft. Where there is none, it has NO_TOKEN."""
+    def place(self, source: int, row: Any, depth: Any) -> Any:
+        """Where `tokens` has a row's draft, or drafts of several rows. Where there is none, it has NO_TOKEN."""
         return self._max_rows + (source * self._max_rows + row) * MOST_DRAFTS + depth
 
     def drafted(self, step: StepDrafts) -> torch.Tensor:
         """[n, MOST_DRAFTS] the drafts that the step verifies, NO_TOKEN beyond them."""
-        sources, rows, widths = self._columns(list(zip(step.sources, step.rows, step.widths, strict=True)))
+        _, rows, _, widths, sources, *_ = to_device(torch.from_numpy(step.table()), self._device)
         depths = torch.arange(MOST_DRAFTS, device=self._device)
         return self._draft_ids[sources, rows].masked_fill_(depths >= widths[:, None], NO_TOKEN)
 
     def advance(
-        self,
-        step: StepDrafts,
-        token_ids: torch.Tensor,
-        num_accepted: torch.Tensor | None,
-        head_ids: torch.Tensor | None,
-    ) -> None:
-        """Extend the texts by what the step emitted, and make the next drafts. token_ids: [S]; num_accepted: [R] of all
-        requests for which the step samples, None of a step without drafts; head_ids: [E] tokens of heads.
+        self, step: StepDrafts, token_ids: torch.Tensor, bad: torch.Tensor, head_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Extend the texts by what the step emitted, and make the next drafts. token_ids: [S]; bad: [S] bool; head_ids:
+        [E] tokens of heads. Returns `Emitted.report`.
         """
-        table = [step.rows, step.firsts, step.first_heads, step.num_heads, step.requests]
-        numbers = to_device(torch.tensor(table, dtype=torch.long), self._device)
-        if num_accepted is None:
-            accepted = torch.zeros_like(numbers[0])
-        else:
-            accepted = num_accepted.index_select(0, numbers[-1])
-        self.num_accepted.index_copy_(0, numbers[0], accepted)
+        table = to_device(torch.from_numpy(step.table()[1:].copy()), self._device)
+        report = torch.empty(len(step), MOST_DRAFTS + 1, dtype=torch.long, device=self._device)
         head_ids = self._no_ids if head_ids is None else head_ids
-        self._propose(self._state, Emitted(numbers[:-1], accepted, token_ids, head_ids), self._ngrams)
+        self._propose(self._state, Emitted(table, token_ids, bad.view(torch.uint8), head_ids, report), self._ngrams)
+        return report
 
     @property
     def _state(self) -> Texts:
-        return Texts(self._texts, self._lengths, self._draft_ids, self._last_tokens)
-
-    def _columns(self, table: Sequence[Sequence[int]]) -> Any:
-        return to_device(torch.tensor(list(zip(*table, strict=True)), dtype=torch.long), self._device)
+        return Texts(self._texts, self._lengths, self._draft_ids, self._last_tokens, self.num_accepted)
 
 
 def propose(texts: Texts, emitted: Emitted, ngrams: range) -> None:
     """The specification, on CPU: prompt lookup is that of the host."""
-    columns = [*emitted.table.tolist(), emitted.num_accepted.tolist()]
-    for row, first, first_head, num_heads, accepted in zip(*columns, strict=True):
+    bad = emitted.bad.tolist()
+    for index, (row, first, width, source, first_head, num_heads) in enumerate(emitted.table.T.tolist()):
+        drafted = texts.draft_ids[source, row, :width].tolist()
+        accepted = 0
+        while accepted < width and drafted[accepted] == emitted.token_ids[first + accepted]:
+            if bad[first + accepted + 1]:
+                break
+            accepted += 1
+        texts.num_accepted[row] = accepted
         before, new = int(texts.lengths[row]), emitted.token_ids[first : first + accepted + 1]
         length = min(before + len(new), texts.token_ids.shape[1])
         texts.token_ids[row, before:length] = new[: length - before].to(torch.int32)
         texts.lengths[row] = length
         texts.last_tokens[row] = new[-1]
-        found = Lookup(texts.token_ids[row, :length].tolist(), ngrams[0], ngrams[-1]).propose(MOST_DRAFTS)
+        lookup = Lookup(texts.token_ids[row, :length].tolist(), ngrams[0], ngrams[-1])
+        emitted.report[index] = NO_TOKEN
+        emitted.report[index, :width] = torch.tensor(drafted, dtype=torch.long)
+        emitted.report[index, MOST_DRAFTS] = lookup.match_length
         at = first_head + accepted * num_heads
-        for source, ids in enumerate((found, emitted.head_ids[at : at + num_heads].tolist())):
+        for source, ids in enumerate((lookup.propose(MOST_DRAFTS), emitted.head_ids[at : at + num_heads].tolist())):
             row_ids = texts.draft_ids[source, row]
             row_ids.fill_(NO_TOKEN)
             row_ids[: len(ids)] = torch.tensor(ids, dtype=torch.long)

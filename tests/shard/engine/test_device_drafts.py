@@ -11,6 +11,7 @@ from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedul
 from lorikeet.shard.grpc.outbox import Output
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests
 from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig
 from tests.shard.engine.test_speculation import assert_accounts, assert_equal, texts_alone
 from tests.shard.fake_model import VOCAB_SIZE
@@ -53,7 +54,7 @@ def make_mix(method: Method = Method.LOOKUP, has_penalties: bool = False) -> lis
 def run(rig: Rig, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Output], int]:
     """The outputs, and how many parts of steps were launched before the drafts of the step before were verified."""
     num_uncertain = 0
-    settle, assert_kv_is_true = ScheduledRequest.settle, rig.assert_kv_is_true
+    settle, plan, assert_kv_is_true = ScheduledRequest.settle, DecodingRequests.launch, rig.assert_kv_is_true
 
     def counted(item: ScheduledRequest, num_accepted: int) -> None:
         nonlocal num_uncertain
@@ -63,8 +64,18 @@ def run(rig: Rig, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> t
     def check() -> None:
         assert_kv_is_true()
         for request in rig.scheduler.running:  # all tokens but the newest are in pages that others may share
-            assert request.is_fresh or request.num_committed == len(request.token_ids) - 1
+            if request.is_decoding:  # its counts are those of the arrays
+                assert rig.scheduler.decoding._lengths[request.row] == len(request.token_ids)
+            else:
+                assert request.is_fresh or request.num_committed == len(request.token_ids) - 1
 
+    def planned(decoding: DecodingRequests) -> DecodeStep | None:
+        nonlocal num_uncertain
+        step = plan(decoding)
+        num_uncertain += 0 if step is None else int((step.num_uncertain > 0).sum())
+        return step
+
+    monkeypatch.setattr(DecodingRequests, "launch", planned)
     monkeypatch.setattr(ScheduledRequest, "settle", counted)
     monkeypatch.setattr(rig, "assert_kv_is_true", check)
     rig.watches_kv = True

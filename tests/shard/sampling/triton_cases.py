@@ -6,12 +6,15 @@ import os
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import put_by_operators
 from lorikeet.shard.batch.device_tokens_triton import BLOCK, put_device_tokens
+from lorikeet.shard.batch.inputs import Move, move_by_operators
+from lorikeet.shard.batch.moves_triton import move
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
 from tests.shard.sampling.test_batch import any_params
@@ -204,6 +207,23 @@ def test_a_vocabulary_of_a_real_model() -> None:
     plain, fused = both.sample(logits_of(8, 3, vocab_size, scale=4.0), 0)
     check(plain, fused)
     assert fused.num_overflowed == 0
+
+
+@pytest.mark.parametrize("num_moved", [1, BLOCK, BLOCK + 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.long])
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_step_moves_by_what_was_accepted(num_moved: int, dtype: torch.dtype, chooses: bool) -> None:
+    rng = np.random.default_rng(num_moved)
+    numbers = torch.from_numpy(rng.integers(0, 1000, 400)).to(DEVICE, dtype)
+    num_accepted = torch.from_numpy(rng.integers(1, 4, 9)).to(DEVICE)
+    places, rows = rng.permutation(400)[:num_moved], rng.integers(0, 9, num_moved)
+    choices = rng.integers(0, 1000, (num_moved, 4)) if chooses else None
+    table = torch.from_numpy(np.stack([places, rows, *(() if choices is None else choices.T)]).ravel()).to(DEVICE)
+    moved = numbers.clone()
+    move(moved, table, num_accepted, num_moved, chooses)
+    by_operators = numbers.clone()
+    move_by_operators(Move(by_operators, places, rows, choices), table, num_accepted)
+    assert torch.equal(moved, by_operators) and not torch.equal(moved, numbers)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, BLOCK, 2 * BLOCK + 3])

@@ -49,6 +49,7 @@ def script_device(rig: Rig, texts: Mapping[int, Sequence[int]], chance: float, f
     def propose(known: Texts, emitted: Emitted, ngrams: range) -> None:
         device_drafts.propose(known, emitted, ngrams)
         requests = {request.row: request for request in [*rig.scheduler.running, *rig.scheduler._ending]}
+        emitted.report[:, device_drafts.MOST_DRAFTS] = 99
         for row in emitted.table[0].tolist():
             text, length = texts[requests[row].key[1]], int(known.lengths[row])
             assert known.token_ids[row, : min(length, len(text))].tolist() == list(text[:length])
