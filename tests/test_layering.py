@@ -63,7 +63,6 @@ SHORT = {
     "shard/speculation/grammar.py": "one source of drafts",
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,
-    "shard/batch/device_tokens_triton.py": SPECIALIZED,
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/operators.py": "used by the Triton modules of every folder",
 }

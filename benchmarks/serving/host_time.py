@@ -52,9 +52,9 @@ CASES = (
     HostCase("logprobs", 256, 2.5),
     HostCase("greedy", 1024, 3.0),
 )
-"""`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request, all of
-them accepted; `logprobs`: log probabilities of each token and of five alternatives, whose operators are not launched:
-on a device without values each takes tens of microseconds of Python that a launch does not.
+"""`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
+all accepted; `logprobs`: log probabilities of each token and of five alternatives, whose operators are not
+launched: on a device without values each takes tens of microseconds of Python that a launch does not.
 """
 
 

@@ -70,9 +70,9 @@ class Moves:
 
 
 def _move_by_launch(move: Move, table: torch.Tensor, num_accepted: torch.Tensor) -> None:
-    from lorikeet.shard.batch import moves_triton
+    from lorikeet.shard.batch import device_tokens_triton
 
-    moves_triton.move(move.numbers, table, num_accepted, len(move.places), move.choices is not None)
+    device_tokens_triton.move(move.numbers, table, num_accepted, len(move.places), move.choices is not None)
 
 
 def move_by_operators(move: Move, table: torch.Tensor, num_accepted: torch.Tensor) -> None:

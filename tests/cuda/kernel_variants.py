@@ -8,7 +8,7 @@ import torch
 from lorikeet.shard.attention import paged_triton as paged
 from lorikeet.shard.attention.reference import FP8
 from lorikeet.shard.attention.spans import SPAN
-from lorikeet.shard.batch import device_tokens_triton, moves_triton
+from lorikeet.shard.batch import device_tokens_triton
 from lorikeet.shard.grammar import triton as grammars
 from lorikeet.shard.model.kernels import (
     device_integers,
@@ -204,7 +204,7 @@ def look_up() -> None:
 
 def move_numbers(dtype: torch.dtype, chooses: bool) -> None:
     ids = tensor(T, dtype=I64)
-    moves_triton.move(tensor(T, dtype=dtype), ids, ids, T, chooses)
+    device_tokens_triton.move(tensor(T, dtype=dtype), ids, ids, T, chooses)
 
 
 INTEGERS = {

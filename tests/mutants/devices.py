@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "a step whose logits a grammar masks is sampled in its graph",
         "shard/engine/step.py",
-        "if is_masked or has_drafts",
-        "if has_drafts",
+        "if is_masked or layout.has_drafts",
+        "if layout.has_drafts",
         f"{IN_GRAPH_TEST}::test_a_step_with_a_row_that_the_graph_cannot_sample_is_sampled_outside[grammar]",
     ),
     Mutant(

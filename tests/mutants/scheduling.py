@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "a step reads token 0 instead of the last sampled token on the device",
         "shard/batch/device_tokens.py",
-        "found = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)",
-        "found = torch.zeros_like(input_ids)",
+        "token_ids = tokens.index_select(0, places.clamp(min=0)).clamp(min=0)",
+        "token_ids = torch.zeros_like(input_ids)",
         f"{ENGINE_TEST}::test_every_text_is_what_it_is_alone[lag 1]",
     ),
     Mutant(

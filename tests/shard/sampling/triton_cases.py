@@ -12,9 +12,8 @@ import torch
 
 from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import put_by_operators
-from lorikeet.shard.batch.device_tokens_triton import BLOCK, put_device_tokens
+from lorikeet.shard.batch.device_tokens_triton import BLOCK, move, put_device_tokens
 from lorikeet.shard.batch.inputs import Move, move_by_operators
-from lorikeet.shard.batch.moves_triton import move
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
 from tests.shard.sampling.test_batch import any_params
