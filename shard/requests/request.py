@@ -185,8 +185,8 @@ class Request:
     """Whether the device makes its drafts: the next step is then launched before the tokens of the last one are known.
     """
     match_length: int = 1
-    """Tokens of the match that prompt lookup continues on the device, after the newest committed step. One until the
-    device has told."""
+    """Tokens of the match that prompt lookup continues on the device, after the newest committed step. One until a step
+    with its result is committed."""
     is_decoding: bool = False
     """Whether its counts are those of `scheduler/decoding.py`: the ones here are then behind."""
     num_charged: int = 0

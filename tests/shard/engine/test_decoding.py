@@ -13,6 +13,7 @@ from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
+from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
 LOGPROBS = LogprobParams(wanted=True, alternatives=3)
 KINDS = (
@@ -126,6 +127,36 @@ def test_no_columns_are_sent_for_requests_that_have_all_ended() -> None:
     assert [len(part.ids) for part in sent if isinstance(part, TokenColumns)] == [2, 2, 2, 2]
     ended = [part.key[1] for part in sent if isinstance(part, Output) and part.finish_reason]
     assert ended == [0, 1]
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.6])
+def test_requests_whose_drafts_the_device_makes_are_arrays(chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of them makes no object for each either, whether drafts are accepted or not."""
+    prompts = [[number, 2, 3] for number in range(4)]
+    texts = {number: prompt + generate_alone(prompt, 40) for number, prompt in enumerate(prompts)}
+    rig = Rig(Setup(commit_lag=1, drafts=ScriptedDrafts(texts=texts, chance=chance), drafts_on_device=True))
+    script_device(rig, texts, chance)
+    speculation = Speculation(Method.LOOKUP, 3)
+    requests = [make_request(number, prompt, 40, speculation=speculation) for number, prompt in enumerate(prompts)]
+    rig.submit(*requests)
+    rig.step(4)
+    assert all(request.is_decoding for request in requests)
+    decode = rig.engine._launched[-1].plan.decode
+    assert decode is not None and decode.widths.tolist() == decode.num_uncertain.tolist() == [3] * 4
+    with monkeypatch.context() as patch:
+        patch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.grpc.outbox.Output", None)
+        rig.engine.step()
+        update = rig.outbox.take(1)
+    [columns] = update.outputs
+    assert isinstance(columns, TokenColumns) and columns.drafts is not None
+    assert columns.drafts.num_drafted.tolist() == [3] * 4
+    assert columns.drafts.num_tokens.tolist() == (columns.drafts.num_accepted + 1).tolist()
+    rig.run()
+    for number, request in enumerate(requests):
+        assert request.token_ids == texts[number]
+        assert request.finish_reason is FinishReason.LENGTH and not request.is_decoding
 
 
 def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
