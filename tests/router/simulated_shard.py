@@ -246,10 +246,12 @@ def merge_outputs(pending: pb.StepOutput, parts: list[pb.RequestOutput]) -> list
     return list(by_id.values())
 
 
-async def start(address: str, model: SimulatedModel) -> tuple[grpc.aio.Server, SimulatedShard, "asyncio.Task[None]"]:
+async def start(
+    address: str, model: SimulatedModel, kind: type[SimulatedShard] = SimulatedShard
+) -> tuple[grpc.aio.Server, SimulatedShard, "asyncio.Task[None]"]:
     """Serve on `address` from the running loop."""
     server = grpc.aio.server()
-    shard = SimulatedShard(model)
+    shard = kind(model)
     shard_pb2_grpc.add_ShardServicer_to_server(shard, server)
     health_pb2_grpc.add_HealthServicer_to_server(shard.health, server)
     await shard.health.set("", health_pb2.HealthCheckResponse.SERVING)
