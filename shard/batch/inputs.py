@@ -54,8 +54,9 @@ class Moves:
             return
         assert num_accepted is not None
         tables = [_table(move) for move in self._moves]
-        packed = np.concatenate([table.ravel() for table in tables])
-        sent = to_device(torch.from_numpy(packed), num_accepted.device).split([table.size for table in tables])
+        sizes = [len(table) * len(table[0]) for table in tables]
+        packed = np.concatenate([column for table in tables for column in table], dtype=np.int64)
+        sent = to_device(torch.from_numpy(packed), num_accepted.device).split(sizes)
         apply = _move_by_launch if gpu.has_triton(num_accepted.device) else move_by_operators
         for move, flat in zip(self._moves, sent, strict=True):
             apply(move, flat, num_accepted)
@@ -86,10 +87,9 @@ def move_by_operators(move: Move, table: torch.Tensor, num_accepted: torch.Tenso
         move.numbers.index_add_(0, places, accepted.to(move.numbers.dtype))
 
 
-def _table(move: Move) -> Indices:
-    """[2 + choices, n] places, rows and choices."""
-    columns = [move.places, move.rows, *(() if move.choices is None else move.choices.T)]
-    return np.stack(columns).astype(np.int64)
+def _table(move: Move) -> list[Indices]:
+    """[2 + choices][n] places, rows and choices."""
+    return [move.places, move.rows, *(() if move.choices is None else move.choices.T)]
 
 
 class HeadsRow(NamedTuple):

@@ -352,10 +352,11 @@ class DecodingRequests:
         is_end = (tokens[:, :, None] == self._end_ids[rows][:, None]).any(axis=2)
         ends = (is_end & is_taken).any(axis=1) | (self._lengths[rows] + num_taken >= self._limits[rows])
         continues = ~(ends | bad[:, 0]) & self._is_member[rows]
-        here, num_here = rows[continues], num_taken[continues]
-        taken = tokens[continues]
-        values, stops = taken[is_taken[continues]].tolist(), np.cumsum(num_here).tolist()
-        texts = [text for text, does in zip(members.texts, continues.tolist(), strict=True) if does]
+        here, num_here, taken, texts = rows, num_taken, tokens, members.texts
+        if not continues.all():
+            here, num_here, taken, is_taken = (array[continues] for array in (rows, num_taken, tokens, is_taken))
+            texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
+        values, stops = taken[is_taken].tolist(), np.cumsum(num_here).tolist()
         parts = map(values.__getitem__, map(slice, [0, *stops], stops))
         deque(map(list.extend, texts, parts), maxlen=0)
         self._newest_ids[here] = taken[np.arange(len(here)), num_here - 1]

@@ -33,7 +33,7 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 WIDTH = 3
-COPIES, LAUNCHES = 11, 34
+COPIES, LAUNCHES = 4, 10
 """To the device, and of operators and kernels, outside the graph of a step that verifies drafts after one that did."""
 
 
