@@ -328,16 +328,19 @@ class Kernels:
         count, length = (self._setup.requests, 8192) if self._setup.is_cuda else (2, 60)
         generator = torch.Generator().manual_seed(self._setup.seed)
         known = torch.randint(0, 50, (count, length + 8), generator=generator, dtype=torch.int32)
-        table = torch.tensor([[row, row, 0, 0] for row in range(count)]).t().contiguous()
+        table = torch.tensor([[row, row, 0, 0, 0, 0] for row in range(count)]).t().contiguous()
         newest = torch.randint(0, 50, (count,), generator=generator)
 
         def drafted(function: Propose, device: torch.device) -> torch.Tensor:
             texts = Texts(
                 known.to(device), torch.full((count,), length, device=device),
                 torch.full((2, count, MOST_DRAFTS), NO_TOKEN, device=device), newest.to(device),
+                torch.zeros(count, dtype=torch.long, device=device),
             )  # fmt: skip
             zeros = torch.zeros(count, dtype=torch.long, device=device)
-            function(texts, Emitted(table.to(device), zeros, newest.to(device), zeros), range(1, 9))
+            report = torch.empty(count, MOST_DRAFTS + 1, dtype=torch.long, device=device)
+            emitted = Emitted(table.to(device), newest.to(device), zeros.to(torch.uint8), zeros, report)
+            function(texts, emitted, range(1, 9))
             return texts.draft_ids
 
         def check() -> Row:
