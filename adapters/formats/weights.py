@@ -27,6 +27,8 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32,
 }  # fmt: skip
 MAX_INDEX = 8 << 20
+MAX_PICKLE = 2 << 20
+"""The part of a `.bin` that describes tensors: each takes about 250 bytes, and a hundred thousand take seconds."""
 _OLD_FORMAT = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 """The beginning of every file of torch before 1.6."""
 _MAP_NORESERVE = 0x4000
@@ -208,6 +210,8 @@ def _check_archive(path: Path, size: int, name: str) -> None:
         raise AdapterInvalid(f"{name} is broken or not a file of torch: convert it to safetensors") from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise AdapterInvalid(f"{name} is compressed, which torch never does")
+    if any(entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE for entry in entries):
+        raise AdapterInvalid(f"{name} describes its tensors in more than {MAX_PICKLE} bytes")
     if sum(entry.file_size for entry in entries) > size:
         raise AdapterInvalid(f"{name} claims to hold more bytes than it has")
 

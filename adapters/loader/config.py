@@ -39,7 +39,7 @@ class LoaderConfig(ConfigFile):
     """Concurrent conversions to the served layout, plus one urgent one; None is one per core, up to 4."""
     reading_cpu_s: float = 20.0
     """Processor time for reading one adapter, in addition to its bytes."""
-    opening_cpu_s: float = 2.0
+    opening_cpu_s: float = 1.0
     """Processor time for opening its files, in addition to their bytes: what they hold is not known before."""
     opening_memory: int = 128 << 20
     """Bytes of memory for the same, in addition to ten times their own."""

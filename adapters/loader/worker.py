@@ -51,7 +51,8 @@ from lorikeet.proto.process import limited_memory
 
 log = structlog.get_logger()
 
-_BYTES_PER_CPU_S = 20 << 20
+_BYTES_PER_CPU_S, _OPENED_BYTES_PER_CPU_S = 20 << 20, 100 << 20
+"""The least that any machine reads, and that it opens: that is a checksum, and a copy of a `.bin`."""
 _MEMORY_PER_BYTE = 10
 """Memory per byte of the files: they are mapped, and their tensors converted to float32, merged and cast."""
 _MAX_MESSAGE_LEN = 4096
@@ -165,7 +166,7 @@ class WorkerJobs:
         """An adapter's files. What they claim to hold may be anything, so opening them has limits of its own."""
         config, num_bytes = self._context.config, self._num_bytes([folder])
         with ExitStack() as held:
-            _limit_cpu(config.opening_cpu_s + num_bytes / _BYTES_PER_CPU_S)
+            _limit_cpu(config.opening_cpu_s + num_bytes / _OPENED_BYTES_PER_CPU_S)
             with limited_memory(config.opening_memory + _MEMORY_PER_BYTE * num_bytes):
                 opened = held.enter_context(open_adapter(folder, self._max_bytes, self._context.reader.skeleton))
             yield opened

@@ -32,8 +32,8 @@ from lorikeet.adapters.sources import base
 from lorikeet.adapters.sources.base import SMALL_NAMES, FileHead, Peek, Resolved, Within
 from lorikeet.proto.config_file import whole_number
 
-MAX_ANSWER_BYTES = 4 << 20
-"""Of one description: 10 000 files take less."""
+MAX_ANSWER_BYTES, MAX_NAMES_BYTES = 4 << 20, 1 << 20
+"""Of one description with the sizes of its files, and without: 10 000 files take less."""
 USUAL_ANSWER_BYTES, MAX_LARGE_BYTES = 128 << 10, 32 << 20
 """Bytes that every answer may have in memory, and those that larger ones may have together, while they are read."""
 MAX_FILES = 10_000
@@ -102,8 +102,8 @@ def is_commit(text: str) -> bool:
 
 def parse(answer: bytes, schema: type[Schema], name: str) -> Schema:
     """The answer about the repository `name`. Raises AdapterInvalid for too many files, and InvalidAnswer."""
-    if len(answer) > MAX_ANSWER_BYTES:
-        raise AdapterInvalid(f"the hub describes {name} in more than {MAX_ANSWER_BYTES} bytes")
+    if len(answer) > _max_bytes(schema):
+        raise AdapterInvalid(f"the hub describes {name} in more than {_max_bytes(schema)} bytes")
     try:
         return schema.model_validate_json(answer)
     except ValidationError as error:
@@ -175,7 +175,11 @@ def describe(
     if schema is Listing:
         url += "?blobs=true"
     headers = hub.utils.build_hf_headers(token=token)
-    return parse(read_first(url, headers, MAX_ANSWER_BYTES + 1, timeout_s, limit_s), schema, str(ref))
+    return parse(read_first(url, headers, _max_bytes(schema) + 1, timeout_s, limit_s), schema, str(ref))
+
+
+def _max_bytes(schema: type[BaseModel]) -> int:
+    return MAX_ANSWER_BYTES if schema is Listing else MAX_NAMES_BYTES
 
 
 def read_first(url: str, headers: dict[str, str], num_bytes: int, timeout_s: float, limit_s: float) -> bytes:

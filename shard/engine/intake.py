@@ -16,6 +16,8 @@ from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan
 NO_GRAMMARS = "this shard takes no grammars: its model has no fast tokenizer (tokenizer.json)"
 MOST_PARKED = 1024
 """Most requests that wait for their adapter; they take no credit."""
+PAUSE_S = 5.0
+"""So long nothing more is read of a stream that has sent more requests than it has credit for, as no router does."""
 PERIOD_S = 0.1
 MAX_WATCH_S = 60.0
 
@@ -220,6 +222,7 @@ class Intake:
         if self.is_ending:
             return Refusal(submit.key, "the shard takes no more requests", retryable=True)
         if num_open - num_parked >= self._max_open or num_open >= MOST_PARKED + self._max_open:
+            self._inbox.pause(submit.key[0], PAUSE_S)
             return Refusal(submit.key, "more requests than credit", retryable=True)
         if submit.grammar is not None and self._grammars is None:
             return Refusal(submit.key, NO_GRAMMARS)

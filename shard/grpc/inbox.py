@@ -1,6 +1,7 @@
 """Queues the routers' commands for the step loop: the gRPC thread puts them, the loop drains them every iteration."""
 
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -77,11 +78,30 @@ class Inbox:
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
+        self._resumes_at: dict[int, float] = {}
+        """When streams are read again that sent more requests than they have credit for, in time.monotonic()."""
         self._changed = threading.Event()
 
     def put(self, item: Item) -> None:
         self._items.append(item)
         self._changed.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the reader has taken everything."""
+        return not self._items
+
+    def pause(self, epoch: int, seconds: float) -> None:
+        """Read nothing more of a stream for so long."""
+        self._resumes_at[epoch] = time.monotonic() + seconds
+
+    def pause_of(self, epoch: int) -> float:
+        """Seconds for which nothing more of a stream is read."""
+        return self._resumes_at.get(epoch, 0.0) - time.monotonic()
+
+    def forget(self, epoch: int) -> None:
+        """The stream has ended."""
+        self._resumes_at.pop(epoch, None)
 
     def wake(self) -> None:
         """Wake the reader although nothing was put."""

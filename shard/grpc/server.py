@@ -31,6 +31,9 @@ log = structlog.get_logger()
 
 HEARTBEAT_S = 0.25
 END_GRACE_S = 2.0
+MANY_SUBMITS = 256
+"""Requests of a stream after which the next are read once the step loop has taken these."""
+POLL_S = 0.005
 OPTIONS = [("grpc.max_send_message_length", 4 << 20), ("grpc.max_receive_message_length", 4 << 20)]
 
 
@@ -106,10 +109,23 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
     ) -> None:
         try:
+            num_submits = 0
             async for command in commands:
                 self._inbox.put(read_command(epoch, command, bounds))
+                num_submits += len(command.submits)
+                if num_submits >= MANY_SUBMITS:
+                    num_submits = 0
+                    await self._taken(epoch)
         finally:
             ended.set()
+            self._inbox.forget(epoch)
+
+    async def _taken(self, epoch: int) -> None:
+        """Wait until the step loop has taken what was read, and longer where the stream sends more than its credit."""
+        while not self._inbox.is_empty:  # noqa: ASYNC110 - the step loop is another thread
+            await asyncio.sleep(POLL_S)
+        while (pause_s := self._inbox.pause_of(epoch)) > 0:  # noqa: ASYNC110 - it may be paused again
+            await asyncio.sleep(pause_s)
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:

@@ -154,6 +154,6 @@ class Callers:
         return True
 
 
-def unstarted(tokens: Counter[str]) -> int:
-    """Prompt tokens that make a step longer: a caller's backlog does so up to a limit."""
-    return sum(min(number, MAX_UNSTARTED_TOKENS) for number in tokens.values())
+def backlog(tokens: Counter[str]) -> int:
+    """Prompt tokens that make steps longer, of several callers: those of one must not make all others' steps long."""
+    return min(tokens.total(), MAX_UNSTARTED_TOKENS)

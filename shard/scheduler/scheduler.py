@@ -17,7 +17,7 @@ from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
-from lorikeet.shard.scheduler.callers import Callers, unstarted
+from lorikeet.shard.scheduler.callers import Callers, backlog
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
@@ -306,7 +306,7 @@ class Scheduler:
         behind = [request.num_known - request.num_computed for request in self._others()]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
         if len(prompts) > 1:
-            num_waiting = unstarted(prompts)
+            num_waiting = backlog(prompts)
         return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding))
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:

@@ -361,20 +361,25 @@ class Zeros:
         return bytearray, (self.num_bytes,)
 
 
-def saved(value: object) -> bytes:
+def saved(value: object, is_zip: bool) -> bytes:
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(value, file, _use_new_zipfile_serialization=is_zip)
     return file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("memory", "needs more memory than its size explains"), ("time", "takes too much processor time")],
+    [
+        ("memory", "needs more memory than its size explains"),
+        ("time", "takes too much processor time"),
+        ("description", "describes its tensors in more than 2097152 bytes"),
+    ],
 )
 def test_a_bomb_ends_soon_and_delays_nobody(world: World, caller: Caller, name: str, reason: str) -> None:
     bomb = [Zeros(1 << 33)] if name == "memory" else dict.fromkeys(range(1_500_000))
+    is_zip = name != "time"
     config = {"adapter_config.json": content(world.roots / "a0")["adapter_config.json"]}
-    files = {**config, "adapter_model.bin": saved(bomb)}
+    files = {**config, "adapter_model.bin": saved(bomb, is_zip)}
     bombs = [caller.ask(fetch=local_copy(world, f"{name}-bomb-{number}", files)) for number in range(4)]
     fresh = changed(content(world.roots / "a0"), lora_alpha=300 + len(name))
     assert "digest" in caller.call(fetch=local_copy(world, f"beside-{name}", fresh), caller="another")

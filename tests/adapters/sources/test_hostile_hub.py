@@ -140,6 +140,8 @@ async def test_a_listing_without_end_is_refused(server: HubServer, tmp_path: Pat
     server.change_answer = changed(note="x" * hub_source.MAX_ANSWER_BYTES)
     with pytest.raises(AdapterInvalid, match="in more than 4194304 bytes"):
         await here.small_files(pin, None)
+    with pytest.raises(AdapterInvalid, match="in more than 1048576 bytes"):
+        await source(server, tmp_path / "other").resolve(parse("a/public"), None)
 
 
 def test_large_answers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ async def test_an_answer_that_finds_no_memory_is_refused_and_leaves_none(
     server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_source, "MAX_LARGE_BYTES", 1 << 20)
-    server.change_answer = changed(note="x" * (1 << 20))
+    server.change_answer = changed(note="x" * (hub_source.MAX_NAMES_BYTES // 2))
     with hub_source._memory.counted() as other:
         other(1 << 20)
         with pytest.raises(SourceUnreachable, match="too many large answers"):

@@ -1,10 +1,16 @@
 """Two routers with the secret share a shard by their callers: neither keeps the other's requests waiting."""
 
+import asyncio
+import time
+
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.engine.intake import PAUSE_S
 from lorikeet.shard.grpc.codec import Bounds, read_submit
-from lorikeet.shard.grpc.inbox import Commands, Refusal, StreamOpened
+from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
+from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.server import ShardService
 from lorikeet.shard.requests.request import FinishReason, Request
 from tests.shard.grpc.test_server import NEUTRAL
 from tests.shard.rig import EPOCH, Rig, Setup, make_request
@@ -74,3 +80,27 @@ def test_a_share_has_a_range(share: float) -> None:
     submit = pb.Submit(id=1, prompt_ids=[1], max_new_tokens=1, sampling=NEUTRAL, share=share)
     read = read_submit(EPOCH, submit, Bounds(vocab_size=10, max_total_tokens=10, num_kv_tokens=10))
     assert isinstance(read, Refusal) and "share must be from" in read.reason
+
+
+def test_a_router_that_sends_more_than_its_credit_is_read_later() -> None:
+    rig = flooded(Setup(max_running=8, max_waiting=8))
+    assert 4 < rig.inbox.pause_of(OTHER) <= PAUSE_S
+    rig.submit(*(make_request(number, [3, 4, 5], 3, caller="canary") for number in range(1, 17)))
+    rig.step()
+    assert rig.inbox.pause_of(EPOCH) <= 0
+
+
+@pytest.mark.anyio
+async def test_a_stream_is_read_on_once_the_step_loop_has_taken_its_requests() -> None:
+    inbox = Inbox()
+    service = ShardService(inbox, Outbox())
+    inbox.put(StreamOpened(OTHER))
+    taken = asyncio.create_task(service._taken(OTHER))
+    await asyncio.sleep(0.02)
+    assert not taken.done()
+    inbox.pause(OTHER, 0.05)
+    began = time.monotonic()
+    inbox.drain()
+    await taken
+    assert time.monotonic() - began >= 0.04
+    await service._taken(EPOCH)

@@ -102,3 +102,16 @@ def test_a_caller_without_requests_is_forgotten() -> None:
     assert steps.scheduler.callers.are_several
     steps.step(RECENT_STEPS + 2)
     assert not steps.scheduler.callers.are_several
+
+
+def test_the_backlog_of_some_callers_does_not_make_the_steps_of_others_long() -> None:
+    steps = Steps(Limits(step_tokens=4096, max_running=16, short_room=16), num_pages=100_000)
+    for _ in range(10):
+        steps.scheduler.prompt_chunks.observe(100, 100, seconds=0.1)  # 1 ms per token
+        steps.scheduler.prompt_chunks.observe(0, 1, seconds=0.001)
+    steps.add(CANARY, max_new_tokens=1000)
+    steps.step()
+    for number in range(8):
+        for _ in range(4):
+            steps.add(f"{FLOOD} {number}", num_prompt=2000, max_new_tokens=1)
+    assert steps.step().total() <= 130  # a sixteenth of 2 048 tokens; alone, such a backlog has steps of 350
