@@ -2,9 +2,9 @@
 
 Our layers own their weights. Quantised layers are replaced on every device. On CPU plain weights lie in a layout of
 ours, or in oneDNN's, which are read two to three times as fast for few rows and give equal bits for any number of rows
-from two on; the model never runs fewer (see `Model.compute`). In bfloat16 a usual decoder layer is one call, in float32
-norms and activations of encoders are fused with products. On devices plain products are torch's; the operators between
-them are fused (fusion/select.py).
+from two on; transformers' code never runs fewer (see `Model.compute`). In bfloat16 a usual decoder layer is one call;
+in float32 norms and activations of encoders are fused with products. On devices plain products are torch's; the
+operators between them are fused (fusion/select.py).
 """
 
 from functools import partial

@@ -263,12 +263,13 @@ class Model:
         inputs = self.inputs
         inputs.put_device_tokens()
         input_ids, position_ids, rows = inputs.input_ids, inputs.position_ids, inputs.logits_rows
-        if inputs.device.type == "cpu":
-            input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))
-        arguments = (input_ids[None], position_ids[None], rows)
         # [1, S + E, V]
-        compiled = None if self.compiled is None else self.compiled(*arguments)
-        logits = (_call(self.network, *arguments) if compiled is None else compiled)[0]
+        logits = None if self.compiled is None else self.compiled(input_ids[None], position_ids[None], rows)
+        if logits is None:
+            if inputs.device.type == "cpu":
+                input_ids, position_ids, rows = (_at_least_two(tensor) for tensor in (input_ids, position_ids, rows))
+            logits = _call(self.network, input_ids[None], position_ids[None], rows)
+        logits = logits[0]
         if logits.shape[0] < inputs.num_logits:
             raise RuntimeError("Medusa heads need a model whose logits come from its output head (lm_head)")
         return logits
@@ -293,20 +294,28 @@ class Model:
         if not layers:
             return
         self.allocate_kv(1)
-        ids = torch.arange(1, 4) % self.info.vocab_size
-        self.inputs.fill([Segment(0, 3, range(1))], ids, torch.arange(3))
         self._call_parts(layers, True)
-        expected = self.forward()
+        expected = self._trial_logits()
         self._call_parts(layers, False)
-        if not torch.equal(self.forward(), expected):
+        if not torch.equal(self._trial_logits(), expected):
             self._call_parts(layers, True)
             self._log_differences("compiled layers give other logits than their parts")
         else:
             self.compiled = compile_network(self.network)
-            if self.compiled is not None and not torch.equal(self.forward(), expected):
+            if self.compiled is not None and not torch.equal(self._trial_logits(), expected):
                 self.compiled = None
                 self._log_differences("all layers in one compiled call give other logits than the model's own code")
         self.free_kv()
+
+    def _trial_logits(self) -> torch.Tensor:
+        """Logits of three tokens, then of one more alone: [2, V]."""
+        ids = torch.arange(1, 5) % self.info.vocab_size
+        logits = []
+        for start, stop in ((0, 3), (3, 4)):
+            last = torch.tensor([stop - start - 1])
+            self.inputs.fill([Segment(start, stop - start, range(1))], ids[start:stop], last)
+            logits.append(self.forward().clone())
+        return torch.cat(logits)
 
     def _call_parts(self, layers: Sequence[FusedDecoderLayer], calls_parts: bool) -> None:
         for layer in layers:

@@ -27,7 +27,7 @@ class FusedAttention(nn.Module):
     ) -> None:
         """`options`: what the plain block passes to its attention function by keyword."""
         super().__init__()
-        self._kernels, self._norms, self._options = kernels, norms, options
+        self._kernels, self.norms, self._options = kernels, norms, options
         self.lorikeet_binding: AttentionBinding = block.lorikeet_binding
         self.layer_idx: int = block.layer_idx
         self.num_heads, self.num_kv_heads, self.head_dim = parts.num_heads, parts.num_kv_heads, parts.head_dim
@@ -45,7 +45,7 @@ class FusedAttention(nn.Module):
         self.qkv_adapters.adapt(hidden_states[0], qkv[0], shrunk)
         shape = [self.num_heads, self.num_kv_heads, self.head_dim]
         destination = self.lorikeet_binding.destination() if self._kernels.stores_kv else None
-        self._kernels.rotate(qkv[0], position_embeddings, shape, self._norms, destination)
+        self._kernels.rotate(qkv[0], position_embeddings, shape, self.norms, destination)
         # [1, heads + 2 kv_heads, T, D]
         heads = qkv.view(1, qkv.shape[1], -1, self.head_dim).transpose(1, 2)
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

@@ -81,7 +81,6 @@ class FusionKernels(Protocol):
 class CpuKernels(FusionKernels):
     """Compiled C (cpu.c), bfloat16."""
 
-    forms = FORMS[:1]
     joins_gate_and_up = False
     compiles_layers = True
     code: ModuleType = cpu
@@ -91,13 +90,13 @@ class CpuKernels(FusionKernels):
         return norm.weight.dtype == torch.bfloat16 and norm.weight.shape[0] % 16 == 0
 
     def supports_mlp(self, parts: MlpParts, is_tanh: bool) -> bool:
-        if len(parts.ups) != 2 or is_tanh or not parts.has_plain_output:
+        if len(parts.ups) != 2 or not parts.has_plain_output:
             return False
         linears: tuple[Any, ...] = (*parts.ups, parts.down)
         return self._can_multiply(*linears) and all(part.bias is None for part in linears)
 
     def supports_attention(self, parts: AttentionParts, rotary_width: int | None) -> bool:
-        if len(parts.qkv) != 3 or parts.norms is not None or not parts.has_plain_output:
+        if len(parts.qkv) != 3 or not parts.has_plain_output:
             return False
         is_whole = rotary_width in (None, parts.head_dim)
         return is_whole and parts.head_dim % 32 == 0 and self._can_multiply(*parts.qkv, parts.out)
@@ -109,7 +108,7 @@ class CpuKernels(FusionKernels):
         return PackedLinear(self.join([part]), target_of(part))
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        made: Tensor = self.code.rms_norm(x, norm.weight, norm.epsilon)
+        made: Tensor = self.code.rms_norm(x, described_norm(norm))
         return made
 
     def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -117,17 +116,22 @@ class CpuKernels(FusionKernels):
         return sums, self.rms_norm(sums, norm)
 
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
-        made: Tensor = self.code.silu_times(*products)
+        made: Tensor = self.code.gate_times(*products, is_tanh)
         return made
 
     def rotate(
         self, qkv: Tensor, angles: PositionEmbeddings, shape: list[int], norms: HeadNorms, into: KvDestination | None
     ) -> None:
-        self.code.rotate(qkv, shape[0] + shape[1], *contiguous(angles))
+        num_heads, num_kv_heads, head_dim = shape
+        if norms is not None:
+            self.code.norm_heads(qkv, 0, num_heads, head_dim, described_norm(norms[0]))
+            self.code.norm_heads(qkv, num_heads, num_kv_heads, head_dim, described_norm(norms[1]))
+        self.code.rotate(qkv, num_heads + num_kv_heads, *contiguous(angles))
 
     def gated_mlp(self, x: Tensor, mlp: Any) -> Tensor | None:
         (gate, up), down = mlp.ups, mlp.down.matrix
-        return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, down.packed, down.out_features)
+        outputs = (down.packed, down.out_features)
+        return cpu.gated_mlp(x, gate.packed, up.packed, gate.out_features, *outputs, mlp.is_tanh)
 
     def describe(self, layer: cpu.DecoderLayer, matrices: Mapping[str, Any]) -> None:
         """Enter the matrices of a decoder layer."""
@@ -251,6 +255,11 @@ class FusedMatrix(PackedMatrix):
 def contiguous(angles: PositionEmbeddings) -> PositionEmbeddings:
     cos, sin = angles
     return cos[0].contiguous(), sin[0].contiguous()
+
+
+def described_norm(norm: Norm | None) -> cpu.RmsNorm:
+    """For compiled code; of no norm the weight is NULL."""
+    return cpu.RmsNorm() if norm is None else cpu.RmsNorm.of(norm.weight, norm.epsilon, *norm.form)
 
 
 def address_of(tensor: Tensor | None) -> int | None:

@@ -48,7 +48,7 @@ class FusedDecoderLayer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """hidden_states: [1, T, H]; options: for the attention. Returns [1, T, H]."""
         if self._compiled is not None and not self.calls_parts:
-            output = self._compiled(hidden_states, options["position_embeddings"])
+            output = self._compiled(hidden_states, [options["position_embeddings"]])
             if output is not None:
                 return output
         return self.one_by_one(hidden_states, **options)
@@ -73,7 +73,7 @@ def fuse_layer(layer: Any, kernels: FusionKernels) -> FusedDecoderLayer | None:
     names = SANDWICH if hasattr(layer, SANDWICH[2]) else PLAIN
     if not all(isinstance(getattr(layer, name, None), FusedNorm) for name in names if name):
         return None
-    is_compiled = names is PLAIN and isinstance(attention, FusedAttention) and isinstance(mlp, FusedMlp)
+    is_compiled = isinstance(attention, FusedAttention) and isinstance(mlp, FusedMlp)
     if kernels.compiles_layers and not is_compiled:
         return None
     fused = FusedDecoderLayer(kernels, layer, names)

@@ -11,6 +11,9 @@
 #define BF16 1
 #include "model/kernels/decoder_layer.h"
 #include "system/parts.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 #if defined(__AMX_BF16__) && defined(WITH_AVX512) && !defined(WITHOUT_TILES)
 #define WITH_TILES
 #include <sys/syscall.h>
@@ -23,10 +26,37 @@
 #define MLP_ROWS 96   // rows whose gates are kept until their up projections
 #define ALONE (1 << 18)  // multiplications below which a second thread costs more than it saves
 
+#ifdef __AVX2__
+// Eight pairs of eight rows, k apart -> eight vectors, BLOCK pairs apart, each with one pair of every row.
+static inline void pack_eight(const bf16 *weight, int64_t k, bf16 *packed) {
+    __m256i row[8], two[8], four[8];
+    for (int r = 0; r < 8; r++) row[r] = _mm256_loadu_si256((const __m256i *)(weight + r * k));
+    for (int r = 0; r < 8; r += 2) {
+        two[r] = _mm256_unpacklo_epi32(row[r], row[r + 1]);
+        two[r + 1] = _mm256_unpackhi_epi32(row[r], row[r + 1]);
+    }
+    for (int r = 0; r < 8; r += 4)
+        for (int i = 0; i < 2; i++) {
+            four[r + 2 * i] = _mm256_unpacklo_epi64(two[r + i], two[r + i + 2]);
+            four[r + 2 * i + 1] = _mm256_unpackhi_epi64(two[r + i], two[r + i + 2]);
+        }
+    for (int p = 0; p < 4; p++) {
+        _mm256_storeu_si256((__m256i *)(packed + p * BLOCK * 2), _mm256_permute2x128_si256(four[p], four[p + 4], 0x20));
+        _mm256_storeu_si256((__m256i *)(packed + (p + 4) * BLOCK * 2),
+                            _mm256_permute2x128_si256(four[p], four[p + 4], 0x31));
+    }
+}
+#endif
+
 // weight: `width` outputs of k -> a packed block, zeros beyond width
 static void pack_block(const bf16 *weight, int64_t width, int64_t k, bf16 *packed) {
     const bf16 zeros[2] = {0, 0};
-    for (int64_t p = 0; p < k / 2; p++)
+    int64_t p = 0;
+#ifdef __AVX2__
+    for (; width == BLOCK && p + 8 <= k / 2; p += 8)
+        for (int64_t c = 0; c < BLOCK; c += 8) pack_eight(weight + c * k + 2 * p, k, packed + (p * BLOCK + c) * 2);
+#endif
+    for (; p < k / 2; p++)
         for (int64_t c = 0; c < BLOCK; c++)
             memcpy(packed + (p * BLOCK + c) * 2, c < width ? weight + c * k + 2 * p : zeros, 4);
 }
@@ -313,9 +343,9 @@ void plain_linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *wei
     }
 }
 
-// y = down(silu(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
+// y = down(act(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
-               int64_t m, bf16 *hidden, bf16 *y, int threads) {
+               int64_t m, int is_tanh, bf16 *hidden, bf16 *y, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
 #pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
     {
@@ -330,7 +360,7 @@ void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const b
                 block_product(x + r * k, count, k, its_gate, k, gates, BLOCK, BLOCK, 0, its_up);
                 block_product(x + r * k, count, k, its_up, k, ups, BLOCK, BLOCK, 0, next);
                 for (int64_t i = 0; i < count; i++)
-                    gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width);
+                    gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width, is_tanh);
             }
         }
         leave_tiles();
@@ -345,6 +375,6 @@ static void multiply(const bf16 *x, int64_t rows, int64_t k, const void *packed,
 
 static void plain_mlp(const DecoderLayer *layer, const bf16 *x, int64_t rows, bf16 *hidden, void *spare, bf16 *y,
                       int threads) {
-    gated_mlp(x, rows, layer->width, layer->gate, layer->up, layer->num_hidden, layer->down, layer->width, hidden, y,
-              threads);
+    gated_mlp(x, rows, layer->width, layer->gate, layer->up, layer->num_hidden, layer->down, layer->width,
+              layer->is_tanh, hidden, y, threads);
 }

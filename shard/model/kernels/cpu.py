@@ -41,14 +41,26 @@ class AdapterStep(ctypes.Structure):
     _fields_ = [("adapt", _POINTER), ("tasks", _POINTER), ("num_tasks", _SIZE)]
 
 
+class RmsNorm(ctypes.Structure):
+    """`Norm` of decoder_layer.h."""
+
+    _fields_ = [("weight", _POINTER), ("epsilon", _FLOAT), ("offset", _FLOAT), ("rounds", _SIZE)]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> "RmsNorm":
+        """weight: [H] bfloat16, which is referenced by address."""
+        return cls(weight.data_ptr(), epsilon, offset, rounds)
+
+
 class DecoderLayer(ctypes.Structure):
     """`DecoderLayer` of cpu.c."""
 
     _fields_ = [
-        *((name, _SIZE) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "num_hidden")),
-        *((name, _POINTER) for name in ("input_norm", "post_norm", "qkv", "out", "gate", "up", "down")),
+        *((name, _SIZE) for name in ("width", "num_heads", "num_kv_heads", "head_dim", "num_hidden", "is_tanh")),
+        *((name, RmsNorm) for name in ("input_norm", "attended_norm", "mlp_norm", "output_norm")),
+        *((name, RmsNorm) for name in ("query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("qkv", "out", "gate", "up", "down")),
         *((name, _POINTER) for name in ("qkv_bias", "out_bias")),
-        *((name, _FLOAT) for name in ("input_epsilon", "post_epsilon")),
         ("adapters", _POINTER * NUM_MODULES),
         ("base_bias", _POINTER * NUM_MODULES),
     ]
@@ -65,9 +77,11 @@ class DecoderLayer(ctypes.Structure):
 class DecoderLayers:
     """Decoder layers and their KV for compiled code."""
 
-    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], kinds: Sequence[int]) -> None:
+        """kinds: of each layer the place of its angles among those of a step."""
         self._layers = layers  # referenced by address
         self.num_layers = len(layers)
+        self.kinds = (_SIZE * self.num_layers)(*kinds)
         self.addresses = (_POINTER * self.num_layers)(*map(ctypes.addressof, layers))
         self.kvs = (_POINTER * self.num_layers)()
         """Address of each layer's KV."""
@@ -87,13 +101,14 @@ _ARGUMENTS = {
     "pack": [_Tensor, _SIZE, _SIZE, _Tensor],
     "linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
     "plain_linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
-    "gated_mlp": [_Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _SIZE, _Tensor, _SIZE, _Tensor, _Tensor, _INT],
-    "silu_times": [_Tensor, _Tensor, _SIZE, _SIZE, _Tensor, _INT],
-    "rms_norm": [_Tensor, _SIZE, _SIZE, _Tensor, _FLOAT, _Tensor, _INT],
+    "gated_mlp": [_Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _SIZE, _Tensor, _SIZE, _INT, _Tensor, _Tensor, _INT],
+    "gate_times": [_Tensor, _Tensor, _SIZE, _SIZE, _INT, _Tensor, _INT],
+    "rms_norm": [_Tensor, _SIZE, _SIZE, ctypes.POINTER(RmsNorm), _Tensor, _INT],
+    "norm_heads": [_POINTER, *[_SIZE] * 4, ctypes.POINTER(RmsNorm), _INT],
     "rotate": [_Tensor, _SIZE, _SIZE, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
     "decoder_layers": [
-        _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, ctypes.POINTER(AdapterStep), _Tensor, _SIZE, _SIZE,
-        *[_Tensor] * 4, _INT,
+        _POINTER, _SIZE, *[_POINTER] * 4, ctypes.POINTER(AdapterStep), _Tensor, _SIZE, _SIZE, _POINTER,
+        *[_Tensor] * 2, _INT,
     ],
 }  # fmt: skip
 
@@ -182,30 +197,47 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def gated_mlp(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, num_hidden: int, down: torch.Tensor, num_out: int
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    num_hidden: int,
+    down: torch.Tensor,
+    num_out: int,
+    is_tanh: bool = False,
 ) -> torch.Tensor:
-    """`down(silu(gate x) * up x)`. x: [..., in]; gate, up: packed [hidden, in]; down: packed [out, hidden]."""
+    """`down(act(gate x) * up x)`, `act` as in `gate_times`. x: [..., in]; gate, up: packed [hidden, in]; down: packed
+    [out, hidden].
+    """
     rows = _rows(x).contiguous()
     hidden = x.new_empty(rows.shape[0], num_hidden)
     y = x.new_empty(*x.shape[:-1], num_out)
-    _load().gated_mlp(rows, *rows.shape, gate, up, num_hidden, down, num_out, hidden, y, torch.get_num_threads())
+    activated = (num_out, is_tanh, hidden, y)
+    _load().gated_mlp(rows, *rows.shape, gate, up, num_hidden, down, *activated, torch.get_num_threads())
     return y
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, rounded as the plain modules round. gate, up: [rows, n] contiguous. Returns [rows, n]."""
+def gate_times(gate: torch.Tensor, up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    """`silu(gate) * up`, or with GELU's tanh formula, rounded as the plain modules round. gate, up: [rows, n]
+    contiguous. Returns [rows, n].
+    """
     h = torch.empty_like(gate)
-    _load().silu_times(gate, up, *gate.shape, h, torch.get_num_threads())
+    _load().gate_times(gate, up, *gate.shape, is_tanh, h, torch.get_num_threads())
     return h
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`weight * bf16(x / sqrt(mean(x²) + epsilon))` over the last axis, which 16 divides. weight: [H] bfloat16."""
+def rms_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis, which 16 divides."""
     x = x.contiguous()
     width = x.shape[-1]
     y = torch.empty_like(x)
-    _load().rms_norm(x, x.numel() // width, width, weight, epsilon, y, torch.get_num_threads())
+    _load().rms_norm(x, x.numel() // width, width, norm, y, torch.get_num_threads())
     return y
+
+
+def norm_heads(x: torch.Tensor, first: int, num_heads: int, head_dim: int, norm: RmsNorm) -> None:
+    """The norm of `num_heads` heads of each row of x from head `first` on, in place. x: [T, columns] contiguous."""
+    place = x.data_ptr() + first * head_dim * x.element_size()
+    _load().norm_heads(place, x.shape[0], x.stride(0), num_heads, head_dim, norm, torch.get_num_threads())
 
 
 def rotate(x: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -221,22 +253,26 @@ def decoder_layers(
     step: NativeStep,
     adapters: AdapterStep,
     x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    angles: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Compute norm, attention, residual, norm, gated MLP and residual of each layer, all layers in one call.
 
-    x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
+    x: [1, T, H]; angles: of each kind of layers cos, then sin, [T, D]; all contiguous. Returns [1, T, H].
     """
     num_rows = x.shape[1]
     num_attended = min(num_rows, step.num_tokens)
     y = torch.empty_like(x)
     scratch = x.new_empty(num_rows * layers.scratch_width)
     _load().decoder_layers(
-        layers.addresses, layers.num_layers, step.function, layers.kvs, step.address, adapters, x, num_rows,
-        num_attended, cos, sin, scratch, y, torch.get_num_threads(),
+        layers.addresses, layers.num_layers, step.function, layers.kvs, layers.kinds, step.address, adapters, x,
+        num_rows, num_attended, addresses_of(angles), scratch, y, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
+    """Their addresses, for compiled code."""
+    return (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

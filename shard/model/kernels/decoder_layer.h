@@ -43,36 +43,56 @@ static inline vec16 exp16(vec16 x) {
 }
 #endif
 
-// h = silu(gate) * up, each rounded as the plain modules round
-static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width) {
+// h = act(gate) * up, each rounded as the plain modules round. act(x) = x / (1 + e^-s): of SiLU s is x, of GELU's tanh
+// formula 2 sqrt(2 / pi) (x + 0.044715 x^3)
+static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t width, int is_tanh) {
     for (int64_t c = 0; c < width; c += 16) {
-        vec16 g = load16(gate + c);
-        vec16 silu = round16(g / (splat16(1.f) + exp16(splat16(0.f) - g)));
-        store_lanes(h + c, first_lanes(width - c), silu * load16(up + c));
+        vec16 g = load16(gate + c), s = g;
+        if (is_tanh) s = splat16(1.59576912f) * (g + splat16(0.044715f) * g * g * g);
+        vec16 activated = round16(g / (splat16(1.f) + exp16(splat16(0.f) - s)));
+        store_lanes(h + c, first_lanes(width - c), activated * load16(up + c));
     }
 }
 
-// h = silu(gate) * up, all [rows, n]; h may be gate
-void silu_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, bf16 *h, int threads) {
+// h = act(gate) * up, all [rows, n]; h may be gate
+void gate_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, int is_tanh, bf16 *h, int threads) {
 #pragma omp parallel for num_threads(rows * n < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n);
+    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n, is_tanh);
 }
 
-// y = weight * bf16(x / rms(x)); x, y: [rows, k], weight: [k]; k a multiple of 16
-void rms_norm(const bf16 *x, int64_t rows, int64_t k, const bf16 *weight, float epsilon, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        vec16 squares = splat16(0.f);
-        for (int64_t c = 0; c < k; c += 16) {
-            vec16 v = load16(x + r * k + c);
-            squares = squares + v * v;
-        }
-        vec16 scale = splat16(1.f / sqrtf(sum16(squares) / (float)k + epsilon));
-        for (int64_t c = 0; c < k; c += 16) {
-            vec16 v = round16(load16(x + r * k + c) * scale);
-            store16(y + r * k + c, v * load16(weight + c));
-        }
+// An RMS norm: (weight + offset) * x / rms(x), whose quotient may be rounded before it is multiplied.
+typedef struct {
+    const bf16 *weight;  // or NULL for no norm
+    float epsilon, offset;
+    int64_t rounds;
+} Norm;
+
+// x, y: [k], which may be one array; k a multiple of 16
+static inline void norm_row(const bf16 *x, int64_t k, const Norm *norm, bf16 *y) {
+    vec16 squares = splat16(0.f);
+    for (int64_t c = 0; c < k; c += 16) {
+        vec16 v = load16(x + c);
+        squares = squares + v * v;
     }
+    vec16 scale = splat16(1.f / sqrtf(sum16(squares) / (float)k + norm->epsilon)), offset = splat16(norm->offset);
+    for (int64_t c = 0; c < k; c += 16) {
+        vec16 v = load16(x + c) * scale;
+        if (norm->rounds) v = round16(v);
+        store16(y + c, v * (load16(norm->weight + c) + offset));
+    }
+}
+
+// x, y: [rows, k], which may be one array
+void rms_norm(const bf16 *x, int64_t rows, int64_t k, const Norm *norm, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) norm_row(x + r * k, k, norm, y + r * k);
+}
+
+// The norm of each head of x, in place. x: [rows, stride], heads * dim of it
+void norm_heads(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const Norm *norm, int threads) {
+#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) norm_row(x + r * stride + h * dim, dim, norm, x + r * stride + h * dim);
 }
 
 // x[t, h, :] rotated by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
@@ -109,13 +129,19 @@ enum { Q, K, V, OUT, GATE, UP, DOWN, NUM_MODULES };
 
 typedef struct {
     int64_t width, num_heads, num_kv_heads, head_dim, num_hidden;
-    const bf16 *input_norm, *post_norm;          // [width]
+    int64_t is_tanh;                             // of the MLP's activation
+    Norm input_norm, attended_norm, mlp_norm, output_norm;  // [width], before and after attention and MLP
+    Norm query_norm, key_norm;                   // [head_dim]
     const void *qkv, *out, *gate, *up, *down;    // packed
     const float *qkv_bias, *out_bias;            // or NULL
-    float input_epsilon, post_epsilon;
     const Weights *adapters[NUM_MODULES]; // by slot
     const float *base_bias[NUM_MODULES];         // each module's part of qkv_bias or out_bias, or NULL
 } DecoderLayer;
+
+// cos and sin of the step's positions, [rows, head_dim].
+typedef struct {
+    const bf16 *cos, *sin;
+} Angles;
 
 // The rows of this step that belong to adapters; num_tasks may be 0.
 typedef struct {
@@ -128,7 +154,7 @@ typedef struct {
 static void multiply(const bf16 *x, int64_t rows, int64_t k, const void *packed, int64_t n, const float *bias,
                      void *spare, bf16 *y, int threads);
 
-// y = down(silu(gate x) * up x) of a layer. x, y: [rows, width]; hidden: [2 rows, num_hidden] scratch.
+// y = down(act(gate x) * up x) of a layer. x, y: [rows, width]; hidden: [2 rows, num_hidden] scratch.
 static void plain_mlp(const DecoderLayer *layer, const bf16 *x, int64_t rows, bf16 *hidden, void *spare, bf16 *y,
                       int threads);
 
@@ -157,7 +183,7 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
         multiply(x, rows, width, layer->up, n, 0, spare, up, threads);
         Part both[] = {part_of(layer, GATE, x, width, hidden, n, n), part_of(layer, UP, x, width, up, n, n)};
         adapters->adapt(both, 2, adapters->tasks, adapters->num_tasks, threads);
-        silu_times(hidden, up, rows, n, hidden, threads);
+        gate_times(hidden, up, rows, n, layer->is_tanh, hidden, threads);
         multiply(hidden, rows, n, layer->down, width, 0, spare, y, threads);
     } else {
         plain_mlp(layer, x, rows, hidden, spare, y, threads);
@@ -166,19 +192,19 @@ static void adapted_mlp(const DecoderLayer *layer, const AdapterStep *adapters, 
     adapters->adapt(&down, 1, adapters->tasks, adapters->num_tasks, threads);
 }
 
-// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width], which may be one array; cos, sin:
-// [rows, head_dim]; the attention computes `attended` rows, and a row beyond them gets the first one's output.
+// One decoder layer, by the same calls as its parts one by one. x, y: [rows, width], which may be one array; the
+// attention computes `attended` rows, and a row beyond them gets the first one's output.
 // scratch: rows * (width + (2 num_heads + 2 num_kv_heads) * head_dim + 2 num_hidden), then what products need themselves
 static void decoder_layer(const DecoderLayer *layer, attend_function *attend, const void *kv, const void *step,
-                          const AdapterStep *adapters, const bf16 *x, int64_t rows, int64_t attended, const bf16 *cos,
-                          const bf16 *sin, bf16 *scratch, bf16 *y, int threads) {
+                          const AdapterStep *adapters, const bf16 *x, int64_t rows, int64_t attended,
+                          const Angles *angles, bf16 *scratch, bf16 *y, int threads) {
     const int64_t width = layer->width, dim = layer->head_dim, out_width = layer->num_heads * dim;
     const int64_t rotated = layer->num_heads + layer->num_kv_heads, columns = (rotated + layer->num_kv_heads) * dim;
     const int64_t strides[6] = {columns, dim, columns, dim, columns, dim};
     bf16 *h = scratch, *qkv = h + rows * width, *seen = qkv + rows * columns, *hidden = seen + rows * out_width;
     void *spare = (void *)(((uintptr_t)(hidden + 2 * rows * layer->num_hidden) + 63) / 64 * 64);
 
-    rms_norm(x, rows, width, layer->input_norm, layer->input_epsilon, h, threads);
+    rms_norm(x, rows, width, &layer->input_norm, h, threads);
     multiply(h, rows, width, layer->qkv, columns, layer->qkv_bias, spare, qkv, threads);
     if (adapters->num_tasks) {
         const int64_t keys = layer->num_kv_heads * dim;
@@ -187,7 +213,11 @@ static void decoder_layer(const DecoderLayer *layer, attend_function *attend, co
                         part_of(layer, V, h, width, qkv + out_width + keys, columns, keys)};
         adapters->adapt(parts, 3, adapters->tasks, adapters->num_tasks, threads);
     }
-    rotate(qkv, rows, columns, rotated, dim, cos, sin, threads);
+    if (layer->query_norm.weight) {
+        norm_heads(qkv, rows, columns, layer->num_heads, dim, &layer->query_norm, threads);
+        norm_heads(qkv + out_width, rows, columns, layer->num_kv_heads, dim, &layer->key_norm, threads);
+    }
+    rotate(qkv, rows, columns, rotated, dim, angles->cos, angles->sin, threads);
     attend(kv, step, qkv, qkv + out_width, qkv + rotated * dim, strides, seen, threads);
     for (int64_t r = attended; r < rows; r++) memcpy(seen + r * out_width, seen, out_width * sizeof(bf16));
     multiply(seen, rows, out_width, layer->out, width, layer->out_bias, spare, h, threads);
@@ -195,20 +225,24 @@ static void decoder_layer(const DecoderLayer *layer, attend_function *attend, co
         Part out = part_of(layer, OUT, seen, out_width, h, width, width);
         adapters->adapt(&out, 1, adapters->tasks, adapters->num_tasks, threads);
     }
+    if (layer->attended_norm.weight) rms_norm(h, rows, width, &layer->attended_norm, h, threads);
     add(x, h, rows * width, y, threads);
-    rms_norm(y, rows, width, layer->post_norm, layer->post_epsilon, h, threads);
+    rms_norm(y, rows, width, &layer->mlp_norm, h, threads);
     if (adapters->num_tasks)
         adapted_mlp(layer, adapters, h, rows, hidden, spare, h, threads);
     else
         plain_mlp(layer, h, rows, hidden, spare, h, threads);
+    if (layer->output_norm.weight) rms_norm(h, rows, width, &layer->output_norm, h, threads);
     add(y, h, rows * width, y, threads);
 }
 
-// Decoder layers one after the other, as `decoder_layer`, with scratch memory for the widest. kvs: one per layer.
+// Decoder layers one after the other, as `decoder_layer`, with scratch memory for the widest. kvs and kinds: one per
+// layer; a kind is the place of its angles.
 void decoder_layers(const DecoderLayer *const *layers, int64_t num_layers, attend_function *attend,
-                    const void *const *kvs, const void *step, const AdapterStep *adapters, const bf16 *x, int64_t rows,
-                    int64_t attended, const bf16 *cos, const bf16 *sin, bf16 *scratch, bf16 *y, int threads) {
+                    const void *const *kvs, const int64_t *kinds, const void *step, const AdapterStep *adapters,
+                    const bf16 *x, int64_t rows, int64_t attended, const Angles *angles, bf16 *scratch, bf16 *y,
+                    int threads) {
     for (int64_t i = 0; i < num_layers; i++)
-        decoder_layer(layers[i], attend, kvs[i], step, adapters, i ? y : x, rows, attended, cos, sin, scratch, y,
-                      threads);
+        decoder_layer(layers[i], attend, kvs[i], step, adapters, i ? y : x, rows, attended, angles + kinds[i], scratch,
+                      y, threads);
 }

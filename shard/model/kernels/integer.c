@@ -21,7 +21,7 @@ static void plain_mlp(const DecoderLayer *layer, const element *x, int64_t rows,
     const Matrix *both[] = {layer->gate, layer->up};
     element *const outputs[] = {hidden, up};
     multiply_all(both, 2, x, rows, layer->width, spare, outputs, threads);
-    silu_times(hidden, up, rows, layer->num_hidden, hidden, threads);
+    gate_times(hidden, up, rows, layer->num_hidden, layer->is_tanh, hidden, threads);
     linear(layer->down, hidden, rows, layer->num_hidden, spare, y, threads);
 }
 #endif

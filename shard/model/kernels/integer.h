@@ -19,7 +19,8 @@
 #endif
 
 // Bytes of a vector, and what adds products to its sums. With WORDS each sum gets four products of bytes at once. Without,
-// products of bytes exist only as sums of two that saturate at 16 bits: weights in 8 bits are multiplied in 16.
+// products exist only as sums of two that saturate at 16 bits, of bytes without a sign and bytes with one: a weight in 8
+// bits is multiplied without its sign, which the activation takes: 2 x 128 x 127 < 2^15.
 #if defined(WITHOUT_INSTRUCTIONS)  // for tests: vectors of so many bytes
 #define VECTOR WITHOUT_INSTRUCTIONS
 #define WORDS
@@ -29,6 +30,9 @@
 #define ADD_WORDS(sum, weights, x) (ints)_mm512_dpbusd_epi32(I512(sum), I512(weights), I512(x))
 #define ADD_PAIRS(a, b) (ints)_mm512_madd_epi16(I512(a), I512(b))
 #define ADD_BYTES(a, b) (shorts)_mm512_maddubs_epi16(I512(a), I512(b))
+#define ABSOLUTE(a) (words)_mm512_abs_epi8(I512(a))
+#define SIGNED_BY(a, b) \
+    (words)_mm512_mask_sub_epi8(I512(a), _mm512_movepi8_mask(I512(b)), _mm512_setzero_si512(), I512(a))
 #ifdef __AVX512VNNI__
 #define WORDS
 #endif
@@ -38,6 +42,8 @@
 #define ADD_WORDS(sum, weights, x) (ints)_mm256_dpbusd_avx_epi32(I256(sum), I256(weights), I256(x))
 #define ADD_PAIRS(a, b) (ints)_mm256_madd_epi16(I256(a), I256(b))
 #define ADD_BYTES(a, b) (shorts)_mm256_maddubs_epi16(I256(a), I256(b))
+#define ABSOLUTE(a) (words)_mm256_abs_epi8(I256(a))
+#define SIGNED_BY(a, b) (words)_mm256_sign_epi8(I256(a), I256(b))
 #ifdef __AVXVNNI__
 #define WORDS
 #endif
@@ -45,11 +51,13 @@
 #define VECTOR 16
 #define ADD_PAIRS(a, b) (ints)_mm_madd_epi16((__m128i)(a), (__m128i)(b))
 #define ADD_BYTES(a, b) (shorts)_mm_maddubs_epi16((__m128i)(a), (__m128i)(b))
+#define ABSOLUTE(a) (words)_mm_abs_epi8((__m128i)(a))
+#define SIGNED_BY(a, b) (words)_mm_sign_epi8((__m128i)(a), (__m128i)(b))
 #else
 #define VECTOR 16
 #define WORDS
 #endif
-#if defined(__ARM_NEON) && !defined(WITHOUT_INSTRUCTIONS)
+#if !defined(WORDS) || (defined(__ARM_NEON) && !defined(WITHOUT_INSTRUCTIONS))
 #define ZERO 0  // stored for a weight of 0 in 8 bits: products are of signed bytes
 #else
 #define ZERO 128
@@ -74,12 +82,6 @@ typedef uint32_t words __attribute__((vector_size(VECTOR), aligned(4)));
 typedef int16_t shorts __attribute__((vector_size(VECTOR), aligned(4)));
 typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
 
-#ifdef WORDS
-#define WIDE(bits) 0  // whether activations are kept in 16 bits
-#else
-#define WIDE(bits) ((bits) == 8)
-#endif
-
 typedef struct {
     int64_t num_out, num_in, group, bits;  // group: 16, a multiple of BLOCK, or num_in
     int64_t zero;                          // what is subtracted from each stored weight
@@ -94,7 +96,7 @@ typedef struct {
     float *scales;    // [blocks]
     float *offsets;   // [groups]: sums of rounded activations
     int32_t *starts;  // [parts]: -zero times the sum of a part's integers
-    int8_t *values;   // [blocks, BLOCK] in 8 or 16 bits
+    int8_t *values;   // [blocks, BLOCK]
 } Row;
 
 int64_t outputs_of_a_panel(void) { return OUTPUTS; }
@@ -115,7 +117,7 @@ static inline Row row_at(const Matrix *m, const uint8_t *place) {
 }
 
 // Bytes of a row of activations
-int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in) * BLOCK * (WIDE(m->bits) ? 2 : 1); }
+int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in) * BLOCK; }
 
 // weights: [num_out, num_in] of `bits`, without sign -> packed in whole blocks, with `filler` beyond num_out and num_in
 void pack(const uint8_t *weights, int64_t num_out, int64_t num_in, int64_t bits, int64_t filler, uint8_t *packed) {
@@ -141,16 +143,20 @@ void pack_groups(const float *values, int64_t num_out, int64_t groups, float *pa
             packed[(n / OUTPUTS * groups + g) * OUTPUTS + n % OUTPUTS] = n < num_out ? values[n * groups + g] : 0;
 }
 
+// Compute x here: nothing that follows is computed together with it. gcc adds up integers in an order of its own, with
+// more products at once than there are registers.
+#if defined(__aarch64__) && VECTOR == 16
+#define IN_ORDER(x) __asm__("" : "+w"(x))
+#elif VECTOR == 16 || (VECTOR == 32 && defined(__AVX__)) || defined(__AVX512F__)
+#define IN_ORDER(x) __asm__("" : "+v"(x))
+#else
+#define IN_ORDER(x) __asm__("" : "+m"(x))
+#endif
+
 // a * b, rounded: the compiler cannot fuse it with a sum
 INLINE floats times(floats a, floats b) {
     floats made = a * b;
-#if defined(__aarch64__) && VECTOR == 16
-    __asm__("" : "+w"(made));
-#elif VECTOR == 16 || (VECTOR == 32 && defined(__AVX__)) || defined(__AVX512F__)
-    __asm__("" : "+v"(made));
-#else
-    __asm__("" : "+m"(made));
-#endif
+    IN_ORDER(made);
     return made;
 }
 
@@ -195,16 +201,17 @@ INLINE void sum_8(const int rows, const uint8_t *w, const int8_t *x, int64_t str
             for (int v = 0; v < VECTORS; v++) sums[r][v] = add_words(sums[r][v], weights[v], four);
         }
 #else
-        words even[VECTORS], odd[VECTORS];  // the first and third of each word, the second and fourth
+        words weights[VECTORS], absolute[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            const words weights = *(const words *)(w + v * VECTOR);
-            even[v] = weights & 0x00ff00ff;
-            odd[v] = weights >> 8 & 0x00ff00ff;
+            weights[v] = *(const words *)(w + v * VECTOR);
+            absolute[v] = ABSOLUTE(weights[v]);
         }
         _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
-            const words x_even = splat_word(x + r * stride + 8 * p), x_odd = splat_word(x + r * stride + 8 * p + 4);
-            for (int v = 0; v < VECTORS; v++)
-                sums[r][v] += ADD_PAIRS(even[v], x_even) + ADD_PAIRS(odd[v], x_odd);
+            const words four = splat_word(x + r * stride + 4 * p);
+            for (int v = 0; v < VECTORS; v++) {
+                sums[r][v] += ADD_PAIRS(ADD_BYTES(absolute[v], SIGNED_BY(four, weights[v])), (shorts){0} + 1);
+                IN_ORDER(sums[r][v]);
+            }
         }
 #endif
     }
@@ -219,21 +226,19 @@ INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t str
         for (int v = 0; v < VECTORS; v++) pairs[r][v] = (shorts){0};
 #endif
     _Pragma("GCC unroll 4") for (int64_t p = 0; p < count; p++, w += 4 * OUTPUTS) {
-        words low[VECTORS], high[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            const words weights = *(const words *)(w + v * VECTOR);
-            low[v] = weights & 0x0f0f0f0f;
-            high[v] = weights >> 4 & 0x0f0f0f0f;
-        }
-        _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
-            const int8_t *eight = x + r * stride + 8 * p;
-            const words first = splat_word(eight), second = splat_word(eight + 4);
-            for (int v = 0; v < VECTORS; v++) {
+        _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+            words weights[VECTORS];
+            for (int v = 0; v < VECTORS; v++) weights[v] = *(const words *)(w + v * VECTOR) >> 4 * half & 0x0f0f0f0f;
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+                const words four = splat_word(x + r * stride + 8 * p + 4 * half);
+                for (int v = 0; v < VECTORS; v++) {
 #ifdef WORDS
-                sums[r][v] = add_words(add_words(sums[r][v], low[v], first), high[v], second);
+                    sums[r][v] = add_words(sums[r][v], weights[v], four);
 #else
-                pairs[r][v] += ADD_BYTES(low[v], first) + ADD_BYTES(high[v], second);
+                    pairs[r][v] += ADD_BYTES(weights[v], four);
+                    IN_ORDER(pairs[r][v]);
 #endif
+                }
             }
         }
     }
@@ -244,10 +249,11 @@ INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t str
 }
 
 // y[r, 0..width) of one panel. Of each group: the integer sums of its parts, each times the scale of its activations;
-// then times the scale of the weights, plus the sum of activations times the minimum. Last the bias.
-INLINE void panel_rows(const int rows, const int bits, const int part, const Matrix *m, int64_t panel, const uint8_t *x,
-                       int64_t stride, element *y) {
-    const int64_t groups = num_groups(m), parts = m->group > part ? (m->group + part - 1) / part : 1;
+// then times the scale of the weights, plus the sum of activations times the minimum. Last the bias. `is_part`: whether a
+// group is one part; `has_zero`: whether a stored weight of 0 may be another number.
+INLINE void panel_rows(const int rows, const int bits, const int part, const int is_part, const int has_zero,
+                       const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {
+    const int64_t groups = num_groups(m), parts = is_part || m->group <= part ? 1 : (m->group + part - 1) / part;
     const int64_t words = num_blocks(m->num_in) * BLOCK * bits / 32;
     const uint8_t *w = m->packed + panel * words * 4 * OUTPUTS;
     const Row first_row = row_at(m, x);
@@ -257,38 +263,42 @@ INLINE void panel_rows(const int rows, const int bits, const int part, const Mat
         for (int v = 0; v < VECTORS; v++) totals[r][v] = (floats){0};
     for (int64_t g = 0; g < groups; g++) {
         floats of_group[TILE][VECTORS];
-        for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows && !is_part; r++)
             for (int v = 0; v < VECTORS; v++) of_group[r][v] = (floats){0};
         for (int64_t p = g * parts; p < (g + 1) * parts; p++) {
             ints sums[TILE][VECTORS];
             for (int r = 0; r < rows; r++) {
-                const int32_t start = *(const int32_t *)((const uint8_t *)(first_row.starts + p) + r * stride);
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = start - (ints){0};
+                const int32_t *start = (const int32_t *)((const uint8_t *)(first_row.starts + p) + r * stride);
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = (has_zero ? *start : 0) - (ints){0};
             }
             if (bits == 8)
                 sum_8(rows, w, values, stride, part / 4, sums);
             else
                 sum_4(rows, w, values, stride, part / 8, sums);
             w += part * bits / 8 * OUTPUTS;
-            values += part * (WIDE(bits) ? 2 : 1);
+            values += part;
             for (int r = 0; r < rows; r++) {
                 const float *scale = first_row.scales + p * part / BLOCK;
                 const floats scales = splat(*(const float *)((const uint8_t *)scale + r * stride));
-                for (int v = 0; v < VECTORS; v++)
-                    of_group[r][v] += times(scales, __builtin_convertvector(sums[r][v], floats));
+                for (int v = 0; v < VECTORS; v++) {
+                    const floats of_part = times(scales, __builtin_convertvector(sums[r][v], floats));
+                    of_group[r][v] = is_part ? of_part : of_group[r][v] + of_part;
+                }
             }
         }
         for (int v = 0; v < VECTORS; v++) {
             const int64_t place = (panel * groups + g) * OUTPUTS + v * LANES;
             const floats scales = *(const floats *)(m->scales + place);
-            for (int r = 0; r < rows; r++) {
-                totals[r][v] += times(scales, of_group[r][v]);
-                if (m->minimums) {
+            for (int r = 0; r < rows; r++) totals[r][v] += times(scales, of_group[r][v]);
+        }
+        if (m->minimums)
+            for (int v = 0; v < VECTORS; v++) {
+                const floats minimums = *(const floats *)(m->minimums + (panel * groups + g) * OUTPUTS + v * LANES);
+                for (int r = 0; r < rows; r++) {
                     const float offset = *(const float *)((const uint8_t *)(first_row.offsets + g) + r * stride);
-                    totals[r][v] += times(*(const floats *)(m->minimums + place), splat(offset));
+                    totals[r][v] += times(minimums, splat(offset));
                 }
             }
-        }
     }
     const int64_t first = panel * OUTPUTS, width = m->num_out - first < OUTPUTS ? m->num_out - first : OUTPUTS;
     float made[OUTPUTS];
@@ -300,17 +310,23 @@ INLINE void panel_rows(const int rows, const int bits, const int part, const Mat
     }
 }
 
-#define DEFINE_ROWS(R)                                                                                             \
-    static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {           \
-        const int is_half = part_size(m) != BLOCK;                                                                 \
-        if (m->bits == 8 && is_half)                                                                               \
-            panel_rows(R, 8, BLOCK / 2, m, panel, x, stride, y);                                                   \
-        else if (m->bits == 8)                                                                                     \
-            panel_rows(R, 8, BLOCK, m, panel, x, stride, y);                                                       \
-        else if (is_half)                                                                                          \
-            panel_rows(R, 4, BLOCK / 2, m, panel, x, stride, y);                                                   \
-        else                                                                                                       \
-            panel_rows(R, 4, BLOCK, m, panel, x, stride, y);                                                       \
+#define DEFINE_ROWS(R)                                                                                       \
+    static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {     \
+        const int is_half = part_size(m) != BLOCK, is_part = m->group == part_size(m);                       \
+        if (m->bits == 8 && is_half)                                                                         \
+            panel_rows(R, 8, BLOCK / 2, 1, ZERO != 0, m, panel, x, stride, y);                               \
+        else if (m->bits == 8 && is_part)                                                                    \
+            panel_rows(R, 8, BLOCK, 1, ZERO != 0, m, panel, x, stride, y);                                   \
+        else if (m->bits == 8)                                                                               \
+            panel_rows(R, 8, BLOCK, 0, ZERO != 0, m, panel, x, stride, y);                                   \
+        else if (is_half)                                                                                    \
+            panel_rows(R, 4, BLOCK / 2, 1, 1, m, panel, x, stride, y);                                       \
+        else if (!is_part)                                                                                   \
+            panel_rows(R, 4, BLOCK, 0, 1, m, panel, x, stride, y);                                           \
+        else if (m->zero)                                                                                    \
+            panel_rows(R, 4, BLOCK, 1, 1, m, panel, x, stride, y);                                           \
+        else                                                                                                 \
+            panel_rows(R, 4, BLOCK, 1, 0, m, panel, x, stride, y);                                           \
     }
 DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4)
 typedef void some_rows(const Matrix *, int64_t, const uint8_t *, int64_t, element *);
@@ -359,13 +375,7 @@ static void round_row(const Matrix *m, const element *x, uint8_t *place) {
             const int64_t g = (b * BLOCK + first) / m->group;
             if (g < groups) row.offsets[g] += times_one(row.scales[b], (float)sum);
         }
-        if (WIDE(m->bits))
-            for (int c = 0; c < BLOCK; c += 4) {
-                const int16_t four[4] = {values[c], values[c + 2], values[c + 1], values[c + 3]};
-                memcpy(row.values + 2 * (b * BLOCK + c), four, 8);
-            }
-        else
-            memcpy(row.values + b * BLOCK, values, BLOCK);
+        memcpy(row.values + b * BLOCK, values, BLOCK);
     }
 }
 

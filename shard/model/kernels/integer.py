@@ -20,12 +20,12 @@ from torch.nn import functional
 
 from lorikeet.proto.process import FreedMemory
 from lorikeet.shard.attention import NativeStep
-from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool
+from lorikeet.shard.model.kernels.cpu import AdapterStep, DecoderLayers, HugePagePool, RmsNorm, addresses_of
 from lorikeet.shard.system import gpu
 from lorikeet.shard.system.native import CompilerMissing, library
 
 _SOURCE = Path(__file__).with_name("integer.c")
-_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "outputs_of_a_panel": ([], _SIZE),
     "zero_in_8_bits": ([], _SIZE),
@@ -35,11 +35,12 @@ _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "linear": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT], None),
 }
 _OF_LAYERS: dict[str, tuple[list[Any], Any]] = {
-    "silu_times": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _INT], None),
-    "rms_norm": ([_POINTER, _SIZE, _SIZE, _POINTER, _FLOAT, _POINTER, _INT], None),
+    "gate_times": ([_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER, _INT], None),
+    "rms_norm": ([_POINTER, _SIZE, _SIZE, ctypes.POINTER(RmsNorm), _POINTER, _INT], None),
+    "norm_heads": ([_POINTER, *[_SIZE] * 4, ctypes.POINTER(RmsNorm), _INT], None),
     "rotate": ([_POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _INT], None),
     "decoder_layers": (
-        [_POINTER, _SIZE, *[_POINTER] * 3, ctypes.POINTER(AdapterStep), _POINTER, _SIZE, _SIZE, *[_POINTER] * 4, _INT],
+        [_POINTER, _SIZE, *[_POINTER] * 4, ctypes.POINTER(AdapterStep), _POINTER, _SIZE, _SIZE, *[_POINTER] * 3, _INT],
         None,
     ),
 }
@@ -310,22 +311,26 @@ def _pack_groups(code: ctypes.CDLL, values: torch.Tensor, packed: torch.Tensor) 
     code.pack_groups(in_order.data_ptr(), *values.shape, packed.data_ptr())
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, rounded as the plain modules round. gate, up: [rows, n] contiguous. Returns [rows, n]."""
+def gate_times(gate: torch.Tensor, up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    """As `cpu.gate_times`."""
     h = torch.empty_like(gate)
     pointers = (gate.data_ptr(), up.data_ptr())
-    _load(gate.dtype).silu_times(*pointers, *gate.shape, h.data_ptr(), torch.get_num_threads())
+    _load(gate.dtype).gate_times(*pointers, *gate.shape, is_tanh, h.data_ptr(), torch.get_num_threads())
     return h
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`weight * rounded(x / sqrt(mean(x²) + epsilon))` over the last axis, which 16 divides. weight: [H]."""
+def norm_heads(x: torch.Tensor, first: int, num_heads: int, head_dim: int, norm: RmsNorm) -> None:
+    """As `cpu.norm_heads`."""
+    place = x.data_ptr() + first * head_dim * x.element_size()
+    _load(x.dtype).norm_heads(place, x.shape[0], x.stride(0), num_heads, head_dim, norm, torch.get_num_threads())
+
+
+def rms_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """As `cpu.rms_norm`."""
     x = x.contiguous()
     width = x.shape[-1]
     y = torch.empty_like(x)
-    _load(x.dtype).rms_norm(
-        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(), torch.get_num_threads()
-    )
+    _load(x.dtype).rms_norm(x.data_ptr(), x.numel() // width, width, norm, y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -345,12 +350,11 @@ def decoder_layers(
     step: NativeStep,
     adapters: AdapterStep,
     x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    angles: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Compute layers as `cpu.decoder_layers` does, with another library and more scratch memory.
 
-    x: [1, T, H]; cos, sin: [T, D]; all contiguous. Returns [1, T, H].
+    x: [1, T, H]; angles: of each kind of layers cos, then sin, [T, D]; all contiguous. Returns [1, T, H].
     """
     num_rows = x.shape[1]
     num_attended = min(num_rows, step.num_tokens)
@@ -358,8 +362,9 @@ def decoder_layers(
     num_spare = -(-(num_rows * layers.row_bytes + _ALIGNMENT) // x.element_size())
     scratch = x.new_empty(num_rows * layers.scratch_width + num_spare)
     _load(x.dtype).decoder_layers(
-        layers.addresses, layers.num_layers, step.function, layers.kvs, step.address, adapters, x.data_ptr(), num_rows,
-        num_attended, cos.data_ptr(), sin.data_ptr(), scratch.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+        layers.addresses, layers.num_layers, step.function, layers.kvs, layers.kinds, step.address, adapters,
+        x.data_ptr(), num_rows, num_attended, addresses_of(angles), scratch.data_ptr(), y.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return y
 

@@ -1,7 +1,8 @@
 """Weight matrices packed for the CPU, each with the product that reads its layout.
 
-Every product gives a row equal bits with any other rows, from two rows on. torch's `linear` does not: in float32 it
-calls a library that on some processors sums few rows in another order than many.
+Every product gives a row equal bits with any other rows, from two rows on, and those of compiled code alone too.
+torch's `linear` does not: in float32 it calls a library that on some processors sums few rows in another order than
+many.
 """
 
 import os
@@ -38,6 +39,8 @@ class PackedMatrix(ABC):
 
     bias: torch.Tensor | None
     """[out]"""
+    least_rows = 2
+    """Rows of a product from which on a row's bits do not depend on the others."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """weight: [out, in]."""
@@ -63,6 +66,8 @@ class SharedMatrix(PackedMatrix):
         super().__init__(weight)
         self.weight = weight
         self.bias = None if bias is None else bias.clone()
+        if weight.dtype == torch.bfloat16 and not onednn_multiplies(weight.dtype):
+            self.least_rows = 1
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply(x, self.weight, bias)
@@ -97,6 +102,8 @@ def _multiply_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 class StreamedMatrix(PackedMatrix):
     """The layout and product of cpu.c: one stream of bfloat16 pairs per 64 outputs."""
+
+    least_rows = 1
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight)

@@ -220,5 +220,5 @@ def _silu(y: torch.Tensor) -> torch.Tensor:
         return functional.silu(y)
     flat = y.view(y.shape[0], -1)
     if y.dtype == torch.bfloat16 and flat.shape[1] % 16 == 0 and cpu.available():
-        return cpu.silu_times(flat, torch.ones_like(flat)).view(y.shape)
+        return cpu.gate_times(flat, torch.ones_like(flat)).view(y.shape)
     return torch.stack([functional.silu(row) for row in flat]).view(y.shape)

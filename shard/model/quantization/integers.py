@@ -156,6 +156,7 @@ class IntegerMatrix(QuantizedMatrix):
     def copy_from_mmap(self) -> None:
         if self._module.is_on_device or (self._rounds_activations and integer.available()):
             self._packed, self._weight = self._module.packed(), None
+            self.least_rows = 1
         else:
             self._weight = self._module.integers
         del self._module

@@ -200,8 +200,9 @@ def _products() -> Iterator[tuple[str, torch.Tensor]]:
     packed, packed_up, packed_down = products.pack(weight), products.pack(up), products.pack(down)
     yield "linear", products.linear(x, packed, 200, draw(200).float())
     yield "gated_mlp", products.gated_mlp(x, packed, packed_up, 200, packed_down, 96)
-    yield "silu_times", products.silu_times(draw(9, 64), draw(9, 64))
-    yield "rms_norm", products.rms_norm(x, draw(96), 1e-5)
+    yield "gate_times", products.gate_times(draw(9, 64), draw(9, 64))
+    norm_weight = draw(96)
+    yield "rms_norm", products.rms_norm(x, products.RmsNorm.of(norm_weight, 1e-5, 0.0, True))
     rotated = draw(7, 128)
     products.rotate(rotated, 2, draw(7, 64), draw(7, 64))
     yield "rotate", rotated

@@ -59,7 +59,15 @@ def logits_of(model: Model, segments: list[Segment]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("llama", {}), ("llama", {"attention_bias": True}), ("mistral", {"sliding_window": 40}), ("qwen2", {})],
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 40}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {"sliding_window": 40}),
+    ],
 )
 def test_one_call_gives_the_bits_of_the_parts(
     kind: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +87,7 @@ def test_one_call_gives_the_bits_of_the_parts(
         assert torch.equal(one_call, logits_of(model, segments))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_all_layers_in_one_call_give_the_bits_of_the_network(kind: str, tmp_path: Path) -> None:
     model = load(kind, tmp_path)
     assert model.compiled is not None
@@ -104,8 +112,9 @@ def put_adapters(model: Model, num_slots: int) -> None:
             target.put(slot, packed(SlotWeights(a, b)))
 
 
-def test_adapters_give_the_same_bits_in_all_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load("llama", tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_adapters_give_the_same_bits_in_all_layers_in_one_call(kind: str, tmp_path: Path) -> None:
+    model = load(kind, tmp_path)
     compiled, actual = model.compiled, {}
     assert compiled is not None
     for num_slots in (2, 3):  # the tables of slots are new
@@ -121,6 +130,24 @@ def test_adapters_give_the_same_bits_in_all_layers_in_one_call(tmp_path: Path, m
         rows = [slice(start, end) for start, end in pairwise([0, *ends])]
         differs = [not torch.equal(actual[compiled][row], bare[row]) for row in rows]
         assert differs == [segment.slot >= 0 for segment in segments]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_token_alone_is_one_row(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bits that it has next to others."""
+    model = load(kind, tmp_path)
+    assert model.compiled is not None
+    segments = [Segment(0, 1, range(1)), Segment(0, 1, range(1, 2))]
+    both = logits_of(model, segments)
+    counts, plain = [], CompiledLayers.__call__
+
+    def counted(self: CompiledLayers, hidden_states: torch.Tensor, angles: Any) -> Any:
+        counts.append(hidden_states.shape[1])
+        return plain(self, hidden_states, angles)
+
+    monkeypatch.setattr(CompiledLayers, "__call__", counted)
+    assert torch.equal(logits_of(model, segments[:1])[:1], both[:1])
+    assert counts == [1]
 
 
 def test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled(
@@ -163,7 +190,14 @@ def test_new_pages_are_used_once_they_are_allocated(tmp_path: Path) -> None:
     assert torch.equal(first, logits_of(model, steps_of(model)[0]))
 
 
-@pytest.mark.parametrize("kind", ["granite", "gemma2", "qwen3", "olmo2", "cohere"])
+def test_logits_that_are_capped_are_not_compiled_with_the_layers(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        model = load("gemma2", tmp_path)
+    assert model.compiled is None and not any(layer.calls_parts for layer in fused_layers(model))
+    assert "layers_computed_one_by_one" not in [entry["event"] for entry in logs]
+
+
+@pytest.mark.parametrize("kind", ["granite", "olmo2", "cohere"])
 def test_layers_that_do_more_or_less_are_left_alone(kind: str, tmp_path: Path) -> None:
     assert not fused_layers(load(kind, tmp_path))
 
