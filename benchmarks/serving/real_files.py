@@ -11,7 +11,7 @@ import contextlib
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -92,13 +92,14 @@ def ask(running: Mapping[str, servers.RunningServer], model: str, load: Load, se
 
 
 def alternate(running: Mapping[str, servers.RunningServer], model: str, load: Load, rounds: int) -> dict[str, Any]:
-    """The answers of each server in all rounds, after one that warms up."""
+    """The answers of each server in all rounds, after one request that warms up."""
     answers: dict[str, list[Answers]] = {name: [] for name in running}
     errors: list[str] = []
     for number in range(rounds + 1):
+        asked = load if number else replace(load, clients=1, requests=1)
         for name in in_turn(tuple(running), number):
             with alone(name, running, errors):
-                seen = ask(running, model, load, SEED + 1000 * load.num_prompt + number, name)
+                seen = ask(running, model, asked, SEED + 1000 * load.num_prompt + number, name)
             if number:
                 answers[name].append(seen)
     if errors:
@@ -130,10 +131,10 @@ def matrix_bytes(file: Path) -> int:
     return sum(int(tensor.n_bytes) for tensor in tensors.values())
 
 
-def compare(file: Path, options: argparse.Namespace) -> None:
+def compare(file: Path, options: argparse.Namespace, bytes_per_s: float) -> None:
     """Print the rows of one file."""
     model = str(file)
-    limit = speeds()["bytes_per_s"] / matrix_bytes(file)
+    limit = bytes_per_s / matrix_bytes(file)
     print(f"\n{file.name}: reading its matrices allows {limit:.0f} tokens/s at one client\n")
     print("| work | lorikeet | llama.cpp | ratio | between tokens, ms | ratio |\n|---|---|---|---|---|---|", flush=True)
     for clients in options.clients:
@@ -167,8 +168,9 @@ def main() -> None:
     parser.add_argument("--first-tokens", type=numbers, default=FIRST_TOKENS, help="lengths of prompts, likewise")
     options = parser.parse_args()
     options.llama_server = options.llama_server or program()
+    bytes_per_s = speeds()["bytes_per_s"]
     for file in options.files:
-        compare(file.resolve(), options)
+        compare(file.resolve(), options, bytes_per_s)
 
 
 if __name__ == "__main__":

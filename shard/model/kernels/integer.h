@@ -5,7 +5,7 @@
 // the same bits, for any number of rows.
 //
 // A panel is OUTPUTS rows of the matrix. It has a 32-bit word per row for each four terms of a sum in 8 bits, and for
-// each eight in 4 bits: the first four are the low halves of its bytes. Stored weights have no sign.
+// each eight in 4 bits: the first four are the low halves of its bytes.
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -18,9 +18,11 @@
 #include <arm_neon.h>
 #endif
 
-// Bytes of a vector, and what adds products to its sums. With WORDS each sum gets four products of bytes at once. Without,
-// products exist only as sums of two that saturate at 16 bits, of bytes without a sign and bytes with one: a weight in 8
-// bits is multiplied without its sign, which the activation takes: 2 x 128 x 127 < 2^15.
+// Bytes of a vector, and what adds products to its sums. With WORDS each sum gets four products of bytes at once, of
+// weights without a sign. Without, products exist only as sums of two that saturate at 16 bits. Where the weights of a
+// panel differ by less than 32 or 64, as many such sums are added before they are widened as its depth says: the smallest
+// weight is stored as 0, and 4 x 2 x 31 x 127 and 2 x 2 x 63 x 127 are less than 2^15. Of other panels the weights have a
+// sign, which the activation takes for the product: 2 x 128 x 127 < 2^15.
 #if defined(WITHOUT_INSTRUCTIONS)  // for tests: vectors of so many bytes
 #define VECTOR WITHOUT_INSTRUCTIONS
 #define WORDS
@@ -58,10 +60,11 @@
 #define WORDS
 #endif
 #if !defined(WORDS) || (defined(__ARM_NEON) && !defined(WITHOUT_INSTRUCTIONS))
-#define ZERO 0  // stored for a weight of 0 in 8 bits: products are of signed bytes
+#define LEAST 0  // what is subtracted from weights in 8 bits where depth is 0: products are of signed bytes
 #else
-#define ZERO 128
+#define LEAST -128
 #endif
+enum { LOW = 4, MIDDLE = 2 };  // depths
 
 #define LANES (VECTOR / 4)
 #if VECTOR == 64
@@ -84,8 +87,9 @@ typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
 
 typedef struct {
     int64_t num_out, num_in, group, bits;  // group: 16, a multiple of BLOCK, or num_in
-    int64_t zero;                          // what is subtracted from each stored weight
     const uint8_t *packed;                 // [panels, words of a row, OUTPUTS, 4]
+    const int8_t *least;                   // [panels]: what is added to each stored weight
+    const uint8_t *depths;                 // [panels]
     const float *scales;                   // [panels, groups, OUTPUTS]
     const float *minimums;                 // of the same shape: what is added to each weight; or NULL
     const float *bias;                     // [num_out] or NULL
@@ -95,12 +99,11 @@ typedef struct {
 typedef struct {
     float *scales;    // [blocks]
     float *offsets;   // [groups]: sums of rounded activations
-    int32_t *starts;  // [parts]: -zero times the sum of a part's integers
+    int32_t *sums;    // [parts]: the sum of a part's integers
     int8_t *values;   // [blocks, BLOCK]
 } Row;
 
 int64_t outputs_of_a_panel(void) { return OUTPUTS; }
-int64_t zero_in_8_bits(void) { return ZERO; }
 
 static inline int64_t num_blocks(int64_t num_in) { return (num_in + BLOCK - 1) / BLOCK; }
 static inline int64_t num_groups(const Matrix *m) { return m->num_in / m->group; }
@@ -119,21 +122,47 @@ static inline Row row_at(const Matrix *m, const uint8_t *place) {
 // Bytes of a row of activations
 int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in) * BLOCK; }
 
-// weights: [num_out, num_in] of `bits`, without sign -> packed in whole blocks, with `filler` beyond num_out and num_in
-void pack(const uint8_t *weights, int64_t num_out, int64_t num_in, int64_t bits, int64_t filler, uint8_t *packed) {
+// How the weights of a panel are stored: without `*least`. rows: `count` rows of weights. Returns the depth.
+static int depth_of(const int8_t *rows, int64_t count, int64_t num_in, int64_t group, int8_t *least) {
+    *least = LEAST;
+#ifndef WORDS
+    int low = 127, high = -128;
+    for (int64_t i = 0; i < count * num_in; i++) {
+        low = rows[i] < low ? rows[i] : low;
+        high = rows[i] > high ? rows[i] : high;
+    }
+    if (group > BLOCK || high - low > 63) return 0;
+    *least = low;
+    return high - low > 31 || group < BLOCK ? MIDDLE : LOW;
+#else
+    return 0;
+#endif
+}
+
+// weights: [num_out, num_in], of 8 bits, or of 4 bits without `of_four` -> packed in whole blocks, with zeros beyond
+// num_out and num_in; least and depths: [panels]
+void pack(const int8_t *weights, int64_t num_out, int64_t num_in, int64_t group, int64_t bits, int64_t of_four,
+          uint8_t *packed, int8_t *least, uint8_t *depths) {
     const int64_t panels = (num_out + OUTPUTS - 1) / OUTPUTS, terms = bits == 8 ? 4 : 8;
     const int64_t width = num_blocks(num_in) * BLOCK / terms;
 #pragma omp parallel for
-    for (int64_t b = 0; b < panels; b++)
+    for (int64_t b = 0; b < panels; b++) {
+        const int8_t *rows = weights + b * OUTPUTS * num_in;
+        const int64_t count = num_out - b * OUTPUTS < OUTPUTS ? num_out - b * OUTPUTS : OUTPUTS;
+        least[b] = of_four;
+        depths[b] = bits == 8 ? depth_of(rows, count, num_in, group, least + b) : 0;
+        const int8_t taken = bits == 8 ? least[b] : 0;
+        const uint8_t filler = -least[b];
         for (int64_t p = 0; p < width; p++)
             for (int64_t c = 0; c < OUTPUTS; c++)
                 for (int64_t i = 0; i < 4; i++) {
-                    const int64_t n = b * OUTPUTS + c, k = p * terms + i;
-                    const uint8_t *row = weights + n * num_in;
-                    uint8_t byte = n < num_out && k < num_in ? row[k] : filler;
-                    if (bits == 4) byte |= (n < num_out && k + 4 < num_in ? row[k + 4] : filler) << 4;
+                    const int64_t k = p * terms + i;
+                    const int8_t *row = rows + c * num_in;
+                    uint8_t byte = c < count && k < num_in ? (uint8_t)(row[k] - taken) : filler;
+                    if (bits == 4) byte |= (c < count && k + 4 < num_in ? (uint8_t)row[k + 4] : filler) << 4;
                     packed[((b * width + p) * OUTPUTS + c) * 4 + i] = byte;
                 }
+    }
 }
 
 // values: [num_out, groups] -> [panels, groups, OUTPUTS], zeros beyond num_out
@@ -190,17 +219,19 @@ INLINE ints add_words(ints sum, words weights, words x) {
 #endif
 
 // sums[r][v] += products of `count` words of weights in 8 bits, from `w` on, with the rows from `x` on.
-INLINE void sum_8(const int rows, const uint8_t *w, const int8_t *x, int64_t stride, int64_t count,
+INLINE void sum_8(const int rows, const int depth, const uint8_t *w, const int8_t *x, int64_t stride, int64_t count,
                   ints sums[TILE][VECTORS]) {
-    for (int64_t p = 0; p < count; p++, w += 4 * OUTPUTS) {
 #ifdef WORDS
+    for (int64_t p = 0; p < count; p++, w += 4 * OUTPUTS) {
         words weights[VECTORS];
         for (int v = 0; v < VECTORS; v++) weights[v] = *(const words *)(w + v * VECTOR);
         _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
             const words four = splat_word(x + r * stride + 4 * p);
             for (int v = 0; v < VECTORS; v++) sums[r][v] = add_words(sums[r][v], weights[v], four);
         }
+    }
 #else
+    for (int64_t p = 0; p < count && !depth; p++, w += 4 * OUTPUTS) {
         words weights[VECTORS], absolute[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             weights[v] = *(const words *)(w + v * VECTOR);
@@ -213,8 +244,28 @@ INLINE void sum_8(const int rows, const uint8_t *w, const int8_t *x, int64_t str
                 IN_ORDER(sums[r][v]);
             }
         }
-#endif
     }
+    _Pragma("GCC unroll 4") for (int64_t p = 0; p < count && depth; p += depth) {
+        shorts pairs[TILE][VECTORS];
+        _Pragma("GCC unroll 4") for (int i = 0; i < depth; i++, w += 4 * OUTPUTS) {
+            words weights[VECTORS];
+            for (int v = 0; v < VECTORS; v++) weights[v] = *(const words *)(w + v * VECTOR);
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+                const words four = splat_word(x + r * stride + 4 * (p + i));
+                for (int v = 0; v < VECTORS; v++) {
+                    const shorts products = ADD_BYTES(weights[v], four);
+                    pairs[r][v] = i ? pairs[r][v] + products : products;
+                    IN_ORDER(pairs[r][v]);
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) {
+                sums[r][v] += ADD_PAIRS(pairs[r][v], (shorts){0} + 1);
+                IN_ORDER(sums[r][v]);
+            }
+    }
+#endif
 }
 
 // The same for weights in 4 bits, of at most BLOCK terms.
@@ -250,14 +301,16 @@ INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t str
 
 // y[r, 0..width) of one panel. Of each group: the integer sums of its parts, each times the scale of its activations;
 // then times the scale of the weights, plus the sum of activations times the minimum. Last the bias. `is_part`: whether a
-// group is one part; `has_zero`: whether a stored weight of 0 may be another number.
-INLINE void panel_rows(const int rows, const int bits, const int part, const int is_part, const int has_zero,
-                       const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {
+// group is one part; `has_least`: whether something is added to stored weights.
+INLINE void panel_rows(const int rows, const int bits, const int depth, const int part, const int is_part,
+                       const int has_least, const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride,
+                       element *y) {
     const int64_t groups = num_groups(m), parts = is_part || m->group <= part ? 1 : (m->group + part - 1) / part;
     const int64_t words = num_blocks(m->num_in) * BLOCK * bits / 32;
     const uint8_t *w = m->packed + panel * words * 4 * OUTPUTS;
     const Row first_row = row_at(m, x);
     const int8_t *values = first_row.values;
+    const int32_t least = m->least[panel];
     floats totals[TILE][VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) totals[r][v] = (floats){0};
@@ -268,11 +321,11 @@ INLINE void panel_rows(const int rows, const int bits, const int part, const int
         for (int64_t p = g * parts; p < (g + 1) * parts; p++) {
             ints sums[TILE][VECTORS];
             for (int r = 0; r < rows; r++) {
-                const int32_t *start = (const int32_t *)((const uint8_t *)(first_row.starts + p) + r * stride);
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = (has_zero ? *start : 0) - (ints){0};
+                const int32_t *sum = (const int32_t *)((const uint8_t *)(first_row.sums + p) + r * stride);
+                for (int v = 0; v < VECTORS; v++) sums[r][v] = (has_least ? least * *sum : 0) - (ints){0};
             }
             if (bits == 8)
-                sum_8(rows, w, values, stride, part / 4, sums);
+                sum_8(rows, depth, w, values, stride, part / 4, sums);
             else
                 sum_4(rows, w, values, stride, part / 8, sums);
             w += part * bits / 8 * OUTPUTS;
@@ -310,23 +363,31 @@ INLINE void panel_rows(const int rows, const int bits, const int part, const int
     }
 }
 
+#define PANEL(...) panel_rows(__VA_ARGS__, m, panel, x, stride, y)
 #define DEFINE_ROWS(R)                                                                                       \
     static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {     \
         const int is_half = part_size(m) != BLOCK, is_part = m->group == part_size(m);                       \
-        if (m->bits == 8 && is_half)                                                                         \
-            panel_rows(R, 8, BLOCK / 2, 1, ZERO != 0, m, panel, x, stride, y);                               \
+        const int depth = m->depths[panel];                                                                  \
+        if (m->bits == 8 && is_half && depth)                                                                \
+            PANEL(R, 8, MIDDLE, BLOCK / 2, 1, 1);                                                            \
+        else if (m->bits == 8 && is_half)                                                                    \
+            PANEL(R, 8, 0, BLOCK / 2, 1, LEAST != 0);                                                         \
+        else if (depth == LOW)                                                                               \
+            PANEL(R, 8, LOW, BLOCK, 1, 1);                                                                   \
+        else if (depth == MIDDLE)                                                                            \
+            PANEL(R, 8, MIDDLE, BLOCK, 1, 1);                                                                \
         else if (m->bits == 8 && is_part)                                                                    \
-            panel_rows(R, 8, BLOCK, 1, ZERO != 0, m, panel, x, stride, y);                                   \
+            PANEL(R, 8, 0, BLOCK, 1, LEAST != 0);                                                             \
         else if (m->bits == 8)                                                                               \
-            panel_rows(R, 8, BLOCK, 0, ZERO != 0, m, panel, x, stride, y);                                   \
+            PANEL(R, 8, 0, BLOCK, 0, LEAST != 0);                                                             \
         else if (is_half)                                                                                    \
-            panel_rows(R, 4, BLOCK / 2, 1, 1, m, panel, x, stride, y);                                       \
+            PANEL(R, 4, 0, BLOCK / 2, 1, 1);                                                                 \
         else if (!is_part)                                                                                   \
-            panel_rows(R, 4, BLOCK, 0, 1, m, panel, x, stride, y);                                           \
-        else if (m->zero)                                                                                    \
-            panel_rows(R, 4, BLOCK, 1, 1, m, panel, x, stride, y);                                           \
+            PANEL(R, 4, 0, BLOCK, 0, 1);                                                                     \
+        else if (m->least[panel])                                                                            \
+            PANEL(R, 4, 0, BLOCK, 1, 1);                                                                     \
         else                                                                                                 \
-            panel_rows(R, 4, BLOCK, 1, 0, m, panel, x, stride, y);                                           \
+            PANEL(R, 4, 0, BLOCK, 1, 0);                                                                     \
     }
 DEFINE_ROWS(1) DEFINE_ROWS(2) DEFINE_ROWS(3) DEFINE_ROWS(4)
 typedef void some_rows(const Matrix *, int64_t, const uint8_t *, int64_t, element *);
@@ -371,7 +432,7 @@ static void round_row(const Matrix *m, const element *x, uint8_t *place) {
         for (int first = 0; first < BLOCK; first += part) {
             int32_t sum = 0;
             for (int c = first; c < first + part; c++) sum += values[c];
-            row.starts[(b * BLOCK + first) / part] = -(int32_t)m->zero * sum;
+            row.sums[(b * BLOCK + first) / part] = sum;
             const int64_t g = (b * BLOCK + first) / m->group;
             if (g < groups) row.offsets[g] += times_one(row.scales[b], (float)sum);
         }

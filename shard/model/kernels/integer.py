@@ -28,9 +28,8 @@ _SOURCE = Path(__file__).with_name("integer.c")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "outputs_of_a_panel": ([], _SIZE),
-    "zero_in_8_bits": ([], _SIZE),
     "row_bytes": ([_POINTER], _SIZE),
-    "pack": ([_POINTER, *[_SIZE] * 4, _POINTER], None),
+    "pack": ([_POINTER, *[_SIZE] * 5, *[_POINTER] * 3], None),
     "pack_groups": ([_POINTER, _SIZE, _SIZE, _POINTER], None),
     "linear": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT], None),
 }
@@ -243,8 +242,8 @@ class _Matrix(ctypes.Structure):
     """`Matrix` of integer.c."""
 
     _fields_ = [
-        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits", "zero")),
-        *((name, _POINTER) for name in ("packed", "scales", "minimums", "bias")),
+        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits")),
+        *((name, _POINTER) for name in ("packed", "least", "depths", "scales", "minimums", "bias")),
     ]
 
 
@@ -255,30 +254,32 @@ class PackedIntegers:
         """bias: [out] float32. Raises CompilerMissing."""
         code = _load(torch.float32)
         num_out, (num_in, bits, group, has_no_minimums) = weight.shape[0], weight.kind
-        zero = code.zero_in_8_bits() if bits == 8 else MIDDLE * has_no_minimums
+        least = -MIDDLE if bits == 4 and has_no_minimums else 0
         panel = code.outputs_of_a_panel()
         num_panels, words = -(-num_out // panel), -(-num_in // BLOCK) * BLOCK * bits // 32
         num_groups = num_in // group
         # [panels, words of a row, outputs of a panel, 4], half as many elements of twice the size
         self.packed = _pool.empty(num_panels * words * panel * 2)
+        # [2, panels] what is added to stored weights (int8), and how many sums are added in 16 bits
+        self.of_panels = torch.empty(2, num_panels, dtype=torch.uint8)
         # [panels, groups, outputs of a panel]
         self.scales = torch.empty(num_panels * num_groups * panel)
         self.minimums = None if has_no_minimums else torch.empty_like(self.scales)
 
         def put(start: int, part: IntegerWeight) -> None:
-            values = part.values.contiguous().view(torch.uint8)
-            if bits == 8:
-                values = values + zero  # wraps: -128 becomes 0
+            values = part.values.contiguous()
+            of_panels = (row[start // panel :].data_ptr() for row in self.of_panels)
             packed = self.packed[start * words * 2 :]
-            code.pack(values.data_ptr(), len(values), num_in, bits, zero, packed.data_ptr())
+            code.pack(values.data_ptr(), len(values), num_in, group, bits, least, packed.data_ptr(), *of_panels)
             _pack_groups(code, part.scales, self.scales[start * num_groups :])
             if part.minimums is not None and self.minimums is not None:
                 _pack_groups(code, part.minimums, self.minimums[start * num_groups :])
 
         _for_each_part(weight, put)
         self.bias, self.num_out = bias, num_out
-        sizes = (num_out, num_in, group, bits, zero)
-        held = [None if tensor is None else tensor.data_ptr() for tensor in (self.packed, self.scales, self.minimums)]
+        sizes = (num_out, num_in, group, bits)
+        tensors = (self.packed, *self.of_panels, self.scales, self.minimums)
+        held = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._without_bias = _Matrix(*sizes, *held, None)
         self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
         self.row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))

@@ -30,6 +30,17 @@ KINDS = {
     "4 bits, groups of 128, minimums": (4, 128, True),
     "4 bits, whole rows": (4, None, False),
 }
+RANGES = {
+    "5 bits, groups of 32": (32, False, -16, 15),
+    "5 bits, groups of 32, minimums": (32, True, 0, 31),
+    "5 bits, groups of 16": (16, False, -16, 15),
+    "5 bits, groups of 64": (64, False, -16, 15),
+    "6 bits, groups of 16": (16, False, -32, 31),
+    "6 bits, groups of 32, minimums": (32, True, 0, 63),
+    "above zero": (32, False, 90, 121),
+    "one more than 6 bits": (32, False, -32, 32),
+}
+"""Kinds of weights that are kept in 8 bits and have fewer: groups, minimums, least and largest value."""
 SHAPES = ((100, 256), (64, 128), (16, 384), (1, 128))
 
 
@@ -43,12 +54,17 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def drawn(kind: str, num_out: int, num_in: int, seed: int = 0) -> IntegerWeight:
     """With rows of the largest values, whose sums are the largest."""
-    bits, group, has_minimums = KINDS[kind]
+    low, high = -128, 127
+    if kind in RANGES:
+        group, has_minimums, low, high = RANGES[kind]
+        bits = 8
+    else:
+        bits, group, has_minimums = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     shape, groups = (num_out, num_in), num_in // (group or num_in)
     if bits == 8:
-        values = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
-        values[: num_out // 4], values[-1] = 127, -128
+        values = torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
+        values[: num_out // 4], values[-1] = high, low
     else:
         values = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
         values[: num_out // 4] = 15
@@ -67,7 +83,7 @@ def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *RANGES])
 @pytest.mark.usefixtures("code")
 def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
