@@ -22,8 +22,8 @@ from benchmarks.evidence import arguments
 from benchmarks.load import completions, servers
 from benchmarks.load.completions import Endpoint, RequestLength, TimedCompletion
 from benchmarks.load.rounds import EXTRA, OURS, alone, in_turn
-from benchmarks.serving.closed_loop import speeds
 from benchmarks.serving.llama_cpp import IGNORE_EOS, LLAMA_CPP, program
+from benchmarks.serving.machine import REPEATS, best_read
 
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 3, 8: 2, 32: 1}
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--first-tokens", type=numbers, default=FIRST_TOKENS, help="lengths of prompts, likewise")
     options = parser.parse_args()
     options.llama_server = options.llama_server or program()
-    bytes_per_s = speeds()["bytes_per_s"]
+    bytes_per_s = best_read(REPEATS)
     for file in options.files:
         compare(file.resolve(), options, bytes_per_s)
 

@@ -148,7 +148,7 @@ class CompiledNetwork:
             return None
         # [1, S, H]
         last = self._norm(hidden[:, rows])
-        if last.shape[1] < self._head.matrix.least_rows:
+        if last.shape[1] == 1 and self._head.matrix.least_rows > 1:
             last = last.expand(1, self._head.matrix.least_rows, -1)
         logits: Tensor = self._head(last)
         return logits

@@ -150,6 +150,13 @@ def test_a_token_alone_is_one_row(kind: str, tmp_path: Path, monkeypatch: pytest
     assert counts == [1]
 
 
+def test_a_part_of_a_prompt_has_no_logits(tmp_path: Path) -> None:
+    model = load("llama", tmp_path)
+    assert model.compiled is not None
+    model.inputs.fill([Segment(0, 3, range(1))], torch.arange(3), torch.arange(0))
+    assert model.forward().shape == (0, model.info.vocab_size)
+
+
 def test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
