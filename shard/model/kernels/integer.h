@@ -87,11 +87,12 @@ typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
 
 typedef struct {
     int64_t num_out, num_in, group, bits;  // group: 16, a multiple of BLOCK, or num_in
+    int64_t has_halves;                    // whether scales and minimums are in half precision
     const uint8_t *packed;                 // [panels, words of a row, OUTPUTS, 4]
     const int8_t *least;                   // [panels]: what is added to each stored weight
     const uint8_t *depths;                 // [panels]
-    const float *scales;                   // [panels, groups, OUTPUTS]
-    const float *minimums;                 // of the same shape: what is added to each weight; or NULL
+    const void *scales;                    // [panels, groups, OUTPUTS]
+    const void *minimums;                  // of the same shape: what is added to each weight; or NULL
     const float *bias;                     // [num_out] or NULL
 } Matrix;
 
@@ -104,6 +105,18 @@ typedef struct {
 } Row;
 
 int64_t outputs_of_a_panel(void) { return OUTPUTS; }
+
+// Whether scales may be in half precision: vectors of them are widened by one instruction.
+#if VECTOR == 32 && defined(__F16C__) && !defined(WITHOUT_INSTRUCTIONS)
+#define WIDEN_HALVES(p) (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+int64_t reads_halves(void) { return 1; }
+#elif VECTOR == 64 && !defined(WITHOUT_INSTRUCTIONS)
+#define WIDEN_HALVES(p) (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+int64_t reads_halves(void) { return 1; }
+#else
+#define WIDEN_HALVES(p) (floats){0}
+int64_t reads_halves(void) { return 0; }
+#endif
 
 static inline int64_t num_blocks(int64_t num_in) { return (num_in + BLOCK - 1) / BLOCK; }
 static inline int64_t num_groups(const Matrix *m) { return m->num_in / m->group; }
@@ -187,6 +200,11 @@ INLINE floats times(floats a, floats b) {
     floats made = a * b;
     IN_ORDER(made);
     return made;
+}
+
+// A vector of scales or minimums, from one of them on.
+INLINE floats load_scales(const Matrix *m, const void *scales, int64_t place) {
+    return m->has_halves ? WIDEN_HALVES((const uint16_t *)scales + place) : *(const floats *)((const float *)scales + place);
 }
 
 INLINE float times_one(float a, float b) { return times(a - (floats){0}, b - (floats){0})[0]; }
@@ -340,13 +358,12 @@ INLINE void panel_rows(const int rows, const int bits, const int depth, const in
             }
         }
         for (int v = 0; v < VECTORS; v++) {
-            const int64_t place = (panel * groups + g) * OUTPUTS + v * LANES;
-            const floats scales = *(const floats *)(m->scales + place);
+            const floats scales = load_scales(m, m->scales, (panel * groups + g) * OUTPUTS + v * LANES);
             for (int r = 0; r < rows; r++) totals[r][v] += times(scales, of_group[r][v]);
         }
         if (m->minimums)
             for (int v = 0; v < VECTORS; v++) {
-                const floats minimums = *(const floats *)(m->minimums + (panel * groups + g) * OUTPUTS + v * LANES);
+                const floats minimums = load_scales(m, m->minimums, (panel * groups + g) * OUTPUTS + v * LANES);
                 for (int r = 0; r < rows; r++) {
                     const float offset = *(const float *)((const uint8_t *)(first_row.offsets + g) + r * stride);
                     totals[r][v] += times(minimums, splat(offset));

@@ -28,6 +28,7 @@ _SOURCE = Path(__file__).with_name("integer.c")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "outputs_of_a_panel": ([], _SIZE),
+    "reads_halves": ([], _SIZE),
     "row_bytes": ([_POINTER], _SIZE),
     "pack": ([_POINTER, *[_SIZE] * 5, *[_POINTER] * 3], None),
     "pack_groups": ([_POINTER, _SIZE, _SIZE, _POINTER], None),
@@ -242,7 +243,7 @@ class _Matrix(ctypes.Structure):
     """`Matrix` of integer.c."""
 
     _fields_ = [
-        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits")),
+        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits", "has_halves")),
         *((name, _POINTER) for name in ("packed", "least", "depths", "scales", "minimums", "bias")),
     ]
 
@@ -276,8 +277,14 @@ class PackedIntegers:
                 _pack_groups(code, part.minimums, self.minimums[start * num_groups :])
 
         _for_each_part(weight, put)
+        has_halves = bool(code.reads_halves()) and all(
+            torch.equal(values.half().float(), values) for values in (self.scales, self.minimums) if values is not None
+        )
+        if has_halves:  # as in most files: a product of few rows is as fast as the memory
+            self.scales = self.scales.half()
+            self.minimums = None if self.minimums is None else self.minimums.half()
         self.bias, self.num_out = bias, num_out
-        sizes = (num_out, num_in, group, bits)
+        sizes = (num_out, num_in, group, bits, has_halves)
         tensors = (self.packed, *self.of_panels, self.scales, self.minimums)
         held = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._without_bias = _Matrix(*sizes, *held, None)

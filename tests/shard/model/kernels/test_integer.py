@@ -97,6 +97,19 @@ def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *RANGES])
+@pytest.mark.usefixtures("code")
+def test_scales_that_half_precision_holds(kind: str) -> None:
+    weight = drawn(kind, 100, 256)
+    scales, minimums = weight.scales.half().float(), weight.minimums
+    halves = IntegerWeight(weight.bits, weight.values, scales, None if minimums is None else minimums.half().float())
+    packed, x = PackedIntegers(halves, None), rows_of(13, 256, torch.bfloat16)
+    for count in (1, 2, 7, 13):
+        assert torch.equal(packed.product(x[:count], with_bias=False), plain_product(x[:count], halves, None))
+    if integer._load(torch.float32).reads_halves():
+        assert packed.nbytes < PackedIntegers(weight, None).nbytes
+
+
 def test_scales_and_minimums_may_lie_in_any_order() -> None:
     weight = drawn("4 bits, groups of 32, minimums", 40, 256)
     assert weight.minimums is not None
