@@ -3,7 +3,9 @@
     python -m benchmarks.serving.real_files FILE… [--llama-server PROGRAM] [--rounds N]
 
 For each number of clients a closed loop of 128 tokens in and 64 out; then the time to the first token of longer
-prompts, one client. The limit is what reading the matrices of the file once per token allows.
+prompts, one client. The limit is what reading the matrices of the file once per token allows. Processor times are those
+of all processes of a server per token that it generated, or per prompt; with `--threads 1` no thread waits for another,
+and they hardly depend on what else the machine does.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
 import uvloop
 
@@ -35,7 +37,13 @@ SEED = 55_000
 TEXT = "the of and to in is that for was with as his they be at one have this from had not but what all were we when"
 WORDS = TEXT.split()
 """Each is a token after a space, in the vocabularies of SmolLM2 and Gemma."""
-Answers = Sequence[TimedCompletion]
+
+
+class Round(NamedTuple):
+    """What one server did in a round."""
+
+    answers: Sequence[TimedCompletion]
+    cpu_s: float
 
 
 class WordLength(RequestLength):
@@ -54,9 +62,9 @@ def texts(count: int, length: int, seed: int) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=length)) for _ in range(count)]
 
 
-def llama_server(file: Path, server: Path, clients: int, slot_tokens: int) -> servers.Command:
-    """llama.cpp's server with a slot for each client and a thread for each core; all else is its default."""
-    slots = ("--parallel", str(clients), "--ctx-size", str(clients * slot_tokens), "--threads", str(os.cpu_count()))
+def llama_server(file: Path, server: Path, clients: int, slot_tokens: int, threads: int) -> servers.Command:
+    """llama.cpp's server with a slot for each client; all else is its default."""
+    slots = ("--parallel", str(clients), "--ctx-size", str(clients * slot_tokens), "--threads", str(threads))
     address = ("--host", "127.0.0.1", "--port", "{port}", "--no-webui")
     return servers.Command((str(server), "--model", str(file), *slots, *address))
 
@@ -73,27 +81,35 @@ class Load:
 
 
 @contextlib.contextmanager
-def pair(file: Path, server: Path, clients: int, slot_tokens: int) -> Iterator[Mapping[str, servers.RunningServer]]:
+def pair(
+    file: Path, server: Path, clients: int, slot_tokens: int, threads: int
+) -> Iterator[Mapping[str, servers.RunningServer]]:
     """Both servers of a file."""
-    commands = {OURS: servers.lorikeet(file), LLAMA_CPP: llama_server(file, server, clients, slot_tokens)}
+    ours = servers.lorikeet(file)
+    ours = replace(ours, environment={**ours.environment, "OMP_NUM_THREADS": str(threads)})
+    commands = {OURS: ours, LLAMA_CPP: llama_server(file, server, clients, slot_tokens, threads)}
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
 
 
-def ask(running: Mapping[str, servers.RunningServer], model: str, load: Load, seed: int, name: str) -> Answers:
+def ask(running: Mapping[str, servers.RunningServer], model: str, load: Load, seed: int, name: str) -> Round:
     """A closed loop on one server. Raises RuntimeError for an answer that failed."""
     target = Endpoint(running[name].port, model, EXTRA[OURS] if name == OURS else IGNORE_EOS)
     length = WordLength(load.num_prompt, load.num_output)
     prompts = texts(load.clients * load.requests, load.num_prompt, seed)
+    earlier_s = running[name].cpu_seconds()
     answers = uvloop.run(completions.closed_loop(target, prompts, load.clients, length))
+    spent_s = running[name].cpu_seconds() - earlier_s
     if errors := [answer.error for answer in answers if answer.error]:
         raise RuntimeError(f"{name}: {errors[0]}")
-    return answers
+    return Round(answers, spent_s)
 
 
-def alternate(running: Mapping[str, servers.RunningServer], model: str, load: Load, rounds: int) -> dict[str, Any]:
-    """The answers of each server in all rounds, after one request that warms up."""
-    answers: dict[str, list[Answers]] = {name: [] for name in running}
+def alternate(
+    running: Mapping[str, servers.RunningServer], model: str, load: Load, rounds: int
+) -> dict[str, list[Round]]:
+    """The rounds of each server, after one request that warms up."""
+    done: dict[str, list[Round]] = {name: [] for name in running}
     errors: list[str] = []
     for number in range(rounds + 1):
         asked = load if number else replace(load, clients=1, requests=1)
@@ -101,24 +117,36 @@ def alternate(running: Mapping[str, servers.RunningServer], model: str, load: Lo
             with alone(name, running, errors):
                 seen = ask(running, model, asked, SEED + 1000 * load.num_prompt + number, name)
             if number:
-                answers[name].append(seen)
+                done[name].append(seen)
     if errors:
         print("disturbed:", "; ".join(errors), flush=True)
-    return answers
+    return done
 
 
-def medians(rounds: Sequence[Answers]) -> tuple[float, float, float]:
-    """Tokens per second, seconds between tokens and seconds to the first token, of the median round."""
+class Speeds(NamedTuple):
+    """Of the median round; times in seconds."""
+
+    tokens_per_second: float
+    between: float
+    """Tokens."""
+    first: float
+    """Token."""
+    cpu_of_token: float
+    cpu_of_prompt: float
+
+
+def medians(rounds: Sequence[Round]) -> Speeds:
     values = [
-        (
+        Speeds(
             completions.tokens_per_second(answers),
             statistics.median(answer.inter_token_s for answer in answers),
             statistics.median(answer.first_token_s for answer in answers),
+            cpu_s / sum(answer.num_output for answer in answers),
+            cpu_s / len(answers),
         )
-        for answers in rounds
+        for answers, cpu_s in rounds
     ]
-    throughput, between, first = (statistics.median(column) for column in zip(*values, strict=True))
-    return throughput, between, first
+    return Speeds(*(statistics.median(column) for column in zip(*values, strict=True)))
 
 
 def matrix_bytes(file: Path) -> int:
@@ -136,22 +164,31 @@ def compare(file: Path, options: argparse.Namespace, bytes_per_s: float) -> None
     model = str(file)
     limit = bytes_per_s / matrix_bytes(file)
     print(f"\n{file.name}: reading its matrices allows {limit:.0f} tokens/s at one client\n")
-    print("| work | lorikeet | llama.cpp | ratio | between tokens, ms | ratio |\n|---|---|---|---|---|---|", flush=True)
+    print("| work | lorikeet | llama.cpp | ratio | processor time, lorikeet | llama.cpp | ratio |\n" + 7 * "|---" + "|")
     for clients in options.clients:
         load = Load(clients, REQUESTS_PER_CLIENT[clients], NUM_PROMPT, NUM_OUTPUT)
-        with pair(file, options.llama_server, clients, 2 * (NUM_PROMPT + NUM_OUTPUT)) as running:
-            answers = alternate(running, model, load, options.rounds)
-        (ours, own_gap, _), (theirs, gap, _) = medians(answers[OURS]), medians(answers[LLAMA_CPP])
-        gaps = f"{1000 * own_gap:.1f} / {1000 * gap:.1f} | {own_gap / gap:.2f}"
-        print(f"| {clients} clients, tokens/s | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} | {gaps} |", flush=True)
+        with pair(file, options.llama_server, clients, 2 * (NUM_PROMPT + NUM_OUTPUT), options.threads) as running:
+            done = alternate(running, model, load, options.rounds)
+        ours, theirs = medians(done[OURS]), medians(done[LLAMA_CPP])
+        tokens = (ours.tokens_per_second, theirs.tokens_per_second)
+        row(f"{clients} clients: tokens/s", tokens, (1000 * ours.cpu_of_token, 1000 * theirs.cpu_of_token))
+        row(f"{clients} clients: ms between tokens", (1000 * ours.between, 1000 * theirs.between))
     if not options.first_tokens:
         return
-    with pair(file, options.llama_server, 1, max(options.first_tokens) + 64) as running:
+    with pair(file, options.llama_server, 1, max(options.first_tokens) + 64, options.threads) as running:
         for length in options.first_tokens:
-            load = Load(1, 1, length, 2)
-            answers = alternate(running, model, load, options.rounds)
-            own, other = medians(answers[OURS])[2], medians(answers[LLAMA_CPP])[2]
-            print(f"| first of {length} tokens, s | {own:.3f} | {other:.3f} | {own / other:.2f} | | |", flush=True)
+            done = alternate(running, model, Load(1, 1, length, 2), options.rounds)
+            ours, theirs = medians(done[OURS]), medians(done[LLAMA_CPP])
+            cpu = (1000 * ours.cpu_of_prompt, 1000 * theirs.cpu_of_prompt)
+            row(f"{length} tokens: ms to the first token", (1000 * ours.first, 1000 * theirs.first), cpu)
+
+
+def row(name: str, values: tuple[float, float], cpu_ms: tuple[float, float] | None = None) -> None:
+    """Print a row: values of both servers and processor times, each with its ratio."""
+    columns = [name]
+    for ours, theirs in filter(None, (values, cpu_ms)):
+        columns += [f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}"]
+    print("|", " | ".join(columns), "|" if cpu_ms else "| | | |", flush=True)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -166,6 +203,7 @@ def main() -> None:
     parser.add_argument("--llama-server", type=Path, help="the program, by default the one that llama_cpp.py builds")
     parser.add_argument("--clients", type=numbers, default=CLIENTS, help="numbers of clients, with commas between them")
     parser.add_argument("--first-tokens", type=numbers, default=FIRST_TOKENS, help="lengths of prompts, likewise")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server (default: one per core)")
     options = parser.parse_args()
     options.llama_server = options.llama_server or program()
     bytes_per_s = best_read(REPEATS)

@@ -308,12 +308,11 @@ class Model:
         self.free_kv()
 
     def _trial_logits(self) -> torch.Tensor:
-        """Logits of three tokens, then of one more alone: [2, V]."""
+        """Logits of three tokens together, then of one more alone: [4, V]."""
         ids = torch.arange(1, 5) % self.info.vocab_size
         logits = []
         for start, stop in ((0, 3), (3, 4)):
-            last = torch.tensor([stop - start - 1])
-            self.inputs.fill([Segment(start, stop - start, range(1))], ids[start:stop], last)
+            self.inputs.fill([Segment(start, stop - start, range(1))], ids[start:stop], torch.arange(stop - start))
             logits.append(self.forward().clone())
         return torch.cat(logits)
 
