@@ -65,6 +65,12 @@
 #define LEAST -128
 #endif
 enum { LOW = 4, MIDDLE = 2 };  // depths
+// Whether there is code for each depth, and for groups of one part. With large vectors it would take long to compile.
+#if defined(WORDS) || VECTOR == 64
+#define HAS_KINDS 0
+#else
+#define HAS_KINDS 1
+#endif
 
 #define LANES (VECTOR / 4)
 #if VECTOR == 64
@@ -138,7 +144,7 @@ int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in)
 // How the weights of a panel are stored: without `*least`. rows: `count` rows of weights. Returns the depth.
 static int depth_of(const int8_t *rows, int64_t count, int64_t num_in, int64_t group, int8_t *least) {
     *least = LEAST;
-#ifndef WORDS
+#if HAS_KINDS
     int low = 127, high = -128;
     for (int64_t i = 0; i < count * num_in; i++) {
         low = rows[i] < low ? rows[i] : low;
@@ -383,20 +389,20 @@ INLINE void panel_rows(const int rows, const int bits, const int depth, const in
 #define PANEL(...) panel_rows(__VA_ARGS__, m, panel, x, stride, y)
 #define DEFINE_ROWS(R)                                                                                       \
     static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {     \
-        const int is_half = part_size(m) != BLOCK, is_part = m->group == part_size(m);                       \
-        const int depth = m->depths[panel];                                                                  \
+        const int is_half = part_size(m) != BLOCK, is_part = HAS_KINDS && m->group == BLOCK;                 \
+        const int depth = HAS_KINDS ? m->depths[panel] : 0;                                                  \
         if (m->bits == 8 && is_half && depth)                                                                \
             PANEL(R, 8, MIDDLE, BLOCK / 2, 1, 1);                                                            \
         else if (m->bits == 8 && is_half)                                                                    \
-            PANEL(R, 8, 0, BLOCK / 2, 1, LEAST != 0);                                                         \
+            PANEL(R, 8, 0, BLOCK / 2, 1, LEAST != 0);                                                        \
         else if (depth == LOW)                                                                               \
             PANEL(R, 8, LOW, BLOCK, 1, 1);                                                                   \
         else if (depth == MIDDLE)                                                                            \
             PANEL(R, 8, MIDDLE, BLOCK, 1, 1);                                                                \
         else if (m->bits == 8 && is_part)                                                                    \
-            PANEL(R, 8, 0, BLOCK, 1, LEAST != 0);                                                             \
+            PANEL(R, 8, 0, BLOCK, 1, LEAST != 0);                                                            \
         else if (m->bits == 8)                                                                               \
-            PANEL(R, 8, 0, BLOCK, 0, LEAST != 0);                                                             \
+            PANEL(R, 8, 0, BLOCK, 0, LEAST != 0);                                                            \
         else if (is_half)                                                                                    \
             PANEL(R, 4, 0, BLOCK / 2, 1, 1);                                                                 \
         else if (!is_part)                                                                                   \
