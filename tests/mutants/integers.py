@@ -22,6 +22,13 @@ MUTANTS = [
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
+        "products of 6 bits are added as often as those of 5",
+        "shard/model/kernels/integer.h",
+        "return high - low > 31 || group < BLOCK ? MIDDLE : LOW;",
+        "return group < BLOCK ? MIDDLE : LOW;",
+        f"{PRODUCTS}::test_the_bits_of_the_reference",
+    ),
+    Mutant(
         "a row with NaN or infinity gives zeros instead of NaN",
         "shard/model/kernels/integer.h",
         "!is_finite ? NAN : is_zero ? 0",

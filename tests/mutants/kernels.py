@@ -63,9 +63,17 @@ MUTANTS = [
         "tests/shard/model/fusion/test_cpu_layer.py::test_all_layers_in_one_call_give_the_bits_of_the_network[llama]",
     ),
     Mutant(
+        "layers of every kind have the angles of the first",
+        "shard/model/kernels/decoder_layer.h",
+        "angles + kinds[i]",
+        "angles",
+        "tests/shard/model/fusion/test_cpu_layer.py"
+        "::test_all_layers_in_one_call_give_the_bits_of_the_network[gemma3_text]",
+    ),
+    Mutant(
         "a model's own code around its layers is dropped without a check",
         "shard/model/model.py",
-        "if self.compiled is not None and not torch.equal(self.forward(), expected):",
+        "if self.compiled is not None and not torch.equal(self._trial_logits(), expected):",
         "if False:",
         "tests/shard/model/fusion/test_cpu_layer.py"
         "::test_a_model_with_code_of_its_own_around_its_layers_is_not_compiled",
