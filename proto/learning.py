@@ -1,4 +1,5 @@
-"""What a shard and its trainer of Medusa heads agree on: rows in memory that both map, and the lines of their pipe.
+"""What a shard and its trainer of Medusa heads agree on: rows in memory that both map, and the messages between
+them.
 
 A row is one output token: the hidden state at the output head's input that gave it, the token, and the number of its
 text. Rows of one text follow each other, with rows of others between them. Rows lie in blocks, each of one pair of
@@ -6,9 +7,8 @@ tenant and adapter. A block that is taken for other rows gets another version fi
 same version before and after it has read a block has read consistent rows.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class RowBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The first line that a trainer reads."""
+    """The first message to a trainer."""
 
     model_path: str
     trust_remote_code: bool
@@ -130,28 +130,6 @@ class Trained:
     cpu_seconds: float = 0.0
     error: str = ""
     """Why there are none."""
-
-
-def write_line(message: TrainerSettings | TrainingJob | Trained) -> bytes:
-    """One line of the pipe."""
-    return json.dumps(asdict(message)).encode() + b"\n"
-
-
-def read_settings(line: bytes) -> TrainerSettings:
-    """The settings in a line."""
-    values = json.loads(line)
-    return TrainerSettings(**values | {"layout": RowsLayout(**values["layout"])})
-
-
-def read_job(line: bytes) -> TrainingJob:
-    """The job in a line."""
-    values = json.loads(line)
-    return TrainingJob(**values | {"blocks": tuple(RowBlock(*block) for block in values["blocks"])})
-
-
-def read_trained(line: bytes) -> Trained:
-    """The answer in a line."""
-    return Trained(**json.loads(line))
 
 
 def row_indices(blocks: Sequence[RowBlock]) -> npt.NDArray[np.int64]:

@@ -108,15 +108,20 @@ def limited_environment() -> dict[str, str]:
 
 
 def start_connected(
-    module: str, *arguments: str, kind: socket.SocketKind = socket.SOCK_STREAM, **options: Any
+    module: str,
+    *arguments: str,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+    inherits: Sequence[int] = (),
+    **options: Any,
 ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
     """Start a child with one end of a socket, whose descriptor is its first argument; returns the other end. Not in a
-    thread that ends before the child should. `options` are those of subprocess.Popen.
+    thread that ends before the child should. `inherits`: other descriptors that stay open in the child; `options` are
+    those of subprocess.Popen.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         command = python(module, str(theirs.fileno()), *arguments)
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, **options)
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno(), *inherits], stdin=subprocess.DEVNULL, **options)
     return process, ours
 
 

@@ -1,6 +1,6 @@
 """The trainer of Medusa heads that a shard starts: `python -m lorikeet.adapters.medusa.learning`.
 
-Settings and jobs come as lines of standard input, answers go to its output. A job is one round of training on the new
+A job is one round of training on the new
 rows of a pair and as many older ones, then a replay of the newest texts. A round has little time: the heads learn to
 choose among the frequent tokens of these texts, and the replay computes a later head only if the earlier ones are
 right. A pair's heads and their optimizer stay in memory between its rounds. Heads that a replay finds better than those
@@ -8,11 +8,9 @@ in use are written to the adapter store under a digest of their own.
 """
 
 import hashlib
-import io
 import json
 import mmap
 import os
-import select
 import signal
 import sys
 import time
@@ -22,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -55,10 +54,7 @@ from lorikeet.proto.learning import (
     Trained,
     TrainerSettings,
     TrainingJob,
-    read_job,
-    read_settings,
     row_indices,
-    write_line,
 )
 from lorikeet.proto.process import signal_at_parent_death
 
@@ -398,27 +394,20 @@ def _tokens_per_step(heads: MedusaHeads, held_out: HeldOut, head: BaseHead, thro
     return sum(chain.tokens for chain in chains) / max(1, sum(chain.steps for chain in chains))
 
 
-def _is_abandoned() -> bool:
-    """Whether the shard has closed the pipe: while a job runs nothing else can make it readable."""
-    return bool(select.select([sys.stdin], [], [], 0)[0])
-
-
 def main() -> int:
-    """Run the process. It ends with the shard, whose end closes its input."""
+    """Run the process: settings and jobs arrive on the socket of the first argument. It ends with the shard."""
     signal_at_parent_death()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the shard ends it
-    stream = io.FileIO(0, "r")  # unbuffered: select sees what is not read yet
-    if not (line := stream.readline()):
-        return 0
-    settings = read_settings(line)
-    logs.configure(settings.json_output, settings.log_level, "trainer")
-    rounds = Rounds(settings, _is_abandoned)
-    rounds.prepare()
-    with suppress(Abandoned, BrokenPipeError):
-        while line := stream.readline():
-            sys.stdout.buffer.write(write_line(rounds.do(read_job(line))))
-            sys.stdout.buffer.flush()
+    connection = Connection(int(sys.argv[1]))
+    with suppress(Abandoned, EOFError, OSError):
+        settings: TrainerSettings = connection.recv()
+        logs.configure(settings.json_output, settings.log_level, "trainer")
+        # while a job runs only the shard's end can make the socket readable
+        rounds = Rounds(settings, connection.poll)
+        rounds.prepare()
+        while True:
+            connection.send(rounds.do(connection.recv()))
     return 0
 
 

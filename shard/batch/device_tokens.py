@@ -25,7 +25,9 @@ class DeviceTokens(NamedTuple):
 
 
 class GraphSampling(Protocol):
-    """Samples the tokens of a captured step, as part of it."""
+    """Samples the tokens of a captured step, as part of it. `shard/sampling/device.py` implements it, which imports
+    this folder.
+    """
 
     def launch(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, kept_logits: torch.Tensor

@@ -405,7 +405,9 @@ def _on_host(ids: torch.Tensor, length: int) -> Positions:
 
 
 class Network(Protocol):
-    """What the step loop needs of a model: fill `inputs`, call `forward`."""
+    """What the step loop needs of a model: fill `inputs`, call `forward`. `Model` implements it: its folder imports
+    that of the scheduler, which imports that of drafts, where a draft model is one.
+    """
 
     inputs: StepInputs
 

@@ -54,6 +54,8 @@ PARKED_WAIT_S = 0.05
 """Longest sleep of the loop while all requests wait for adapters or grammars; deadlines are checked as often."""
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
+TRAINING_WAIT_S = 1.0
+"""Longest sleep of an idle loop while heads are being trained."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
 STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")
@@ -470,7 +472,9 @@ class Engine:
             self.scheduler.check()
             self._is_clean = True
         if not (self._is_cut or self._intake.is_ending):
-            self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else None)
+            is_training = self.learning is not None and self.learning.trainer.state == "training"
+            seconds = TRAINING_WAIT_S if is_training else None
+            self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else seconds)
 
 
 def is_out_of_memory(error: Exception) -> bool:

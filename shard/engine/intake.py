@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Trained
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAsked, Refusal, StreamEnded, StreamOpened
 from lorikeet.shard.grpc.outbox import MAX_DETAILS, Outbox, Output, StepDetail
@@ -94,9 +93,6 @@ class Intake:
                 self._end(item.epoch)
             elif isinstance(item, AdapterRead):
                 self._take_adapter(item)
-            elif isinstance(item, Trained):
-                if self._learning is not None:
-                    self._learning.trained(item)
             elif isinstance(item, LearningAsked):
                 reply = pb.LearningReply() if self._learning is None else self._learning.answer(item.purge)
                 item.answer.set_result(reply)

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Trained
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import Content
 
@@ -70,7 +69,7 @@ class LearningAsked:
     answer: Future[pb.LearningReply] = field(default_factory=Future)
 
 
-Item = StreamOpened | StreamEnded | Commands | AdapterRead | Trained | LearningAsked
+Item = StreamOpened | StreamEnded | Commands | AdapterRead | LearningAsked
 
 
 class Inbox:

@@ -3,18 +3,21 @@
 Everything here runs between steps, in the step loop's thread. Speculation is lossless, so that heads change speed only.
 """
 
+import fcntl
+import hashlib
+import json
+import os
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, TrainingJob
-from lorikeet.shard.learning.records import HeadsDecision, Record, Records
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model.medusa.heads import HeadsPool
@@ -29,7 +32,7 @@ log = structlog.get_logger()
 MAX_WAITS = 16
 """After each training without a gain the next one waits for twice as many rows, up to this factor of MIN_ROWS."""
 MAX_BLOCKS = 2048
-"""The newest blocks of a pair that one training reads: so many fit the buffer of a pipe."""
+"""The newest blocks of a pair that one training reads: so many fit the buffer of a socket."""
 MIN_GAIN = 1.02
 """Tokens per step of new heads over those in use, from which on they are adopted."""
 REVERT_STEPS = 256
@@ -48,111 +51,153 @@ KNOWN_STEPS = 64
 """Steps until acceptance is known."""
 MAX_DECISIONS = 20
 """Decisions that are kept of each pair."""
+MAX_RECORDS = 4096
+"""The newest records, which are read at start."""
+FOLDER = "learning"
+"""Folder of the records in the adapter store."""
 
 
-@dataclass
 class LearnedPair:
-    """What is known of the requests of one tenant with one adapter: their rows, the heads they use, and how well these
-    draft.
-    """
+    """The requests of one tenant with one adapter."""
 
-    pair: Pair
-    number: int
-    given_digest: str = ""
-    """The heads that requests come with."""
-    num_collected: int = 0
-    num_new: int = 0
-    """Rows since the last training."""
-    num_waits: int = 1
-    """Factor of MIN_ROWS for the next training."""
-    trained: int = 0
-    """Number of the last training, over all pairs."""
-    digest: str = ""
-    """The adopted heads."""
-    candidate: str = ""
-    """Better heads that are being loaded."""
-    replaced: str = ""
-    """Heads that drafted before the adopted ones."""
-    replaced_acceptance: float = 0.0
-    """Acceptance of those heads."""
-    acceptance: float = 0.0
-    """Share of the newest steps in which the first draft of the heads in use was accepted."""
-    num_observed: int = 0
-    """Steps with drafts of the heads in use."""
-    num_below: int = 0
-    """Steps in a row with a lower acceptance than that of the replaced heads."""
-    decisions: deque[HeadsDecision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+    def __init__(self, key: Pair, number: int) -> None:
+        self.key, self.number = key, number
+        self.state = pb.LearnedPair(tenant=key[0], adapter_digest=key[1])
+        """What administrators see of it, and what survives a restart."""
+        self.given_digest = ""
+        """The heads that requests come with, "" for none. They are an adapter like any other, and never deleted."""
+        self.candidate = ""
+        """Better heads that are being loaded."""
+        self.locks: dict[str, int] = {}
+        """Descriptor of the file of each learned heads that may be needed, locked in the adapter store."""
+        self.num_new, self.num_waits = 0, 1
+        """Rows since the last training, and the factor of MIN_ROWS for the next one."""
+        self.last_job = 0
+        """Number of its last training, over all pairs."""
+        self.num_observed = self.num_below = 0
+        """Steps with drafts of the heads in use, and those in a row in which these were accepted less."""
 
     @property
     def heads(self) -> str:
         """The heads in use, "" for none."""
-        return self.digest or self.given_digest
-
-    @property
-    def learned(self) -> set[str]:
-        """All learned heads that it may need."""
-        return {self.digest, self.candidate, self.replaced} - {"", self.given_digest}
+        return self.state.heads_digest or self.given_digest
 
     @property
     def is_due(self) -> bool:
         """Whether there are rows for the next training, and no new heads that are yet to be loaded."""
         return self.num_new >= MIN_ROWS * self.num_waits and not self.candidate
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the acceptance is that of enough steps."""
-        return self.num_observed >= KNOWN_STEPS
-
     def observe(self, is_accepted: bool) -> None:
-        """One more step with drafts of the heads in use."""
+        """Count one more step with drafts of the heads in use."""
+        state = self.state
         self.num_observed += 1
-        self.acceptance += (is_accepted - self.acceptance) / min(self.num_observed, ACCEPTANCE_STEPS)
-        threshold = max(FLOOR, MARGIN * self.replaced_acceptance)
-        is_below = self.digest and self.is_known and self.acceptance < threshold
+        state.acceptance += (is_accepted - state.acceptance) / min(self.num_observed, ACCEPTANCE_STEPS)
+        is_known, threshold = self.num_observed >= KNOWN_STEPS, max(FLOOR, MARGIN * state.replaced_acceptance)
+        is_below = bool(state.heads_digest) and is_known and state.acceptance < threshold
         self.num_below = self.num_below + 1 if is_below else 0
-
-    def record(self) -> Record:
-        """What survives a restart."""
-        heads = self.given_digest, self.digest, self.replaced
-        return Record(self.pair, *heads, self.replaced_acceptance, tuple(self.decisions))
 
     def came_with(self, digest: str) -> None:
         """A request came with these heads, "" for none. If such drafted before the adopted ones, they would again."""
-        if self.replaced == self.given_digest:
-            self.replaced = digest
+        if self.state.replaced_digest == self.given_digest:
+            self.state.replaced_digest = digest
         self.given_digest = digest
+
+    def lock(self, store: Path, digest: str) -> bool:
+        """Keep heads in the store, which removes the least recently used files; returns whether they are there."""
+        if digest not in self.locks:
+            try:
+                descriptor = os.open(store / f"{digest}.safetensors", os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            except OSError:
+                return False
+            self.locks[digest] = descriptor
+        return True
+
+    def unlock_all(self) -> None:
+        """Let all its heads leave the store."""
+        while self.locks:
+            os.close(self.locks.popitem()[1])
+
+
+class Records:
+    """What survives a restart: a file for each pair in the adapter store."""
+
+    def __init__(self, store: Path, base: tuple[str, str, str]) -> None:
+        """`base`: hashes of configuration and weights, and the data type."""
+        self.store, self._folder, self._base = store, store / FOLDER, list(base)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def read(self, is_whole: bool = False) -> list[tuple[str, pb.LearnedPair]]:
+        """The heads that requests came with, and the pair, of the newest records of this base or of all, the newest one
+        last.
+        """
+        records = list[tuple[str, pb.LearnedPair]]()
+        paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in paths if is_whole else paths[-MAX_RECORDS:]:
+            try:
+                record = json.loads(path.read_bytes())
+                if record["base"] == self._base:
+                    records.append((record["given_digest"], ParseDict(record["pair"], pb.LearnedPair())))
+            except (OSError, ValueError, KeyError, TypeError, ParseError) as failure:
+                log.warning("learning_record_not_read", file=path.name, reason=str(failure))
+        return records
+
+    def write(self, pair: LearnedPair) -> None:
+        """Write the record of a pair."""
+        state = MessageToDict(pair.state, preserving_proto_field_name=True)
+        path = self._path(pair.key)
+        draft = path.with_suffix(".draft")
+        try:
+            draft.write_text(json.dumps({"base": self._base, "given_digest": pair.given_digest, "pair": state}))
+            draft.chmod(0o600)
+            draft.replace(path)
+        except OSError as failure:
+            log.warning("learning_record_not_written", reason=str(failure))
+
+    def remove(self, digest: str) -> None:
+        """Delete heads from the store."""
+        try:
+            (self.store / f"{digest}.safetensors").unlink(missing_ok=True)
+        except OSError as failure:
+            log.warning("learned_heads_not_removed", digest=digest[:16], reason=str(failure))
+
+    def purge(self) -> None:
+        """Delete all records of this base, and the learned heads that they name. Raises OSError."""
+        records = self.read(is_whole=True)
+        for _, state in records:
+            digests = {state.heads_digest, state.replaced_digest, *(each.heads_digest for each in state.decisions)}
+            for digest in digests - {"", *(given_digest for given_digest, _ in records)}:
+                (self.store / f"{digest}.safetensors").unlink(missing_ok=True)
+            self._path((state.tenant, state.adapter_digest)).unlink(missing_ok=True)
+
+    def _path(self, key: Pair) -> Path:
+        return self._folder / f"{hashlib.sha256(json.dumps([*self._base, *key]).encode()).hexdigest()}.json"
 
 
 class Learning:
     """The learning of one shard."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        heads: HeadsPool,
-        rings: Rings,
-        records: Records,
-        trainer: Trainer,
+        self, scheduler: Scheduler, heads: HeadsPool, rings: Rings, records: Records, trainer: Trainer
     ) -> None:
-        self.rings = rings
-        self._totals = pb.LearningTotals()
+        self.rings, self.trainer = rings, trainer
         self.pairs: dict[Pair, LearnedPair] = {}  # least recently used first
-        self.trainer = trainer
         self._scheduler, self._heads, self._records = scheduler, heads, records
+        self._totals = pb.LearningTotals()
         self._num_pairs = self._num_jobs = 0
         self._collected: dict[Pair, tuple[list[int], list[int], list[int]]] = {}
         """Of the step that is being committed: number of the request, index of the row, and token, of each row."""
         self._due: dict[int, LearnedPair] = {}
         """Pairs that have rows for a training."""
-        for record in records.read():
-            self._restore(record)
+        for given_digest, state in records.read():
+            self._restore(given_digest, state)
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Before the forward pass of a step: keep its hidden rows if a request's output is collected."""
         self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
 
     def take_rows(self) -> torch.Tensor | None:
-        """After it: these rows, [S, H] in bfloat16."""
+        """After the forward pass: these rows, [S, H] in bfloat16."""
         rows, self._heads.rows = self._heads.rows, None
         return None if rows is None else rows.to(torch.bfloat16)
 
@@ -175,111 +220,74 @@ class Learning:
 
     def append(self, rows: torch.Tensor | None) -> None:
         """After all of a step's tokens: its rows, [S, H] in bfloat16, on the host; None if none were kept."""
-        if rows is None or not self._collected:
-            self._collected.clear()
+        collected, self._collected = self._collected, {}
+        if rows is None:
             return
         # numpy has no bfloat16
         bits = rows.view(torch.int16).numpy().view(np.uint16)
-        for key, (texts, indices, token_ids) in self._collected.items():
+        for key, (texts, indices, token_ids) in collected.items():
             self.rings.append(key, np.array(texts, np.int64), np.array(token_ids, np.int32), bits[indices])
+            self._totals.num_rows += len(token_ids)
             if (pair := self.pairs.get(key)) is not None:
-                pair.num_collected += len(token_ids)
+                pair.state.num_collected += len(token_ids)
                 pair.num_new += len(token_ids)
                 if pair.is_due:
                     self._due[pair.number] = pair
-            self._totals.num_rows += len(token_ids)
-        self._collected.clear()
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
-        """Where an adapter is now."""
+        """An adapter is somewhere else now."""
         for pair in list(self.pairs.values()):
-            if pair.candidate == digest and residency is Residency.RESIDENT:
-                self._use(pair, digest)
-            elif pair.digest == digest and residency is Residency.RESIDENT:
-                self._scheduler.swap_heads(pair.pair)
-            elif residency is Residency.FAILED and digest in (pair.candidate, pair.digest):
-                self._drop(pair, digest, reason)
-
-    def trained(self, answer: Trained) -> None:
-        """A job has ended."""
-        self._totals.train_seconds += answer.seconds
-        self._totals.cpu_seconds += answer.cpu_seconds
-        pair = next((pair for pair in self.pairs.values() if pair.number == answer.pair), None)
-        if pair is None:
-            return
-        if answer.error:
-            self._totals.num_failed += 1
-            self._decide(pair, "failed", answer.error, answer)
-        elif not answer.heads_digest or not self._records.hold(answer.heads_digest):
-            self._totals.num_rejected += 1
-            self._decide(pair, "rejected", "no gain in a replay of the newest outputs", answer)
-        else:
-            pair.num_waits = 1
-            pair.candidate = answer.heads_digest
-            self._decide(pair, "adopted", "more tokens per step in a replay of the newest outputs", answer)
-            self._scheduler.adapters.prefetch(answer.heads_digest)
-            if self._scheduler.adapters.is_resident(answer.heads_digest):
-                self._use(pair, answer.heads_digest)
-            return
-        pair.num_waits = min(2 * pair.num_waits, MAX_WAITS)
+            if residency is Residency.RESIDENT and digest == pair.candidate:
+                self._adopt(pair)
+            elif residency is Residency.RESIDENT and digest == pair.state.heads_digest:
+                self._scheduler.swap_heads(pair.key, digest)
+            elif residency is Residency.FAILED and digest in (pair.candidate, pair.state.heads_digest):
+                state = pair.state
+                self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(0, digest))
+                if digest == pair.candidate:
+                    pair.candidate = ""
+                    self._draft_with(pair, state.heads_digest, state.replaced_digest, state.replaced_acceptance)
+                else:
+                    self._draft_with(pair, "")
 
     def update(self) -> None:
-        """Between steps: start a job if one is due."""
-        if not self._due or self.trainer.state == "training":
-            return
-        due = [pair for pair in self._due.values() if pair.is_due]
-        if not due:
-            return
-        pair = min(due, key=lambda pair: pair.trained)  # pairs take turns, whatever their traffic
-        del self._due[pair.number]
-        self._num_jobs += 1
-        pair.trained = self._num_jobs
-        blocks = self.rings.blocks(pair.pair)[-MAX_BLOCKS:]
-        num_new, pair.num_new = pair.num_new, 0
-        self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.pair[1], pair.heads, MIN_GAIN))
+        """Between steps: take the answer of a training that has ended, and start one that is due."""
+        if (answer := self.trainer.answer()) is not None:
+            self._take(answer)
+        due = [pair for pair in self._due.values() if pair.is_due] if self.trainer.state != "training" else []
+        if due:
+            pair = min(due, key=lambda pair: pair.last_job)  # pairs take turns, whatever their traffic
+            del self._due[pair.number]
+            self._num_jobs += 1
+            pair.last_job, num_new, pair.num_new = self._num_jobs, pair.num_new, 0
+            blocks = self.rings.blocks(pair.key)[-MAX_BLOCKS:]
+            self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.key[1], pair.heads, MIN_GAIN))
 
     def totals(self) -> pb.LearningTotals:
         """Since the shard's start."""
         self._totals.ring_bytes = self.rings.num_bytes
         return self._totals
 
-    def flush(self) -> None:
-        """Wait until all records are written."""
-        self._records.flush()
-
     def answer(self, purge: bool) -> pb.LearningReply:
         """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
         if purge:
             self._purge()
-        reply = pb.LearningReply(
+        for pair in self.pairs.values():
+            pair.state.num_rows = self.rings.num_rows(pair.key)
+        return pb.LearningReply(
             max_bytes=self.rings.layout.num_bytes,
             totals=self.totals(),
             trainer=self.trainer.state,
             training_s=self.trainer.training_s,
+            pairs=[pair.state for pair in self.pairs.values()],
         )
-        for pair in self.pairs.values():
-            shown = reply.pairs.add(
-                tenant=pair.pair[0],
-                adapter_digest=pair.pair[1],
-                num_rows=self.rings.num_rows(pair.pair),
-                num_collected=pair.num_collected,
-                heads_digest=pair.digest,
-                replaced_digest=pair.replaced,
-                acceptance=pair.acceptance,
-                replaced_acceptance=pair.replaced_acceptance,
-            )
-            for decision in pair.decisions:
-                shown.decisions.add(**asdict(decision))
-        return reply
 
     def _purge(self) -> None:
         self.trainer.stop()
         self.rings.clear()
         for pair in self.pairs.values():
-            self._scheduler.learned_heads.adopt(pair.pair, "")
-            self._scheduler.swap_heads(pair.pair)
-            for digest in pair.learned:
-                self._scheduler.adapters.unload(digest)
+            pair.candidate = ""
+            self._draft_with(pair, "")
         self._records.purge()
         self.pairs.clear()
         self._due.clear()
@@ -291,92 +299,91 @@ class Learning:
             self._num_pairs += 1
             pair = LearnedPair(key, self._num_pairs)
         self.pairs[key] = pair
-        if len(self.pairs) > MAX_PAIRS:
-            self._forget(next(iter(self.pairs)))
+        if len(self.pairs) > MAX_PAIRS:  # the oldest starts anew when it is used again
+            oldest = self.pairs.pop(next(iter(self.pairs)))
+            self._scheduler.swap_heads(oldest.key, "")
+            self._due.pop(oldest.number, None)
+            oldest.unlock_all()
         return pair
 
-    def _restore(self, record: Record) -> None:
-        """A pair as it was before a restart."""
-        pair = self._pair(record.pair)
-        pair.given_digest = record.given_digest
-        pair.decisions.extend(record.decisions)
-        if not record.digest:
+    def _restore(self, given_digest: str, state: pb.LearnedPair) -> None:
+        """A pair as it was before a restart. The first request loads its heads."""
+        pair = self._pair((state.tenant, state.adapter_digest))
+        pair.state, pair.given_digest = state, given_digest
+        state.num_rows, state.num_collected, state.acceptance = 0, 0, 0.0
+        if state.replaced_digest not in ("", given_digest):
+            pair.lock(self._records.store, state.replaced_digest)
+        if not state.heads_digest:
             return
-        if not self._records.hold(record.digest):
-            self._totals.num_failed += 1
-            reason = "the learned heads are no longer in the adapter store"
-            self._decide(pair, "failed", reason, Trained(pair.number, record.digest))
-            if record.replaced not in ("", pair.given_digest):
-                self._records.remove(record.replaced)
+        if pair.lock(self._records.store, state.heads_digest):
+            self._scheduler.swap_heads(pair.key, state.heads_digest)
+        else:
+            lost = Trained(0, state.heads_digest)
+            self._decide(pair, "failed", "the learned heads are no longer in the adapter store", lost)
+            self._draft_with(pair, "")
+
+    def _take(self, answer: Trained) -> None:
+        """A training has ended."""
+        self._totals.train_seconds += answer.seconds
+        self._totals.cpu_seconds += answer.cpu_seconds
+        pair = next((pair for pair in self.pairs.values() if pair.number == answer.pair), None)
+        if pair is None:
             return
-        pair.digest = record.digest  # its first request loads it
-        pair.replaced, pair.replaced_acceptance = record.replaced, record.replaced_acceptance
-        if pair.replaced not in ("", pair.given_digest):
-            self._records.hold(pair.replaced)
-        self._scheduler.learned_heads.adopt(record.pair, record.digest)
+        digest = answer.heads_digest
+        if answer.error:
+            self._decide(pair, "failed", answer.error, answer)
+        elif not digest or not pair.lock(self._records.store, digest):
+            self._decide(pair, "rejected", "no gain in a replay of the newest outputs", answer)
+        else:
+            pair.num_waits, pair.candidate = 1, digest
+            self._decide(pair, "adopted", "more tokens per step in a replay of the newest outputs", answer)
+            self._scheduler.adapters.prefetch(digest)
+            if self._scheduler.adapters.is_resident(digest):
+                self._adopt(pair)
+            return
+        pair.num_waits = min(2 * pair.num_waits, MAX_WAITS)
 
-    def _forget(self, key: Pair) -> None:
-        """A pair that was not used for long starts anew when it is."""
-        pair = self.pairs.pop(key)
-        self._scheduler.learned_heads.adopt(key, "")
-        self._due.pop(pair.number, None)
-        for digest in pair.learned:
-            self._records.release(digest)
-
-    def _use(self, pair: LearnedPair, digest: str) -> None:
-        """New heads are in a slot: they draft from the next step on."""
-        oldest, pair.replaced = pair.replaced, pair.heads
-        pair.replaced_acceptance = pair.acceptance if pair.heads and pair.is_known else 0.0
-        pair.candidate, pair.digest = "", digest
-        self._switch(pair)
-        self._remove(pair, oldest)
-        self._totals.num_adopted += 1
-        log.info("learned_heads_adopted", digest=digest[:16], adapter=pair.pair[1][:16])
+    def _adopt(self, pair: LearnedPair) -> None:
+        """The new heads are in a slot: they draft from the next step on."""
+        is_known = bool(pair.heads) and pair.num_observed >= KNOWN_STEPS
+        digest, pair.candidate = pair.candidate, ""
+        self._draft_with(pair, digest, pair.heads, pair.state.acceptance if is_known else 0.0)
 
     def _revert(self, pair: LearnedPair) -> None:
         """The heads before draft again."""
+        state = pair.state
         reason = (
-            f"the first draft was accepted in {pair.acceptance:.2f} of the steps, with the heads before in "
-            f"{pair.replaced_acceptance:.2f}, for {REVERT_STEPS} steps in a row"
+            f"the first draft was accepted in {state.acceptance:.2f} of the steps, with the heads before in "
+            f"{state.replaced_acceptance:.2f}, for {REVERT_STEPS} steps in a row"
         )
-        self._totals.num_reverted += 1
-        dropped, pair.digest = pair.digest, "" if pair.replaced == pair.given_digest else pair.replaced
-        pair.replaced, pair.replaced_acceptance = "", 0.0
-        self._decide(pair, "reverted", reason, Trained(pair.number, dropped))
-        self._switch(pair)
-        self._remove(pair, dropped)
+        self._decide(pair, "reverted", reason, Trained(0, state.heads_digest))
+        self._draft_with(pair, "" if state.replaced_digest == pair.given_digest else state.replaced_digest)
 
-    def _drop(self, pair: LearnedPair, digest: str, reason: str) -> None:
-        """Heads could not be loaded."""
-        self._totals.num_failed += 1
-        unused = {digest}
-        if pair.candidate == digest:
-            pair.candidate = ""
-        if pair.digest == digest:
-            unused.add(pair.replaced)
-            pair.digest = pair.replaced = ""
-            pair.replaced_acceptance = 0.0
-        self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(pair.number, digest))
-        self._switch(pair)
-        for name in unused:
-            self._remove(pair, name)
-
-    def _switch(self, pair: LearnedPair) -> None:
-        """Let running requests use the heads that the pair has now."""
-        pair.acceptance, pair.num_observed, pair.num_below = 0.0, 0, 0
-        self._scheduler.learned_heads.adopt(pair.pair, pair.digest)
-        self._scheduler.swap_heads(pair.pair)
-        self._records.write(pair.record())
-
-    def _remove(self, pair: LearnedPair, digest: str) -> None:
-        """Heads that will not be used again. Those that requests came with are not ours."""
-        if digest and digest not in (pair.given_digest, pair.digest, pair.candidate, pair.replaced):
-            self._scheduler.adapters.unload(digest)
-            self._records.remove(digest)
+    def _draft_with(self, pair: LearnedPair, digest: str, replaced: str = "", replaced_acceptance: float = 0.0) -> None:
+        """Let other heads draft, "" for those that requests come with, and delete what is not needed any more."""
+        state = pair.state
+        state.heads_digest, state.replaced_digest, state.replaced_acceptance = digest, replaced, replaced_acceptance
+        state.acceptance, pair.num_observed, pair.num_below = 0.0, 0, 0
+        self._scheduler.swap_heads(pair.key, digest)
+        for unneeded in set(pair.locks) - {digest, replaced, pair.candidate}:
+            os.close(pair.locks.pop(unneeded))
+            self._scheduler.adapters.unload(unneeded)
+            self._records.remove(unneeded)
+        self._records.write(pair)
 
     def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
-        steps = about.tokens_per_step, about.tokens_per_step_before
-        facts = about.heads_digest, *steps, about.num_rows, about.seconds
-        pair.decisions.append(HeadsDecision(time.time(), decision, reason, *facts))
-        self._records.write(pair.record())
-        log.info("learning_decision", decision=decision, reason=reason, adapter=pair.pair[1][:16])
+        count = f"num_{decision}"
+        setattr(self._totals, count, getattr(self._totals, count) + 1)
+        pair.state.decisions.add(
+            time=time.time(),
+            decision=decision,
+            reason=reason,
+            heads_digest=about.heads_digest,
+            tokens_per_step=about.tokens_per_step,
+            tokens_per_step_before=about.tokens_per_step_before,
+            num_rows=about.num_rows,
+            seconds=about.seconds,
+        )
+        del pair.state.decisions[:-MAX_DECISIONS]
+        self._records.write(pair)
+        log.info("learning_decision", decision=decision, reason=reason, adapter=pair.key[1][:16])

@@ -98,12 +98,6 @@ class Rings:
         self._version += 1
         self._arrays.versions[:] = self._version
 
-    def check(self) -> None:
-        """Prove that every block is free or belongs to one ring. Raises RuntimeError."""
-        used = [block for ring in self._rings.values() for block in ring.blocks]
-        if sorted([*self._free, *used]) != list(range(self.layout.num_blocks)):
-            raise RuntimeError("blocks of learning leaked")
-
     def _take_block(self) -> int:
         if self._free:
             block = self._free.pop()

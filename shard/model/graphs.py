@@ -42,17 +42,13 @@ def sentence_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-class Recorder(Protocol):
-    """Captures launches."""
-
-    def record(self, compute: Launch) -> Launch:
-        """Run `compute` and return a function that runs it again, on the memory at the same addresses. Raises
-        CannotCapture where it runs and cannot be captured.
-        """
+Recorder = Callable[[Launch], Launch]
+"""Runs a launch and returns a function that runs it again, on the memory at the same addresses. Raises CannotCapture
+where it runs and cannot be captured."""
 
 
 class CapturableModel(Protocol):
-    """The parts of a model that graphs use."""
+    """The parts of a model that graphs use. `Model` implements it, whose module imports this one."""
 
     inputs: StepInputs
     backend: AttentionBackend
@@ -69,7 +65,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _side_stream(device)
 
-    def record(self, compute: Launch) -> Launch:
+    def __call__(self, compute: Launch) -> Launch:
         """Run `compute` once, so that kernels are compiled and libraries allocate, then capture it."""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
@@ -185,7 +181,7 @@ class Graphs:
             else:
                 inputs.graph_sampling.launch(logits, inputs.sampled_rows, inputs.next_positions, kept)
 
-        return recorder.record(compute)
+        return recorder(compute)
 
     def _describe(self, bounds: Bounds, first_token: int = 0, is_sampled: bool = False) -> None:
         """Describe a step of these bounds: requests of one token each in the spare page. Those at the same position of

@@ -51,7 +51,9 @@ class ModelInfo:
 
 
 class PeerRanks(Protocol):
-    """The other ranks of a model that is split over several, for the first one."""
+    """The other ranks of a model that is split over several, for the first one. `Leader` implements it, whose module
+    imports this folder.
+    """
 
     def step(self, inputs: StepInputs) -> None:
         """Compute the step that `inputs` describes too."""

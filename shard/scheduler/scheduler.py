@@ -22,7 +22,7 @@ from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.drafter import DraftSettings
-from lorikeet.shard.speculation.medusa import LearnedHeads, Pair, pair_of
+from lorikeet.shard.speculation.medusa import Pair, pair_of
 from lorikeet.shard.speculation.throughput import NO_LOAD, Load
 
 
@@ -60,7 +60,8 @@ class Scheduler:
         self.limits = limits
         self.adapters = NoAdapters() if adapters is None else adapters
         self.proposer = Proposer(cache, drafts or DraftSettings(max_batch_size=0))
-        self.learned_heads = LearnedHeads()
+        self.learned_heads: dict[Pair, str] = {}
+        """Digest of the adopted heads of each pair that has some."""
         self.callers = Callers(limits.max_running, limits.short_room)
         self.requests: dict[tuple[int, int], Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of admission
@@ -434,8 +435,13 @@ class Scheduler:
         """Whether its adapter is not in a slot, or its grammar is being compiled."""
         return not (request.constraint.is_ready and all(map(self.adapters.is_resident, request.digests)))
 
-    def swap_heads(self, pair: Pair) -> None:
-        """Let the learned heads of a pair draft for its running requests too. Call this between steps."""
+    def swap_heads(self, pair: Pair, digest: str) -> None:
+        """Let these learned heads draft for a pair's requests, running ones too; "" for those that requests come with.
+        Call this between steps.
+        """
+        self.learned_heads[pair] = digest
+        if not digest:
+            del self.learned_heads[pair]
         for request in self.running:
             if pair_of(request) == pair and not request.num_launched:
                 self._swap_heads(request)
@@ -650,7 +656,8 @@ class Scheduler:
 
     def _wanted_heads(self, request: Request) -> str:
         """The learned heads if they have a slot, else those that the request came with: it does not wait for a slot."""
-        learned = self.learned_heads.of(request)
+        pair = pair_of(request)
+        learned = "" if pair is None else self.learned_heads.get(pair, "")
         return learned if learned and self.adapters.settle(learned) else request.given_heads_digest
 
     def _set_heads(self, request: Request, slots: Mapping[str, int]) -> None:

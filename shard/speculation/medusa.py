@@ -2,7 +2,7 @@
 2024, arXiv 2401.10774). The step before computes them (`shard/model/medusa/`). Imports no torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.requests.request import Request
@@ -58,25 +58,3 @@ def pair_of(request: Request) -> Pair | None:
     if not request.learner or not request.speculation.takes_heads:
         return None
     return request.learner, request.adapter_digest
-
-
-class LearnedHeads:
-    """The adopted heads of a shard, by pair."""
-
-    def __init__(self) -> None:
-        self._digests: dict[Pair, str] = {}
-
-    def adopt(self, pair: Pair, digest: str) -> None:
-        """From now on these heads draft for the pair; "" for none."""
-        if digest:
-            self._digests[pair] = digest
-        else:
-            self._digests.pop(pair, None)
-
-    def of(self, request: Request) -> str:
-        """The digest of the heads that should draft for a request; "" for those that it came with."""
-        pair = pair_of(request)
-        return "" if pair is None else self._digests.get(pair, "")
-
-    def __iter__(self) -> Iterator[Pair]:
-        return iter(list(self._digests))

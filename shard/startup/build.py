@@ -22,8 +22,7 @@ from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts
-from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.learning.records import Records
+from lorikeet.shard.learning.learning import Learning, Records
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model import Model
@@ -99,7 +98,7 @@ def build_engine(
         drafter = DraftNetwork(draft_model, sampler, info.vocab_size, draft_model.info.vocab_size)
     loop = LoopConfig(lag, config.max_waiting)
     grammars = None if model.info.pooled is not None else build_grammars(config, model, inbox)
-    learning = build_learning(config, model, scheduler, inbox)
+    learning = build_learning(config, model, scheduler)
     return Engine(model, sampler, scheduler, (inbox, outbox), loop, drafter, grammars, pooling_of(model), learning)
 
 
@@ -116,7 +115,7 @@ def can_draft_on_device(config: ShardConfig, model: Model, sampler: Sampler) -> 
     return config.num_ranks == 1 and moves_segments and sampler.device_drafts.is_available
 
 
-def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbox: Inbox) -> Learning | None:
+def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler) -> Learning | None:
     """What learns heads from traffic. Raises ValueError where all requests should be learned from and cannot be."""
     reason, layout = learning_obstacle(config, model), None
     try:
@@ -135,7 +134,7 @@ def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler, inbo
         config.json_output, config.log_level,
     )  # fmt: skip
     records = Records(Path(config.adapter_store), base_key(config.model_path, dtype))
-    trainer = Trainer(settings, inbox.put)
+    trainer = Trainer(settings)
     if config.learn_heads:
         trainer.start()
     return Learning(scheduler, model.heads, rings, records, trainer)

@@ -146,7 +146,7 @@ class CountingRecorder:
 
     counts: Count
 
-    def record(self, compute: Launch) -> Launch:
+    def __call__(self, compute: Launch) -> Launch:
         with counting() as counts:
             compute()
         self.counts = counts[0]

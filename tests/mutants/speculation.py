@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "a purge leaves learned heads in use",
         "shard/learning/learning.py",
-        'self._scheduler.learned_heads.adopt(pair.pair, "")\n            self._scheduler.swap_heads',
-        "self._scheduler.swap_heads",
+        'pair.candidate = ""\n            self._draft_with(pair, "")',
+        'pair.candidate = ""',
         f"{LEARNING}::test_a_purge_deletes_rows_heads_and_decisions",
     ),
     Mutant(

@@ -157,7 +157,7 @@ class Shrunk:
 
 
 class Kernels(Protocol):
-    """Adapters on a device other than the CPU."""
+    """Adapters on a device other than the CPU. `DeviceKernels` implements it, whose module imports this one."""
 
     def image(self, targets: Sequence["LoraTarget"], entries: npt.NDArray[np.int64]) -> SlotImage: ...
 

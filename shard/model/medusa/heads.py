@@ -63,7 +63,7 @@ class _OwnRows:
 
 
 class HeadKernels(Protocol):
-    """Medusa heads on a device other than the CPU."""
+    """Medusa heads on a device other than the CPU. `DeviceHeads` implements it, whose module imports this one."""
 
     def bind(self, slot: int, heads: SlotHeads) -> None: ...
 

@@ -1,32 +1,19 @@
 """Sums and gathered outputs of ranks as custom operators of torch, so that captured forward passes contain them."""
 
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
+from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.system.operators import operator
 
-
-class Ranks(Protocol):
-    """The collectives of a group of ranks."""
-
-    size: int
-
-    def sum(self, y: torch.Tensor) -> torch.Tensor:
-        """y: [..., n] of each rank. Returns their sum, in y."""
-
-    def gather(self, y: torch.Tensor) -> torch.Tensor:
-        """y: [..., n] of each rank. Returns [..., n * ranks]."""
-
-
-_groups: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+_groups: "WeakValueDictionary[int, Group]" = WeakValueDictionary()
 
 
 class Collectives:
     """The operators for one group of ranks, to which it holds a reference."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
         _groups[id(ranks)] = ranks
 

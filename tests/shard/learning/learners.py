@@ -14,6 +14,7 @@ from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.grpc.inbox import Commands, Inbox, LearningAsked, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox, Output
 from lorikeet.shard.learning.learning import Learning
+from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model import Model
 from lorikeet.shard.requests.request import Request
@@ -28,17 +29,23 @@ PROMPT_IDS = [[10 + 3 * number + at for at in range(6)] for number in range(12)]
 class DirectTrainer(Trainer):
     """Does its jobs when they are sent; the answer arrives like that of a process."""
 
-    def __init__(self, settings: TrainerSettings, answer: Callable[[Trained], None]) -> None:
-        super().__init__(settings, answer)
+    def __init__(self, settings: TrainerSettings) -> None:
+        super().__init__(settings)
         self.rounds = Rounds(settings, lambda: False)
         self.jobs: list[TrainingJob] = []
+        self._result: Trained | None = None
 
     def train(self, job: TrainingJob) -> None:
         self.jobs.append(job)
         with ThreadPoolExecutor(1) as pool:  # the step loop's thread cannot compute gradients
-            self._answer(pool.submit(self.rounds.do, job).result())
+            self._result = pool.submit(self.rounds.do, job).result()
+
+    def answer(self) -> Trained | None:
+        answer, self._result = self._result, None
+        return answer
 
     def stop(self) -> None:
+        self._result = None
         self.rounds = Rounds(self._settings, lambda: False)
 
 
@@ -97,7 +104,13 @@ class Learner:
     def end(self) -> None:
         self.turn(lambda: self.engine.scheduler.is_idle)
         self.engine.scheduler.check()
-        self.learning.rings.check()
+        check_blocks(self.learning.rings)
+
+
+def check_blocks(rings: Rings) -> None:
+    """Every block is free or belongs to one ring."""
+    used = [block for ring in rings._rings.values() for block in ring.blocks]
+    assert sorted([*rings._free, *used]) == list(range(rings.layout.num_blocks))
 
 
 def make(model: Model, config: ShardConfig) -> Learner:

@@ -65,7 +65,6 @@ def learned(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Learned:
             runs.append(learner.run(PROMPT_IDS))
         reply = learner.ask()
         learner.end()
-        learner.learning.flush()
     return Learned(store, runs, reply)
 
 
@@ -107,7 +106,7 @@ def test_texts_are_the_same_while_heads_are_swapped_under_them(make: Make, monke
     numbers = [number for values in groups for number in learner.submit(PROMPT_IDS[:8], 70, **values)]
     learner.turn(lambda: all(n in learner.outputs and len(learner.outputs[n].token_ids) > 10 for n in numbers))
     monkeypatch.setattr(module, "MIN_ROWS", 400)
-    learner.turn(lambda: bool(learner.learning.pairs["one", ""].digest))
+    learner.turn(lambda: bool(learner.learning.pairs["one", ""].state.heads_digest))
     monkeypatch.setattr(module, "MIN_ROWS", 10**6)
     learner.turn(lambda: sum(learner.outputs[number].sources.count(Source.MEDUSA) for number in numbers) > 10)
     assert not all(learner.outputs[number].finish_reason for number in numbers)
@@ -172,14 +171,13 @@ def test_heads_that_do_worse_than_those_before_are_reverted(
     learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REVERT_STEPS", 20)
-    pair = learner.learning.pairs["one", ""]
-    dropped, pair.replaced_acceptance = pair.digest, 2.0
+    pair = learner.learning.pairs["one", ""].state
+    dropped, pair.replaced_acceptance = pair.heads_digest, 2.0
     for _ in range(3):
         learner.run(PROMPT_IDS)
-    assert pair.digest != dropped
+    assert pair.heads_digest != dropped
     assert (pair.decisions[-1].decision, pair.decisions[-1].heads_digest) == ("reverted", dropped)
     assert "for 20 steps in a row" in pair.decisions[-1].reason
-    learner.learning.flush()
     assert not (tmp_path / f"{dropped}.safetensors").exists()
     learner.end()
 
@@ -213,9 +211,9 @@ class Scripted(DirectTrainer):
 
     num_answers = 0
 
-    def answer(self, **values: object) -> None:
+    def end_job(self, **values: object) -> None:
         self.num_answers += 1
-        self._answer(Trained(self.jobs[-1].pair, **values))  # type: ignore[arg-type]
+        self._result = Trained(self.jobs[-1].pair, **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.long
@@ -232,16 +230,17 @@ def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
         learner.run(PROMPT_IDS[:6], learner="flood")
     learner.run(PROMPT_IDS[:6])
     assert len(trainer.jobs) == 1  # one at a time
-    trainer.answer()
+    trainer.end_job()
     learner.run(PROMPT_IDS[:1], 4, learner="")
-    trainer.answer(error="it broke")
+    trainer.end_job(error="it broke")
     learner.run(PROMPT_IDS[:1], 4, learner="")
     flood, one = (learner.learning.pairs[tenant, ""] for tenant in ("flood", "one"))
     assert [job.pair for job in trainer.jobs[:2]] == [flood.number, one.number]
     assert trainer.jobs[1].num_new == 6 * 40
     assert flood.num_waits == one.num_waits == 2
-    assert (flood.decisions[0].decision, one.decisions[0].decision) == ("rejected", "failed")
-    assert one.decisions[0].reason == "it broke"
+    decisions = flood.state.decisions[0], one.state.decisions[0]
+    assert [each.decision for each in decisions] == ["rejected", "failed"]
+    assert decisions[1].reason == "it broke"
     learner.end()
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +10,29 @@ import pytest
 
 from lorikeet.proto.learning import RowsLayout
 from lorikeet.shard.learning import learning as module
-from lorikeet.shard.learning import records as records_module
-from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.learning.records import HeadsDecision, Record, Records
+from lorikeet.shard.learning.learning import LearnedPair, Learning, Records
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.scheduler.adapter_slots import Residency
-from lorikeet.shard.speculation.medusa import LearnedHeads
 
 BASE = ("configuration", "weights", "float32")
 GIVEN, FIRST, SECOND, THIRD = (letter * 64 for letter in "0123")
 PAIR = ("one", "")
-ADOPTED = Record(PAIR, "", SECOND, FIRST, 0.5, (HeadsDecision(1.0, "adopted", "better", SECOND),))
+
+
+def adopted(given_digest: str = "", replaced: str = FIRST) -> LearnedPair:
+    """A pair that has adopted SECOND."""
+    pair = LearnedPair(PAIR, 1)
+    pair.given_digest = given_digest
+    pair.state.heads_digest, pair.state.replaced_digest, pair.state.replaced_acceptance = SECOND, replaced, 0.5
+    pair.state.decisions.add(time=1.0, decision="adopted", reason="better", heads_digest=SECOND)
+    return pair
+
+
+def pair_with(tenant: str, given_digest: str = "", digest: str = "") -> LearnedPair:
+    """A pair without decisions."""
+    pair = LearnedPair((tenant, ""), 1)
+    pair.given_digest, pair.state.heads_digest = given_digest, digest
+    return pair
 
 
 class Adapters:
@@ -43,7 +54,7 @@ def records(tmp_path: Path) -> Records:
 
 def learning_of(records: Records) -> Learning:
     """What a shard has learned after a start."""
-    scheduler: Any = SimpleNamespace(learned_heads=LearnedHeads(), adapters=Adapters(), swap_heads=lambda pair: None)
+    scheduler: Any = SimpleNamespace(adapters=Adapters(), swap_heads=lambda pair, digest: None)
     heads: Any = None
     trainer: Any = SimpleNamespace(state="stopped", training_s=0.0, stop=lambda: None)
     return Learning(scheduler, heads, Rings(RowsLayout(4, 8)), records, trainer)
@@ -65,24 +76,23 @@ def left(root: Path) -> set[str]:
     return {path.stem for path in root.glob("*.safetensors")}
 
 
-def saved(records: Records, *written: Record) -> None:
-    for record in written:
-        records.write(record)
-    records.flush()
+def saved(records: Records, *pairs: LearnedPair) -> None:
+    for pair in pairs:
+        records.write(pair)
 
 
 def test_a_record_is_read_as_it_was_written(records: Records, tmp_path: Path) -> None:
-    record = replace(ADOPTED, given_digest=GIVEN)
-    saved(records, record)
-    assert records.read() == [record]
+    pair = adopted(given_digest=GIVEN)
+    saved(records, pair)
+    assert records.read() == [(GIVEN, pair.state)]
     assert Records(tmp_path, ("other", "base", "float32")).read() == []
 
 
 def test_a_purge_deletes_learned_heads_and_leaves_those_that_requests_came_with(
     records: Records, tmp_path: Path
 ) -> None:
-    replaced_given = replace(ADOPTED, given_digest=GIVEN, replaced=GIVEN)
-    other = Record(("two", ""), FIRST, "", "", 0.0, ())  # what one learned, two was given
+    replaced_given = adopted(given_digest=GIVEN, replaced=GIVEN)
+    other = pair_with("two", given_digest=FIRST)  # what one learned, two was given
     saved(records, replaced_given, other)
     records.purge()
     assert left(tmp_path) == {GIVEN, FIRST, THIRD}
@@ -92,8 +102,8 @@ def test_a_purge_deletes_learned_heads_and_leaves_those_that_requests_came_with(
 def test_a_purge_reads_more_files_than_a_start(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records_module, "MAX_FILES", 1)
-    saved(records, *(Record((str(n), ""), "", digest, "", 0.0, ()) for n, digest in enumerate((FIRST, SECOND, THIRD))))
+    monkeypatch.setattr(module, "MAX_RECORDS", 1)
+    saved(records, *(pair_with(str(n), digest=digest) for n, digest in enumerate((FIRST, SECOND, THIRD))))
     assert len(records.read()) == 1
     records.purge()
     assert left(tmp_path) == {GIVEN}
@@ -101,7 +111,7 @@ def test_a_purge_reads_more_files_than_a_start(
 
 
 def test_a_purge_of_a_shard_leaves_given_heads(records: Records, tmp_path: Path) -> None:
-    saved(records, replace(ADOPTED, given_digest=GIVEN, replaced=GIVEN))
+    saved(records, adopted(given_digest=GIVEN, replaced=GIVEN))
     learning = learning_of(records)
     learning.answer(purge=True)
     adapters: Any = learning._scheduler.adapters
@@ -110,23 +120,25 @@ def test_a_purge_of_a_shard_leaves_given_heads(records: Records, tmp_path: Path)
 
 
 def test_a_restart_keeps_the_heads_in_use_and_those_before_in_the_store(records: Records, tmp_path: Path) -> None:
-    saved(records, ADOPTED)
+    saved(records, adopted())
     learning = learning_of(records)
-    assert (learning.pairs[PAIR].digest, learning.pairs[PAIR].replaced) == (SECOND, FIRST)
+    state = learning.pairs[PAIR].state
+    assert (state.heads_digest, state.replaced_digest) == (SECOND, FIRST)
     assert [is_locked(tmp_path, digest) for digest in (GIVEN, FIRST, SECOND)] == [False, True, True]
 
 
 def test_given_heads_are_not_kept_in_the_store(records: Records, tmp_path: Path) -> None:
-    saved(records, replace(ADOPTED, given_digest=GIVEN, replaced=GIVEN))
+    saved(records, adopted(given_digest=GIVEN, replaced=GIVEN))
     learning = learning_of(records)
-    assert learning.pairs[PAIR].record() == records.read()[0]
+    pair = learning.pairs[PAIR]
+    assert (pair.given_digest, pair.state) == records.read()[0]
     assert [is_locked(tmp_path, digest) for digest in (GIVEN, SECOND)] == [False, True]
 
 
 def test_a_forgotten_pair_keeps_nothing_in_the_store(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(records, ADOPTED)
+    saved(records, adopted())
     learning = learning_of(records)
     monkeypatch.setattr(module, "MAX_PAIRS", 1)
     learning._pair(("two", ""))
@@ -135,7 +147,7 @@ def test_a_forgotten_pair_keeps_nothing_in_the_store(
 
 
 def test_heads_that_left_the_store_are_reported(records: Records, tmp_path: Path) -> None:
-    saved(records, ADOPTED)
+    saved(records, adopted())
     (tmp_path / f"{SECOND}.safetensors").unlink()
     learning = learning_of(records)
     (pair,) = learning.answer(purge=False).pairs
@@ -144,33 +156,31 @@ def test_heads_that_left_the_store_are_reported(records: Records, tmp_path: Path
     assert (last.decision, last.heads_digest) == ("failed", SECOND)
     assert last.reason == "the learned heads are no longer in the adapter store"
     assert learning.totals().num_failed == 1
-    learning.flush()
     assert left(tmp_path) == {GIVEN, THIRD}  # nothing uses those before
     again = learning_of(records)  # it is said once
     assert list(again.answer(purge=False).pairs[0].decisions) == list(pair.decisions)
 
 
 def test_given_heads_outlive_learned_ones_that_left_the_store(records: Records, tmp_path: Path) -> None:
-    saved(records, replace(ADOPTED, given_digest=GIVEN, replaced=GIVEN))
+    saved(records, adopted(given_digest=GIVEN, replaced=GIVEN))
     (tmp_path / f"{SECOND}.safetensors").unlink()
-    learning_of(records).flush()
+    learning_of(records)
     assert left(tmp_path) == {GIVEN, FIRST, THIRD}
 
 
 def test_heads_that_cannot_be_loaded_leave_the_store_with_those_before(records: Records, tmp_path: Path) -> None:
-    saved(records, ADOPTED)
+    saved(records, adopted())
     learning = learning_of(records)
     learning.changed(SECOND, Residency.FAILED, "it is damaged")
-    learning.flush()
-    assert learning.pairs[PAIR].decisions[-1].decision == "failed"
+    assert learning.pairs[PAIR].state.decisions[-1].decision == "failed"
     assert left(tmp_path) == {GIVEN, THIRD}
 
 
 def test_what_drafted_before_follows_the_heads_that_requests_come_with(records: Records) -> None:
-    saved(records, replace(ADOPTED, given_digest=GIVEN, replaced=GIVEN))
+    saved(records, adopted(given_digest=GIVEN, replaced=GIVEN))
     pair = learning_of(records).pairs[PAIR]
     pair.came_with(THIRD)
-    assert (pair.given_digest, pair.replaced) == (THIRD, THIRD)
-    pair.replaced = FIRST
+    assert (pair.given_digest, pair.state.replaced_digest) == (THIRD, THIRD)
+    pair.state.replaced_digest = FIRST
     pair.came_with("")
-    assert (pair.given_digest, pair.replaced) == ("", FIRST)
+    assert (pair.given_digest, pair.state.replaced_digest) == ("", FIRST)

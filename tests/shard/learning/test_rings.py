@@ -13,6 +13,7 @@ from lorikeet.adapters.medusa.learning import CANDIDATE_SHARE, JobRows
 from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, RowsLayout, TrainingJob, row_indices
 from lorikeet.shard.learning.rings import Pair, Rings
+from tests.shard.learning.learners import check_blocks
 
 SIZE = 4
 
@@ -51,7 +52,7 @@ def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[
         newest += count
         append(rings, (f"tenant {number}", ""), number, tokens, hidden)
         kept.setdefault(number, []).extend(tokens.tolist())
-        rings.check()
+        check_blocks(rings)
         assert rings.num_bytes <= layout.num_bytes
         for other, expected in kept.items():
             indices = row_indices(rings.blocks((f"tenant {other}", "")))
@@ -72,7 +73,7 @@ def test_the_pair_with_the_most_rows_gives_way() -> None:
     append(rings, ("new", ""), 3, *rows(0, 1))
     assert rings.num_rows(("small", "")) == BLOCK_ROWS and rings.num_rows(("new", "")) == 1
     rings.clear()
-    rings.check()
+    check_blocks(rings)
     assert rings.num_bytes == 0 and not any(os.pread(rings.fd, rings.layout.num_bytes, 8 * MIN_BLOCKS))
 
 

@@ -2,8 +2,8 @@
 
 import json
 import os
-import queue
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -38,14 +38,25 @@ class Running:
         settings = TrainerSettings(
             str(base), False, "float32", str(folder / "store"), 1 << 30, self.rings.fd, self.rings.layout
         )
-        self.answers: queue.SimpleQueue[Trained] = queue.SimpleQueue()
-        self.trainer = Trainer(settings, self.answers.put)
+        self.trainer = Trainer(settings)
 
     def train(self) -> int:
         """Start a job; returns the process."""
         self.trainer.train(TrainingJob(1, self.rings.blocks(PAIR), 10**6, "", "", 0.0))
-        assert self.trainer._process is not None
-        return self.trainer._process.pid
+        return self.process.pid
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self.trainer._running is not None
+        return self.trainer._running[0]
+
+    def answer(self) -> Trained:
+        """Wait for the answer to the job."""
+        end = time.monotonic() + WAIT_S
+        while (answer := self.trainer.answer()) is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return answer
 
 
 @pytest.fixture
@@ -61,7 +72,7 @@ def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path:
     await_idle_priority(pid)
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     speed_up(pid)
-    answer = running.answers.get(timeout=WAIT_S)
+    answer = running.answer()
     assert answer.error == "" and answer.num_rows > 0 and answer.tokens_per_step >= 1
     assert (tmp_path / "store" / f"{answer.heads_digest}.safetensors").is_file()
     assert running.trainer.state == "idle" and running.train() == pid
@@ -69,35 +80,36 @@ def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path:
 
 def test_one_that_is_started_ahead_does_the_first_job(running: Running) -> None:
     running.trainer.start()
-    process = running.trainer._process
-    assert process is not None and running.trainer.state == "idle"
+    process = running.process
+    assert running.trainer.state == "idle"
     await_idle_priority(process.pid)
     speed_up(process.pid)
     running.trainer.start()
     assert running.train() == process.pid
-    assert running.answers.get(timeout=WAIT_S).error == ""
+    assert running.answer().error == ""
 
 
 def test_one_that_ends_answers_and_is_started_again(running: Running) -> None:
     pid = running.train()
     os.kill(pid, signal.SIGKILL)
-    assert running.answers.get(timeout=WAIT_S) == Trained(1, error=ENDED)
+    assert running.answer() == Trained(1, error=ENDED)
     assert running.trainer.state == "stopped"
     again = running.train()
     assert again != pid
     running.trainer.stop()
     assert not alive(again) and running.trainer.state == "stopped"
-    assert running.answers.empty()
+    assert running.trainer.answer() is None
 
 
 def test_it_ends_when_the_shard_is_gone(running: Running) -> None:
     pid = running.train()
     await_idle_priority(pid)
     speed_up(pid)
-    process = running.trainer._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()
+    assert running.trainer._running is not None
+    process, connection = running.trainer._running
+    connection.close()
     assert process.wait(WAIT_S) == 0
+    running.trainer._running = None
 
 
 def await_idle_priority(pid: int) -> None:

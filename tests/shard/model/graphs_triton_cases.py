@@ -37,8 +37,8 @@ class CountingRecorder:
         self._recorder = TapeRecorder() if DEVICE.type == "cpu" else CudaRecorder(DEVICE)
         self.num_replayed = 0
 
-    def record(self, compute: Launch) -> Launch:
-        replay = self._recorder.record(compute)
+    def __call__(self, compute: Launch) -> Launch:
+        replay = self._recorder(compute)
 
         def counted() -> None:
             self.num_replayed += 1

@@ -50,7 +50,7 @@ class TapeRecorder:
         self.tapes: list[Tape] = []
         self.num_replayed = 0
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Run `compute` and keep what it did."""
         compute()
         try:

@@ -292,8 +292,8 @@ def test_where_one_rank_cannot_capture_none_replays() -> None:
     class Failing(TapeRecorder):
         """As on a device whose memory is used up after two graphs."""
 
-        def record(self, compute: Launch) -> Launch:
-            launch = super().record(compute)
+        def __call__(self, compute: Launch) -> Launch:
+            launch = super().__call__(compute)
             if len(self.tapes) == 3:
                 raise CannotCapture("out of memory")
             return launch

@@ -242,7 +242,7 @@ def test_a_captured_block_computes_any_tokens_and_slots(monkeypatch: pytest.Monk
     def compute() -> None:
         actual.copy_(experts(block, x, ids, weights))
 
-    replay = recorder.record(compute)
+    replay = recorder(compute)
     for slots in ([-1, 2], [4, 0]):
         x.copy_(random(2, 64, dtype=torch.bfloat16))
         ids.copy_(chosen(3 + slots[0], 4, "zipf")[:2])
