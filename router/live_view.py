@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from lorikeet.router.dispatch.dispatcher import Dispatcher
-from lorikeet.router.metrics.histogram import Histogram
+from lorikeet.router.metrics.groups import Histogram
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.shards.link import ShardLink

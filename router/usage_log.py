@@ -22,11 +22,10 @@ import structlog
 from starlette.requests import Request
 
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.metrics.histogram import Counter
+from lorikeet.router.metrics.groups import Counter
 from lorikeet.router.metrics.router import Metrics
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import GenerationRequest
+from lorikeet.router.requests.request import Caller, GenerationRequest
 
 Texts = str | list[str] | None
 """One text as it is, several as a list, None where texts are not logged or there are none."""

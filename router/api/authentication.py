@@ -12,8 +12,8 @@ from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.api.pages import is_page
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import KeyLimitReached, KeyRequired, TooManyFailedKeys, TwoCredentials
-from lorikeet.router.requests.caller import caller, offered
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.request import caller, offered
 
 MAX_FAILURES = 20
 """Wrong credentials of one address per FAILURE_S; above it the answer to them is 429. A valid key is never limited:
@@ -39,8 +39,7 @@ class Authentication:
     def check(self, request: Request) -> None:
         """Raises KeyRequired, TwoCredentials or TooManyFailedKeys for a request that the server does not admit."""
         path = request.scope["path"]
-        is_open = path in self._open or path.startswith(_OPEN_FOLDER) or is_page(request)
-        if self._is_closed and not is_open:
+        if self._is_closed and not (path in self._open or path.startswith(_OPEN_FOLDER) or is_page(request)):
             self._checked(request, KeyRequired())
 
     def check_admin(self, request: Request, refusal: Exception) -> None:

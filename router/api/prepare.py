@@ -19,12 +19,10 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError
 from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.receipts import check_receipt
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation, Timeline
-from lorikeet.router.requests.request import Adapter, FinishReason, GenerationRequest, Heads
-from lorikeet.router.schemas.generation import RequestFields, check_min_tokens
+from lorikeet.router.requests.request import Adapter, Caller, FinishReason, GenerationRequest, Heads
+from lorikeet.router.schemas.generation import RequestFields, check_min_tokens, resolve_speculation, takes_history
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.schemas.speculation import resolve_speculation, takes_history
 from lorikeet.router.text.tokenizer import Encoded, bad_word_ids
 
 log = structlog.get_logger()

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from lorikeet.adapters.sources.registry import Rights, Sources
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
-from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.adapters.preload import AdapterPreloader, Reloading, read_catalogue, read_keys
-from lorikeet.router.adapters.selection import Selection
+from lorikeet.router.adapters.selection import Directory, Selection
 from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -21,11 +20,11 @@ from lorikeet.router.live_view import Live, RecentFailures, SnapshotMaker
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.output.outputs import OutputPreparer
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.caller import Caller, caller
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.request import Caller, caller
 from lorikeet.router.schemas.body import BodyMemory, BodyReader
+from lorikeet.router.schemas.generation import SpeculationOffer, fill_defaults, make_offer
 from lorikeet.router.schemas.grammar import names_grammar
-from lorikeet.router.schemas.speculation import SpeculationOffer, fill_defaults, make_offer
 from lorikeet.router.text.grammars import Grammars
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.router.usage_log import UsageLog

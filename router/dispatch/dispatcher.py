@@ -35,10 +35,9 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.columns import ColumnRows, ShardOutput
 from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.output_memory import OutputMemory
-from lorikeet.router.requests.request import GenerationRequest, Loaded
+from lorikeet.router.requests.request import ColumnRows, GenerationRequest, Loaded, ShardOutput
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
 from lorikeet.router.shards.members import Choice, Placement, ShardMembers

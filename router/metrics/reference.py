@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.groups import AdapterLoad
-from lorikeet.router.metrics.histogram import Counter
+from lorikeet.router.metrics.groups import AdapterLoad, Counter
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.metrics.vllm import VllmMetrics
 

@@ -21,17 +21,20 @@ from lorikeet.router.metrics.groups import (
     CALLER_LABEL,
     OTHER,
     AdapterMetrics,
+    Counter,
+    Histogram,
     MayName,
     SpeculationMetrics,
     caller_label,
+    counter_family,
     everything,
+    families,
+    histogram_family,
     without_names,
 )
-from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families, histogram_family
 from lorikeet.router.metrics.vllm import PREFIX, VllmMetrics
-from lorikeet.router.requests.columns import ShardOutput
 from lorikeet.router.requests.generation import Generation, num_emitted
-from lorikeet.router.requests.request import Adapter
+from lorikeet.router.requests.request import Adapter, ShardOutput
 
 _DECISIONS = ("adopted", "rejected", "reverted", "failed")
 _COUNTERS = {

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.groups import AdapterLoad, SpeculationMetrics
-from lorikeet.router.metrics.histogram import Counter, Histogram, counter_family, families
+from lorikeet.router.metrics.groups import AdapterLoad, Counter, Histogram, SpeculationMetrics, counter_family, families
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import FinishReason
 

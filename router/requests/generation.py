@@ -15,9 +15,8 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED, TOO_SLOW
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
-from lorikeet.router.requests.columns import ShardOutput
 from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
-from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk, OutputToken
+from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk, OutputToken, ShardOutput
 from lorikeet.router.requests.resolved_adapters import ResolvedAdapters
 from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer

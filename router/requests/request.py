@@ -1,16 +1,22 @@
-"""What an HTTP route asks the dispatcher for, and what it gets back, token by token. Independent of HTTP.
+"""Who asks the dispatcher, for what, and what comes back, token by token.
 
 The name of a request's adapter is resolved and authorised; its content (the digest) may not be loaded yet.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
+from starlette.requests import Request
+
+from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Pin
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, Pooling, SamplingParams, Speculation
 from lorikeet.router.text.stop import ReasoningSyntax
 
@@ -242,3 +248,175 @@ class OutputChunk:
     """The stop token or stop string that ended the output; None at an end-of-text token or the maximum length."""
     num_bytes: int = 0
     """Memory that it takes."""
+
+
+@dataclass(slots=True)
+class ColumnToken:
+    """One request's token of `TokenColumns`, with what is read of a `RequestOutput`."""
+
+    id: int
+    token_ids: tuple[int]
+    logprobs: Sequence[float]
+    """One, or none."""
+    alternative_ids: Sequence[int]
+    alternative_logprobs: Sequence[float]
+    sources: ClassVar[bytes] = bytes([pb.SOURCE_TARGET])
+    step_ends: ClassVar[bytes] = b"\1"
+    num_drafted: ClassVar[Sequence[int]] = ()
+    num_accepted: ClassVar[int] = 0
+    num_cached_tokens: ClassVar[int] = 0
+    draft_seconds: ClassVar[float] = 0.0
+    verify_seconds: ClassVar[float] = 0.0
+    accept_seconds: ClassVar[float] = 0.0
+    prefill_logprobs: ClassVar[Sequence[float]] = ()
+    prefill_ranks: ClassVar[Sequence[int]] = ()
+    prefill_alternative_ids: ClassVar[Sequence[int]] = ()
+    prefill_alternative_logprobs: ClassVar[Sequence[float]] = ()
+    pooled: ClassVar[bytes] = b""
+    finish_reason: ClassVar[pb.FinishReason] = pb.FINISH_NONE
+    error: ClassVar[str] = ""
+    retryable: ClassVar[bool] = False
+    in_step: ClassVar[bool] = False
+
+
+ShardOutput = pb.RequestOutput | ColumnToken
+
+
+def drafted_outputs(columns: pb.TokenColumns) -> Iterator[pb.RequestOutput]:
+    """The outputs of requests whose step verified drafts: `columns.num_tokens` is set. Raises ValueError if the columns
+    differ in length.
+    """
+    num_rows, num_tokens = len(columns.ids), len(columns.token_ids)
+    k = len(columns.alternative_ids) // max(num_tokens, 1)
+    lengths = [len(columns.num_tokens), len(columns.num_drafted), len(columns.num_accepted)]
+    by_token = [sum(columns.num_tokens), len(columns.sources), len(columns.logprobs) or num_tokens]
+    alternatives = [len(columns.alternative_ids), len(columns.alternative_logprobs)]
+    is_valid = lengths == 3 * [num_rows] and by_token == 3 * [num_tokens] and alternatives == 2 * [k * num_tokens]
+    if not is_valid or len(columns.seconds) != 3:
+        raise ValueError("columns differ in length")
+    place, first = list(BY_VALUE).index(pb.SOURCE_LOOKUP), 0
+    rows = zip(columns.ids, columns.num_tokens, columns.num_drafted, columns.num_accepted, strict=True)
+    for wire_id, count, num_drafted, num_accepted in rows:
+        span = slice(first, first + count)
+        of_alternatives = slice(k * first, k * (first + count))
+        first += count
+        output = pb.RequestOutput(
+            id=wire_id,
+            token_ids=columns.token_ids[span],
+            sources=columns.sources[span],
+            step_ends=bytes(count - 1) + b"\1",
+            logprobs=columns.logprobs[span],
+            alternative_ids=columns.alternative_ids[of_alternatives],
+            alternative_logprobs=columns.alternative_logprobs[of_alternatives],
+        )
+        if num_drafted:
+            output.num_drafted.extend(num_drafted * (index == place) for index in range(len(BY_VALUE)))
+            output.num_accepted = num_accepted
+            output.draft_seconds, output.verify_seconds, output.accept_seconds = columns.seconds
+        yield output
+
+
+class ColumnRows:
+    """`TokenColumns` as Python values, one row per request."""
+
+    def __init__(self, columns: pb.TokenColumns) -> None:
+        """Raises ValueError if the columns differ in length."""
+        self.has_drafts = bool(columns.num_tokens)
+        """Whether a row may have several tokens, and says more than `__iter__` gives: `token` has all."""
+        self._drafted = list(drafted_outputs(columns)) if self.has_drafts else []
+        if self.has_drafts:
+            columns = pb.TokenColumns(ids=columns.ids, token_ids=[part.token_ids[0] for part in self._drafted])
+        self.ids, self._token_ids = list(columns.ids), list(columns.token_ids)
+        self._logprobs = list(columns.logprobs)
+        self._alternative_ids, self._alternative_logprobs = columns.alternative_ids, columns.alternative_logprobs
+        num_rows = len(self.ids)
+        k = self._num_alternatives = len(columns.alternative_ids) // max(num_rows, 1)
+        lengths = len(self._token_ids), len(columns.alternative_ids), len(columns.alternative_logprobs)
+        if lengths != (num_rows, k * num_rows, k * num_rows) or len(self._logprobs) not in (0, num_rows):
+            raise ValueError("columns differ in length")
+
+    def __iter__(self) -> Iterator[tuple[int, int, float]]:
+        """Id, first token and log probability of each row, 0 without one."""
+        return zip(self.ids, self._token_ids, self._logprobs or [0.0] * len(self.ids), strict=True)
+
+    def token(self, index: int) -> ShardOutput:
+        """One row."""
+        if self.has_drafts:
+            return self._drafted[index]
+        k = self._num_alternatives
+        span = slice(k * index, k * index + k)
+        return ColumnToken(
+            self.ids[index],
+            (self._token_ids[index],),
+            self._logprobs[index : index + 1],
+            self._alternative_ids[span],
+            self._alternative_logprobs[span],
+        )
+
+
+KEY_HEADER = "x-api-key"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Caller of one request."""
+
+    request_id: str
+    key: Key | None = None
+    """The server's own API key that it sent."""
+    token: str | None = field(default=None, repr=False)
+    """A bearer token that is not one, for example of a source."""
+    address: str = ""
+    """The client's IPv4 address or IPv6 /64, resolved through trusted proxies; empty where there is none."""
+    is_foreign_page: bool = False
+    """Whether a page of another site sent it, without a key."""
+
+    @property
+    def identity(self) -> str:
+        """What limits and turns per caller count by: the key, else the address."""
+        return f"key:{self.key.name}" if self.key is not None else f"address:{self.address}"
+
+    @property
+    def share(self) -> float:
+        """The caller's weight next to other callers."""
+        return 1.0 if self.key is None else self.key.weight
+
+    def cache_salt(self, salt: str | None) -> str:
+        """Requests share cached prefixes only under equal salts. `salt` is that of the request."""
+        own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""
+        return own if salt is None else f"{own}\0{salt}"
+
+    def tenant(self, salt: str | None) -> str:
+        """An opaque id; outputs are proposed as drafts to requests of the same tenant only. It is of the key's name;
+        without a key, of the request's `salt`. Empty for a key that is marked `isolate`.
+        """
+        if self.key is not None and self.key.is_marked_isolate:
+            return ""
+        name = f"salt:{salt or ''}" if self.key is None else f"key:{self.key.name}"
+        return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def caller(request: Request, keys: Keys) -> Caller:
+    """The caller of `request`, by the keys in force at the first call."""
+    sender: Caller | None = getattr(request.state, "caller", None)
+    if sender is None:
+        token = bearer(request)
+        if (key := keys.find(token)) is not None:
+            token = None
+        else:
+            key = keys.find(request.headers.get(KEY_HEADER))
+        address = getattr(request.state, "address", "")
+        is_foreign = key is None and getattr(request.state, "is_foreign", False)
+        request.state.caller = sender = Caller(request.state.request_id, key, token, address, is_foreign)
+    return sender
+
+
+def offered(request: Request) -> tuple[str | None, str | None]:
+    """What a request presents: in KEY_HEADER, and as the token of the Authorization header."""
+    return request.headers.get(KEY_HEADER) or None, bearer(request)
+
+
+def bearer(request: Request) -> str | None:
+    """The token of the Authorization header."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return (token.strip() or None) if scheme.lower() == "bearer" else None

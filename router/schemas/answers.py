@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, RootModel
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.schemas.chat import ToolCall
-from lorikeet.router.schemas.speculation import METHODS
+from lorikeet.router.schemas.generation import METHODS
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 Object = dict[str, Any]

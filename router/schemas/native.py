@@ -26,8 +26,8 @@ from lorikeet.router.schemas.model import (
     are_token_ids,
     is_same,
 )
-from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
+from lorikeet.router.text.tokenizer import TokenLength
 
 _NOTHING: tuple[Any, ...] = ("", [], {}, False)
 _FIELDS_OF_SAMPLING = frozenset(("temperature", *FILTERS))

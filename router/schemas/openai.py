@@ -12,7 +12,14 @@ from lorikeet.proto.params import MAX_ALTERNATIVES, LogprobParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.schemas.chat import NO_TOOLS, Conversation, ConversationGroup, ToolFields, ToolGroup
-from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields, token_ids
+from lorikeet.router.schemas.generation import (
+    GenerationGroup,
+    Prediction,
+    PromptOnlyGroup,
+    ReportGroup,
+    RequestFields,
+    token_ids,
+)
 from lorikeet.router.schemas.model import (
     F32,
     I32,
@@ -26,9 +33,8 @@ from lorikeet.router.schemas.model import (
     are_token_ids,
     published_as,
 )
-from lorikeet.router.schemas.speculation import Prediction
-from lorikeet.router.text.length import TokenLength
 from lorikeet.router.text.stop import check_stops
+from lorikeet.router.text.tokenizer import TokenLength
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

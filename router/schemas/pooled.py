@@ -26,8 +26,7 @@ from lorikeet.router.schemas.model import (
     fail_fast,
     published_as,
 )
-from lorikeet.router.text.length import TokenLength
-from lorikeet.router.text.tokenizer import Cut
+from lorikeet.router.text.tokenizer import Cut, TokenLength
 
 MAX_INPUTS = 2048
 """Texts of one request, as OpenAI."""

@@ -20,8 +20,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.version import version, versions_compatible
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.shards.client import ShardAccess
-from lorikeet.router.shards.link import ShardLink, keys_of
+from lorikeet.router.shards.link import ShardAccess, ShardLink, keys_of
 
 log = structlog.get_logger()
 

@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "an isolated API key shares the prefix cache with other keys",
-        "router/requests/caller.py",
+        "router/requests/request.py",
         'own = f"key:{self.key.name}" if self.key is not None and self.key.isolate else ""',
         'own = ""',
         "tests/router/api/routes/test_catalogue.py::test_keys",
@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "a router that stops while a connection to a shard ends connects again",
-        "router/shards/client.py",
+        "router/shards/link.py",
         "                    (ended,) = await asyncio.gather(watch, return_exceptions=True)",
         "                    ended = None\n                    try:\n                        await watch\n"
         "                    except asyncio.CancelledError:\n                        pass",

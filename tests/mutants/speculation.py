@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "a key marked isolate gets history drafts",
-        "router/requests/caller.py",
+        "router/requests/request.py",
         "if self.key is not None and self.key.is_marked_isolate:",
         "if False:",
         "tests/router/api/routes/test_history.py::test_with_a_key_its_name_is_the_tenant_and_isolated_keys_have_none",

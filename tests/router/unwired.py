@@ -17,7 +17,7 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch import dispatcher
 from lorikeet.router.dispatch.dispatcher import Dispatcher, ShardStream
 from lorikeet.router.requests import generation
-from lorikeet.router.shards import client as shard_client
+from lorikeet.router.shards import link as shard_client
 from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.engine import engine as shard_engine

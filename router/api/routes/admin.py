@@ -18,7 +18,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref
 from lorikeet.router.adapters.admission import AdapterAdmission
-from lorikeet.router.adapters.directory import MAX_ADDED, single
+from lorikeet.router.adapters.selection import MAX_ADDED, single
 from lorikeet.router.api.answer_parts import json_response
 from lorikeet.router.api.service import Routes
 from lorikeet.router.errors import (
@@ -32,8 +32,7 @@ from lorikeet.router.errors import (
     ValidationError,
     adapter_problem,
 )
-from lorikeet.router.requests.caller import Caller, offered
-from lorikeet.router.requests.request import Adapter, Loaded
+from lorikeet.router.requests.request import Adapter, Caller, Loaded, offered
 from lorikeet.router.schemas.adapters import (
     BASE_NAMES,
     AdapterName,

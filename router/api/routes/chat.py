@@ -19,8 +19,7 @@ from lorikeet.router.output.events import (
     ToolCallBegin,
 )
 from lorikeet.router.output.outputs import Prepared
-from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.request import Adapter, FinishReason, OutputChunk, OutputToken
+from lorikeet.router.requests.request import Adapter, Caller, FinishReason, OutputChunk, OutputToken
 from lorikeet.router.schemas.chat import Conversation, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields, check_texts

@@ -10,8 +10,7 @@ from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, Op
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
-from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.request import Adapter, OutputChunk, OutputToken
+from lorikeet.router.requests.request import Adapter, Caller, OutputChunk, OutputToken
 from lorikeet.router.schemas.openai import CompletionFields, CompletionRequest
 
 Logprobs = dict[str, list[Any] | None]

@@ -23,8 +23,8 @@ from lorikeet.router.api.streaming import ClientWatch, named_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.request import Caller
 from lorikeet.router.schemas.model import Translated, in_words_of
 from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields
 

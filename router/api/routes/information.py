@@ -13,7 +13,7 @@ from lorikeet.proto.config_file import whole_number
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import MAX_ALTERNATIVES, Pooling
 from lorikeet.proto.version import version
-from lorikeet.router.adapters.directory import Listed
+from lorikeet.router.adapters.selection import Listed
 from lorikeet.router.api.answer_parts import collect, json_response
 from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.service import Routes, Service
@@ -31,8 +31,7 @@ from lorikeet.router.errors import (
 )
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, OutOfRange, Trimmed
 from lorikeet.router.metrics.groups import MayName, everything
-from lorikeet.router.requests.caller import Caller
-from lorikeet.router.requests.request import GenerationRequest
+from lorikeet.router.requests.request import Caller, GenerationRequest
 from lorikeet.router.usage_log import shown_url
 
 MAX_EVENTS = 10**15

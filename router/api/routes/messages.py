@@ -20,9 +20,8 @@ from lorikeet.router.output.events import (
     ReasoningDelta,
     ToolCallBegin,
 )
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Adapter
+from lorikeet.router.requests.request import Adapter, Caller
 from lorikeet.router.schemas import anthropic
 from lorikeet.router.schemas.model import Translated
 from lorikeet.router.schemas.openai import ChatFields

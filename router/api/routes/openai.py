@@ -46,9 +46,8 @@ from lorikeet.router.error_answers import openai_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import Event, ReasoningDelta
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.requests.caller import Caller
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import FinishReason, OutputChunk
+from lorikeet.router.requests.request import Caller, FinishReason, OutputChunk
 from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
 
 FINISH_REASONS = {

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lorikeet.launcher.cli.metrics_page import Interval, Page
 from lorikeet.launcher.cli.top import main, screen
-from lorikeet.router.metrics.histogram import Histogram
+from lorikeet.router.metrics.groups import Histogram
 from tests.router.conftest import anyio_backend, one_loop  # noqa: F401
 from tests.router.scripted_shard import Script
 from tests.router.serving import serving

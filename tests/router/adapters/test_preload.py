@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from lorikeet.adapters.keys import Keys
-from lorikeet.router.adapters.directory import Directory
 from lorikeet.router.adapters.preload import AdapterPreloader
-from lorikeet.router.adapters.selection import Selection
+from lorikeet.router.adapters.selection import Directory, Selection
 from lorikeet.router.config import RouterConfig
 
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from lorikeet.adapters.keys import Key, sha256
 from lorikeet.router.api.authentication import FAILURE_S, MAX_FAILURES, KeyLimits
 from lorikeet.router.errors import KeyLimitReached
-from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.request import Caller
 from lorikeet.router.schemas.adapters import AdapterFields
 from tests.router.api.routes.test_adapters import body
 from tests.router.api.routes.test_catalogue import bearer

@@ -18,7 +18,7 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import GenerationFailed, NoShard, PoisonRequest
 from lorikeet.router.requests.generation import Generation, PoisonRequestTracker
 from lorikeet.router.requests.request import FinishReason, GenerationRequest
-from lorikeet.router.shards.client import HEARTBEAT_SECONDS, MAX_MISSED
+from lorikeet.router.shards.link import HEARTBEAT_SECONDS, MAX_MISSED
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard

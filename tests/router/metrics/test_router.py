@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.histogram import Histogram
+from lorikeet.router.metrics.groups import Histogram
 from lorikeet.router.metrics.router import FORMER_NAMES, PROMETHEUS_TYPE, Metrics
 from lorikeet.router.shards.members import Reason
 

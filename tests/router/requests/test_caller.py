@@ -3,7 +3,7 @@
 from starlette.requests import Request
 
 from lorikeet.adapters.keys import Key
-from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.request import Caller
 
 
 def test_identity() -> None:

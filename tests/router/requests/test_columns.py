@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.requests.columns import drafted_outputs
+from lorikeet.router.requests.request import drafted_outputs
 from lorikeet.shard.grpc.codec import write_columns, write_output
 from lorikeet.shard.grpc.outbox import ColumnDrafts, TokenColumns
 from lorikeet.shard.requests.request import Source

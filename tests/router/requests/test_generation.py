@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.router.errors import DeadlineExceeded, GenerationFailed
-from lorikeet.router.requests.columns import ColumnRows
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk
+from lorikeet.router.requests.request import ColumnRows, FinishReason, GenerationRequest, OutputChunk
 from lorikeet.router.text.stop import ReasoningSyntax, Start
 from lorikeet.router.text.tokenizer import Tokenizer
 from tests.router.text.vocabularies import byte_level

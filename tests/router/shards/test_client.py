@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.shards.client import JOIN_READERS, ShardClient
+from lorikeet.router.shards.link import JOIN_READERS, ShardClient
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
 
@@ -95,7 +95,7 @@ async def listened(address: str, seconds: float) -> Listener:
 async def test_the_reason_for_no_connection_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lorikeet.router.shards.client.EXPLAIN_SECONDS", 0.1)
+    monkeypatch.setattr("lorikeet.router.shards.link.EXPLAIN_SECONDS", 0.1)
     with socket.socket() as bound:  # without listening
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.text import tokenizer as tokenizer_module
-from lorikeet.router.text.length import ASSUMED_BYTES, SEPARATING, Cuts, token_length
-from lorikeet.router.text.tokenizer import Tokenizer
+from lorikeet.router.text.tokenizer import ASSUMED_BYTES, SEPARATING, Cuts, Tokenizer, token_length
 from tests.router.text.vocabularies import SPECIAL, TEXTS, byte_level, metaspace, sentencepiece_like, word_pieces
 
 

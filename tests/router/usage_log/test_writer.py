@@ -6,7 +6,7 @@ import time
 
 import structlog
 
-from lorikeet.router.metrics.histogram import Counter
+from lorikeet.router.metrics.groups import Counter
 from lorikeet.router.usage_log import MAX_CHARACTERS, MAX_RECORDS, BackgroundWriter, Unwritten, UsageRecord
 
 RECORD = UsageRecord(

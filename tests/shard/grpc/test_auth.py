@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.shards.client import ShardAccess
+from lorikeet.router.shards.link import ShardAccess
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds

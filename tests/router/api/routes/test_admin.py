@@ -11,7 +11,7 @@ import pytest
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters import directory
+from lorikeet.router.adapters import selection
 from tests.router.api.routes.test_adapters import body
 from tests.router.scripted_loader import digest_of
 from tests.router.serving import MODEL_ID, Serving, serving
@@ -159,7 +159,7 @@ async def test_names_that_could_not_be_shown_are_refused(server: Serving, name: 
 
 
 async def test_the_number_of_added_names_is_limited(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.router.adapters.directory.MAX_ADDED", 2)
+    monkeypatch.setattr("lorikeet.router.adapters.selection.MAX_ADDED", 2)
     path = str(server.roots / "one")
     for name, expected in (("a", 200), ("b", 200), ("c", 400)):
         assert (await admin(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path))[0] == expected
@@ -182,7 +182,7 @@ async def test_an_adapter_was_created_when_it_was_loaded(server: Serving, monkey
         return int((await server.client.get(f"/v1/models/{name}")).json()["created"])
 
     clock = 2_000_000_000
-    monkeypatch.setattr(directory, "time", SimpleNamespace(time=lambda: clock))
+    monkeypatch.setattr(selection, "time", SimpleNamespace(time=lambda: clock))
     for path in ("one", "two", "one"):
         fields = {"lora_name": "mine", "lora_path": str(server.roots / path), "load_inplace": True}
         assert (await admin(server, "/v1/load_lora_adapter", **fields))[0] == 200

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.keys import sha256
-from lorikeet.router.requests.caller import Caller
+from lorikeet.router.requests.request import Caller
 from tests.router.api.routes.test_catalogue import bearer, made, open_keys, write
 from tests.router.api.routes.test_openai import BOTH
 from tests.router.serving import Serving, serving

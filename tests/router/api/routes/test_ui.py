@@ -12,7 +12,7 @@ import pytest
 from lorikeet.adapters import refs
 from lorikeet.adapters.keys import sha256
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters.directory import single
+from lorikeet.router.adapters.selection import single
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
