@@ -400,12 +400,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the shard ends it
     connection = Connection(int(sys.argv[1]))
-    with suppress(Abandoned, EOFError, OSError):
-        settings: TrainerSettings = connection.recv()
-        logs.configure(settings.json_output, settings.log_level, "trainer")
-        # while a job runs only the shard's end can make the socket readable
-        rounds = Rounds(settings, connection.poll)
-        rounds.prepare()
+    settings: TrainerSettings = connection.recv()
+    logs.configure(settings.json_output, settings.log_level, "trainer")
+    # while a job runs only the shard's end can make the socket readable
+    rounds = Rounds(settings, connection.poll)
+    rounds.prepare()
+    with suppress(Abandoned, EOFError, ConnectionError):
         while True:
             connection.send(rounds.do(connection.recv()))
     return 0

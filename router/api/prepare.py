@@ -230,8 +230,7 @@ async def _following(
 
 def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
     """Raises ValidationError if one of the ids is not in the vocabulary."""
-    info = service.dispatcher.info
-    if info is not None and max(ids, default=0) >= info.vocab_size:
+    if ids and (info := service.dispatcher.info) is not None and max(ids) >= info.vocab_size:
         raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
 
 

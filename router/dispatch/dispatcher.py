@@ -319,11 +319,11 @@ class Dispatcher:
 
     def update_gauges(self) -> None:
         """The number of requests has changed."""
-        gauges = self.metrics.gauges
+        gauges, num_active = self.metrics.gauges, self.num_active
         gauges["lorax_queue_length"] = len(self._queued)
-        gauges["lorikeet_active_requests"] = self.num_active
+        gauges["lorikeet_active_requests"] = num_active
         gauges["lorikeet_active_callers"] = self.in_flight.num_active
-        if not self.num_active:
+        if not num_active:
             self.queue.forget_idle()
             self._empty.set()
 

@@ -398,16 +398,17 @@ class Caller:
 
 def caller(request: Request, keys: Keys) -> Caller:
     """The caller of `request`, by the keys in force at the first call."""
-    sender: Caller | None = getattr(request.state, "caller", None)
+    state = request.scope.setdefault("state", {})  # what `request.state` has, which is slower
+    sender: Caller | None = state.get("caller")
     if sender is None:
         token = bearer(request)
         if (key := keys.find(token)) is not None:
             token = None
         else:
             key = keys.find(request.headers.get(KEY_HEADER))
-        address = getattr(request.state, "address", "")
-        is_foreign = key is None and getattr(request.state, "is_foreign", False)
-        request.state.caller = sender = Caller(request.state.request_id, key, token, address, is_foreign)
+        is_foreign = key is None and state.get("is_foreign", False)
+        sender = Caller(state["request_id"], key, token, state.get("address", ""), is_foreign)
+        state["caller"] = sender
     return sender
 
 

@@ -7,7 +7,7 @@ If it is full, the pair with the most rows gives up its oldest block. Imports no
 import mmap
 import os
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,20 +16,6 @@ from lorikeet.proto.learning import BLOCK_ROWS, RowBlock, RowsLayout
 
 Pair = tuple[str, str]
 """The tenant, and the digest of the adapter."""
-
-
-@dataclass(slots=True)
-class _Ring:
-    """The blocks of one pair."""
-
-    blocks: deque[int] = field(default_factory=deque)
-    """Oldest first."""
-    num_last: int = BLOCK_ROWS
-    """Rows in the newest block."""
-
-    @property
-    def num_rows(self) -> int:
-        return (len(self.blocks) - 1) * BLOCK_ROWS + self.num_last if self.blocks else 0
 
 
 class Rings:
@@ -44,7 +30,8 @@ class Rings:
         self._memory = mmap.mmap(self.fd, layout.num_bytes)
         self._arrays = layout.arrays(memoryview(self._memory))
         self._free = list(reversed(range(layout.num_blocks)))
-        self._rings: OrderedDict[Pair, _Ring] = OrderedDict()  # least recently used first
+        self._rings: OrderedDict[Pair, deque[RowBlock]] = OrderedDict()
+        """Blocks of each pair, oldest first; the least recently used pair first."""
         self._version = 0
 
     @property
@@ -54,8 +41,7 @@ class Rings:
 
     def num_rows(self, pair: Pair) -> int:
         """Rows of a pair that are kept."""
-        ring = self._rings.get(pair)
-        return 0 if ring is None else ring.num_rows
+        return _num_rows(self._rings.get(pair))
 
     def append(
         self,
@@ -65,30 +51,25 @@ class Rings:
         hidden: npt.NDArray[np.uint16],
     ) -> None:
         """Add rows. texts, token_ids: [n]; hidden: [n, H] bits of bfloat16."""
-        ring = self._rings.setdefault(pair, _Ring())
+        ring = self._rings.setdefault(pair, deque())
         self._rings.move_to_end(pair)
-        first, num_rows = 0, len(token_ids)
-        while first < num_rows:
-            if ring.num_last == BLOCK_ROWS:
-                ring.blocks.append(self._take_block())
-                ring.num_last = 0
-            taken = min(num_rows - first, BLOCK_ROWS - ring.num_last)
-            start = ring.blocks[-1] * BLOCK_ROWS + ring.num_last
+        first = 0
+        while first < len(token_ids):
+            if not ring or ring[-1].num_rows == BLOCK_ROWS:
+                ring.append(self._take_block())
+            number, version, num_rows = ring[-1]
+            taken = min(len(token_ids) - first, BLOCK_ROWS - num_rows)
+            start = number * BLOCK_ROWS + num_rows
             rows, source = slice(start, start + taken), slice(first, first + taken)
             self._arrays.texts[rows] = texts[source]
             self._arrays.token_ids[rows] = token_ids[source]
             self._arrays.hidden[rows] = hidden[source]
-            ring.num_last += taken
+            ring[-1] = RowBlock(number, version, num_rows + taken)
             first += taken
 
     def blocks(self, pair: Pair) -> tuple[RowBlock, ...]:
         """The blocks of a pair, oldest first."""
-        ring = self._rings.get(pair)
-        if ring is None:
-            return ()
-        sizes = [BLOCK_ROWS] * (len(ring.blocks) - 1) + [ring.num_last]
-        versions = self._arrays.versions[list(ring.blocks)].tolist()
-        return tuple(map(RowBlock, ring.blocks, versions, sizes))
+        return tuple(self._rings.get(pair, ()))
 
     def clear(self) -> None:
         """Delete all rows, from the memory too."""
@@ -98,15 +79,19 @@ class Rings:
         self._version += 1
         self._arrays.versions[:] = self._version
 
-    def _take_block(self) -> int:
+    def _take_block(self) -> RowBlock:
         if self._free:
-            block = self._free.pop()
+            number = self._free.pop()
         else:
             # the least recently used of those with the most rows; the newest pair may have none, and needs the block
-            pair, ring = max(self._rings.items(), key=lambda item: item[1].num_rows)
-            block = ring.blocks.popleft()
-            if not ring.blocks and pair != next(reversed(self._rings)):
+            pair, ring = max(self._rings.items(), key=lambda item: _num_rows(item[1]))
+            number = ring.popleft().number
+            if not ring and pair != next(reversed(self._rings)):
                 del self._rings[pair]
         self._version += 1
-        self._arrays.versions[block] = self._version
-        return block
+        self._arrays.versions[number] = self._version
+        return RowBlock(number, self._version, 0)
+
+
+def _num_rows(ring: Sequence[RowBlock] | None) -> int:
+    return (len(ring) - 1) * BLOCK_ROWS + ring[-1].num_rows if ring else 0

@@ -109,7 +109,7 @@ class Learner:
 
 def check_blocks(rings: Rings) -> None:
     """Every block is free or belongs to one ring."""
-    used = [block for ring in rings._rings.values() for block in ring.blocks]
+    used = [block.number for ring in rings._rings.values() for block in ring]
     assert sorted([*rings._free, *used]) == list(range(rings.layout.num_blocks))
 
 
