@@ -14,7 +14,7 @@ from starlette.routing import Match
 from lorikeet.router.api import openapi
 from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
-from lorikeet.router.api.pooled_models import check_generates
+from lorikeet.router.api.pooled_models import generates
 from lorikeet.router.api.routes.adapter_files import AdapterFileRoutes
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
@@ -71,8 +71,8 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/responses": ResponsesRoute(service).handle,
         "/v1/messages": MessagesRoute(service).handle,
     }
-    generates = {path: _generates(service, handle) for path, handle in generating.items()} | pooled
-    return {**generates, "/invocations": InvocationsRoute(service, generates).handle}
+    checked = {path: generates(service, handle) for path, handle in generating.items()} | pooled
+    return {**checked, "/invocations": InvocationsRoute(service, checked).handle}
 
 
 def _pooled(service: Service) -> dict[str, Handle]:
@@ -88,16 +88,6 @@ def _pooled(service: Service) -> dict[str, Handle]:
         **dict.fromkeys(("/score", "/v1/score"), routes.score),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), routes.rerank),
     }
-
-
-def _generates(service: Service, handle: Handle) -> Handle:
-    """The handler of a route that generates text, for models that do."""
-
-    async def checked(request: Request) -> Response:
-        check_generates(service)
-        return await handle(request)
-
-    return checked
 
 
 class AnyConvertor(PathConvertor):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
+from starlette.responses import Response
 
 from lorikeet.proto import pooling
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Pooling
 from lorikeet.router.api.answer_parts import Counts, answer_headers, ignored_fields
+from lorikeet.router.api.middleware import Handle
 from lorikeet.router.api.prepare import (
     PreparedRequest,
     Prompt,
@@ -52,12 +54,17 @@ def pooled_model(service: Service) -> pb.PooledModel | None:
     return info.pooled_model if info is not None and info.HasField("pooled_model") else None
 
 
-def check_generates(service: Service) -> None:
-    """Raises WrongTask where the model computes vectors or labels."""
-    if (model := pooled_model(service)) is not None:
-        raise WrongTask(
-            f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
-        )
+def generates(service: Service, handle: Handle) -> Handle:
+    """The handler of a route that generates text. It raises WrongTask where the model computes vectors or labels."""
+
+    async def checked(request: Request) -> Response:
+        if (model := pooled_model(service)) is not None:
+            raise WrongTask(
+                f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
+            )
+        return await handle(request)
+
+    return checked
 
 
 def check_task(service: Service, *tasks: str) -> pb.PooledModel:

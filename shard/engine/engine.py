@@ -462,7 +462,7 @@ class Engine:
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
             gap_us=round(1e6 * self._idle.seconds()),
-            learning=None if self.learning is None else self.learning.totals(),
+            learning=None if self.learning is None else self.learning.totals,
         )
 
     def _when_idle(self) -> None:

@@ -183,7 +183,8 @@ class Learning:
         self.rings, self.trainer = rings, trainer
         self.pairs: dict[Pair, LearnedPair] = {}  # least recently used first
         self._scheduler, self._heads, self._records = scheduler, heads, records
-        self._totals = pb.LearningTotals()
+        self.totals = pb.LearningTotals()
+        """Since the shard's start."""
         self._num_pairs = self._num_jobs = 0
         self._collected: dict[Pair, tuple[list[int], list[int], list[int]]] = {}
         """Of the step that is being committed: number of the request, index of the row, and token, of each row."""
@@ -227,12 +228,13 @@ class Learning:
         bits = rows.view(torch.int16).numpy().view(np.uint16)
         for key, (texts, indices, token_ids) in collected.items():
             self.rings.append(key, np.array(texts, np.int64), np.array(token_ids, np.int32), bits[indices])
-            self._totals.num_rows += len(token_ids)
+            self.totals.num_rows += len(token_ids)
             if (pair := self.pairs.get(key)) is not None:
                 pair.state.num_collected += len(token_ids)
                 pair.num_new += len(token_ids)
                 if pair.is_due:
                     self._due[pair.number] = pair
+        self.totals.ring_bytes = self.rings.num_bytes
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
         """An adapter is somewhere else now."""
@@ -252,6 +254,8 @@ class Learning:
 
     def update(self) -> None:
         """Between steps: take the answer of a training that has ended, and start one that is due."""
+        if not self.pairs:
+            return
         if (answer := self.trainer.answer()) is not None:
             self._take(answer)
         due = [pair for pair in self._due.values() if pair.is_due] if self.trainer.state != "training" else []
@@ -263,11 +267,6 @@ class Learning:
             blocks = self.rings.blocks(pair.key)[-MAX_BLOCKS:]
             self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.key[1], pair.heads, MIN_GAIN))
 
-    def totals(self) -> pb.LearningTotals:
-        """Since the shard's start."""
-        self._totals.ring_bytes = self.rings.num_bytes
-        return self._totals
-
     def answer(self, purge: bool) -> pb.LearningReply:
         """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
         if purge:
@@ -276,7 +275,7 @@ class Learning:
             pair.state.num_rows = self.rings.num_rows(pair.key)
         return pb.LearningReply(
             max_bytes=self.rings.layout.num_bytes,
-            totals=self.totals(),
+            totals=self.totals,
             trainer=self.trainer.state,
             training_s=self.trainer.training_s,
             pairs=[pair.state for pair in self.pairs.values()],
@@ -285,6 +284,7 @@ class Learning:
     def _purge(self) -> None:
         self.trainer.stop()
         self.rings.clear()
+        self.totals.ring_bytes = 0
         for pair in self.pairs.values():
             pair.candidate = ""
             self._draft_with(pair, "")
@@ -324,8 +324,8 @@ class Learning:
 
     def _take(self, answer: Trained) -> None:
         """A training has ended."""
-        self._totals.train_seconds += answer.seconds
-        self._totals.cpu_seconds += answer.cpu_seconds
+        self.totals.train_seconds += answer.seconds
+        self.totals.cpu_seconds += answer.cpu_seconds
         pair = next((pair for pair in self.pairs.values() if pair.number == answer.pair), None)
         if pair is None:
             return
@@ -373,7 +373,7 @@ class Learning:
 
     def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
         count = f"num_{decision}"
-        setattr(self._totals, count, getattr(self._totals, count) + 1)
+        setattr(self.totals, count, getattr(self.totals, count) + 1)
         pair.state.decisions.add(
             time=time.time(),
             decision=decision,

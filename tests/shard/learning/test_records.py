@@ -155,7 +155,7 @@ def test_heads_that_left_the_store_are_reported(records: Records, tmp_path: Path
     last = pair.decisions[-1]
     assert (last.decision, last.heads_digest) == ("failed", SECOND)
     assert last.reason == "the learned heads are no longer in the adapter store"
-    assert learning.totals().num_failed == 1
+    assert learning.totals.num_failed == 1
     assert left(tmp_path) == {GIVEN, THIRD}  # nothing uses those before
     again = learning_of(records)  # it is said once
     assert list(again.answer(purge=False).pairs[0].decisions) == list(pair.decisions)
