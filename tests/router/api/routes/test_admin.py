@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,7 +183,7 @@ async def test_an_adapter_was_created_when_it_was_loaded(server: Serving, monkey
         return int((await server.client.get(f"/v1/models/{name}")).json()["created"])
 
     clock = 2_000_000_000
-    monkeypatch.setattr(selection, "time", SimpleNamespace(time=lambda: clock))
+    monkeypatch.setattr(selection, "time", SimpleNamespace(time=lambda: clock, monotonic=time.monotonic))
     for path in ("one", "two", "one"):
         fields = {"lora_name": "mine", "lora_path": str(server.roots / path), "load_inplace": True}
         assert (await admin(server, "/v1/load_lora_adapter", **fields))[0] == 200
