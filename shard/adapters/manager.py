@@ -9,15 +9,13 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto.params import MAX_DRAFT_TOKENS, Composition
-from lorikeet.shard.adapters.checked_files import CheckedFiles
 from lorikeet.shard.adapters.ranks import BroadcastingSlots, CollectiveReader
-from lorikeet.shard.adapters.reader import AdapterReader
+from lorikeet.shard.adapters.reader import AdapterReader, CheckedFiles
 from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
-from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, HostLayout, RowParallelSum
-from lorikeet.shard.model.adapters.plan import Form
+from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Form, HostLayout, RowParallelSum
 from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory

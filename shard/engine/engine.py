@@ -33,16 +33,14 @@ from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status, TokenColumns
 from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.requests.request import FinishReason, PooledRows, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import FinishReason, PooledRows, Request, ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
 from lorikeet.shard.scheduler.decoding import DecodeStep, VerifiedDrafts
 from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan
-from lorikeet.shard.speculation.costs import StepCosts
+from lorikeet.shard.speculation.costs import NO_LOAD, StepCosts
 from lorikeet.shard.speculation.draft_network import DraftNetwork
-from lorikeet.shard.speculation.throughput import NO_LOAD
 from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer
 
 log = structlog.get_logger()

@@ -20,16 +20,15 @@ from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.grpc.outbox import STEP_END, ColumnDrafts, Details, Output, TokenColumns
-from lorikeet.shard.requests.request import FinishReason, Request, Rows, Source
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import FinishReason, Request, Rows, ScheduledRequest, Source
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, SampledColumns, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.decoding import Committed, DecodeStep, OutputGroup
 from lorikeet.shard.scheduler.scheduler import StepPlan
+from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, NO_TOKEN, StepDrafts
-from lorikeet.shard.speculation.throughput import Load
 from lorikeet.shard.system.timing import PhaseTimer
 
 

@@ -14,7 +14,7 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 from lorikeet.proto.grammars import FREE_S
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.grammar.matcher import Bitmask, GrammarMatcher, raise_unless_library, reason
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest
 
 log = structlog.get_logger()
 

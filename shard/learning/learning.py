@@ -21,8 +21,7 @@ from lorikeet.proto.learning import Trained, TrainingJob
 from lorikeet.shard.learning.rings import Pair, Rings
 from lorikeet.shard.learning.trainer import Trainer
 from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.requests.request import Source
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.medusa import pair_of

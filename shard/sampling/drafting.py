@@ -12,10 +12,9 @@ import torch
 
 from lorikeet.proto.params import LogprobParams
 from lorikeet.shard.batch.transfer import HostCopy
-from lorikeet.shard.sampling.block import Block
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.noise import Purpose
-from lorikeet.shard.sampling.plan import Chunk
+from lorikeet.shard.sampling.plan import Block, Chunk
 from lorikeet.shard.sampling.rejection import DraftDistributions
 from lorikeet.shard.sampling.state import RowState
 

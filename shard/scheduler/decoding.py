@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.shard.requests.request import UNCONSTRAINED, Request, Source
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest, Source
 from lorikeet.shard.scheduler.kv_cache import KvCache
-from lorikeet.shard.speculation.throughput import Load
+from lorikeet.shard.speculation.costs import Load
 
 MAX_ALTERNATIVES = 20
 """A request with more alternatives per token is not here: its outputs may need several messages."""

@@ -6,14 +6,13 @@ Drafts preempt no request: they take free pages and what is left of the budget.
 from collections.abc import Sequence
 
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
+from lorikeet.shard.requests.request import Request, ScheduledRequest, load_of
 from lorikeet.shard.scheduler.budget import Budget
 from lorikeet.shard.scheduler.kv_cache import KvCache
+from lorikeet.shard.speculation.costs import NO_LOAD, Load
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
 from lorikeet.shard.speculation.length import DraftLengthController
-from lorikeet.shard.speculation.throughput import NO_LOAD, Load
 
 
 class Proposer:

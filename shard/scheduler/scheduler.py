@@ -13,17 +13,16 @@ from math import inf
 from typing import NamedTuple
 
 from lorikeet.proto.params import MAX_DRAFT_TOKENS
-from lorikeet.shard.requests.request import FinishReason, Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
+from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
 from lorikeet.shard.scheduler.callers import Callers, backlog
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
+from lorikeet.shard.speculation.costs import NO_LOAD, Load
 from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.medusa import Pair, pair_of
-from lorikeet.shard.speculation.throughput import NO_LOAD, Load
 
 
 class StepPlan(NamedTuple):

@@ -11,8 +11,7 @@ from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.medusa import num_heads
 

@@ -11,7 +11,7 @@ import torch
 from lorikeet.proto.params import FIRST_VIRTUAL_ID, Method, Speculation
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.batch.segments import Segment
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.system.timing import IdleTime, Phase, PhaseTimer

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.speculation.acceptance import DraftKind, DraftState
+from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.speculation.costs import DraftKind, DraftState
 from lorikeet.shard.speculation.history_index import HistoryIndex
 
 

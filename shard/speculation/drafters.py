@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.draft_model import DraftModelDrafter
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.grammar import GrammarDrafter

@@ -7,7 +7,7 @@ from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.speculation.acceptance import DraftKind
+from lorikeet.shard.speculation.costs import DraftKind
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
 from lorikeet.shard.speculation.history_index import CONTEXT, HistoryIndex, Pair
 from lorikeet.shard.speculation.lookup import reads_texts

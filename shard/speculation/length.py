@@ -15,20 +15,23 @@ import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest, load_of
-from lorikeet.shard.speculation.acceptance import (
+from lorikeet.shard.requests.request import Request, ScheduledRequest, load_of
+from lorikeet.shard.speculation.costs import (
     CERTAIN,
+    NO_LOAD,
     PRIOR_WEIGHT,
     RETRY,
     Acceptance,
     AcceptanceRates,
+    Candidates,
+    DraftCosts,
     DraftKind,
     DraftState,
+    Load,
+    Speed,
+    StepCosts,
 )
-from lorikeet.shard.speculation.costs import DraftCosts, Speed, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, kind_of
-from lorikeet.shard.speculation.throughput import NO_LOAD, Candidates, Load
 
 MAX_GROUPS = 4096
 """Bound of the memory for groups; the oldest are dropped."""

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
-from lorikeet.shard.speculation.acceptance import DraftKind
+from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.speculation.costs import DraftKind
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
 
 _BASE = 0x9E3779B97F4A7C15

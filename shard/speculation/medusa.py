@@ -5,8 +5,7 @@
 from collections.abc import Sequence
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.drafter import Drafter, Offer
 
 Pair = tuple[str, str]

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second rank adds an adapter's bias again",
-        "shard/model/adapters/plan.py",
+        "shard/model/adapters/loading.py",
         "if partition.rank > 0:",
         "if partition.rank > 1:",
         "tests/shard/model/adapters/test_loading.py::test_a_rank_reads_its_part_of_each_factor[columns-float32-blocks]",

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 SAMPLER, DRAFTING, REJECTION = "shard/sampling/sampler.py", "shard/sampling/drafting.py", "shard/sampling/rejection.py"
-PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/block.py", "shard/scheduler/scheduler.py"
+PLAN, BLOCK, SCHEDULER = "shard/sampling/plan.py", "shard/sampling/plan.py", "shard/scheduler/scheduler.py"
 DRAFT_MODEL, DRAFTER = "shard/speculation/draft_model.py", "shard/speculation/draft_network.py"
 DISTRIBUTION = "tests/shard/sampling/test_rejection.py"
 KERNEL, POSITIONS = (

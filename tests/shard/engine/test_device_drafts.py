@@ -9,8 +9,7 @@ import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output
-from lorikeet.shard.requests.request import Request
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests
 from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig
 from tests.shard.engine.test_speculation import assert_accounts, assert_equal, texts_alone

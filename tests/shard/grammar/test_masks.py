@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.masks import GrammarMasks
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest
 from tests.oracles.random_schemas import CONSTRUCTS, constructs_of, schemas
 from tests.shard.grammar import small_tokenizer
 from tests.shard.rig import make_request

@@ -1,12 +1,12 @@
 """The load that a proposer passes to the draft lengths."""
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest
 from lorikeet.shard.scheduler.budget import Budget, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
+from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import DraftSettings
-from lorikeet.shard.speculation.throughput import Load
 from tests.shard.rig import make_request
 
 

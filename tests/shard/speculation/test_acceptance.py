@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from lorikeet.shard.requests.request import Source
-from lorikeet.shard.speculation.acceptance import PRIOR_WEIGHT, Acceptance, DraftState
+from lorikeet.shard.speculation.costs import PRIOR_WEIGHT, Acceptance, DraftState
 
 WIDTH = 8
 

@@ -5,14 +5,11 @@ import random
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.requests.request import Request, Source
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
 from lorikeet.shard.speculation import length
-from lorikeet.shard.speculation.acceptance import AcceptanceRates
-from lorikeet.shard.speculation.costs import DraftCosts, StepCosts
+from lorikeet.shard.speculation.costs import AcceptanceRates, DraftCosts, Load, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, kind_of
 from lorikeet.shard.speculation.length import DraftLengthController
-from lorikeet.shard.speculation.throughput import Load
 from tests.shard.rig import make_request
 
 MOST = 8

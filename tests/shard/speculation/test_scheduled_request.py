@@ -1,6 +1,6 @@
 """Properties of a scheduled request."""
 
-from lorikeet.shard.requests.scheduled_request import ScheduledRequest
+from lorikeet.shard.requests.request import ScheduledRequest
 from tests.shard.rig import make_request
 
 

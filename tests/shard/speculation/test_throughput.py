@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.shard.requests.request import Source
-from lorikeet.shard.speculation.acceptance import AcceptanceRates
+from lorikeet.shard.speculation.costs import AcceptanceRates, Candidates, Load
 from lorikeet.shard.speculation.drafter import Offer, kind_of
 from lorikeet.shard.speculation.length import DraftLengthController
-from lorikeet.shard.speculation.throughput import Candidates, Load
 from tests.shard.speculation.test_length import make
 
 OFFERS = st.lists(

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters import loading as adapter_file
-from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
-from lorikeet.shard.model.adapters.plan import Form
+from lorikeet.shard.model.adapters.loading import AdapterFiles, Form, HostLayout
 from lorikeet.shard.model.lora import targets as lora
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.partition import Partition
