@@ -18,6 +18,10 @@ LEAST_SLOWDOWN, MOST_SLOWDOWN = 1.5, 4.0
 """Both are at least so many times a step that only decodes: prompts keep pace with decoding on slow machines too."""
 NUM_MEASURED, LEAST_MEASURED, LEAST_TOKENS = 7, 32, 16
 """Newest steps whose times count, prompt tokens of a step whose time counts, and prompt tokens of a step at least."""
+CAP_SLOWDOWN = 1.5
+"""Time that the prompts of one capped adapter may add to a step, as a multiple of a step that only decodes: enough for
+prompts to keep pace with the requests that decode, and little for the requests of other adapters."""
+LEAST_CAP, MOST_CAP = 16, 512
 RECENT_STEPS = 128
 """Steps after which an adapter without requests no longer counts."""
 CAPPED_STEPS = 4
@@ -40,6 +44,9 @@ class Limits:
     """The prefill cap: as step_tokens, for all requests of an adapter that has many more than another, so that they do
     not make every request's steps long. With one request more it is three times this, and falls to this. None: no cap;
     prompts that are computed whole have none either."""
+    follows_times: bool = False
+    """Whether the prefill cap follows the times of steps. Before any was timed, a step then computes
+    `adapter_prefill_tokens` prompt tokens."""
     short_room: int = DEVICE_ROOM
     """Requests that run in short steps, where callers share the shard."""
 
@@ -62,32 +69,45 @@ class PromptChunks:
 
     def choose(self, num_waiting: int, num_decoding: int) -> int:
         """Most prompt tokens of a step, of `num_waiting` that are to be computed, next to so many requests that decode.
-        The limit before any step was measured, and without chunks.
+        The limit without chunks.
         """
-        if not (self._limits.chunked_prefill and self._token_s):
-            return self._limits.step_tokens
+        limits = self._limits
+        if not limits.chunked_prefill:
+            return limits.step_tokens
+        if not self._token_s:
+            first = limits.adapter_prefill_tokens if limits.follows_times else None
+            return limits.step_tokens if first is None else min(first, limits.step_tokens)
         token_s, decode_s = median(self._token_s), median(self._decode_s or (0.0,))
         shortest, seconds = max(SHORTEST_S, LEAST_SLOWDOWN * decode_s), max(LONGEST_S, MOST_SLOWDOWN * decode_s)
         if num_decoding:
             seconds = min(seconds, max(shortest, BACKLOG_SHARE * num_waiting * token_s))
         num_tokens = round(seconds / max(token_s, 1e-9)) - num_decoding
-        return min(self._limits.step_tokens, max(LEAST_TOKENS, num_tokens))
+        return min(limits.step_tokens, max(LEAST_TOKENS, num_tokens))
+
+    def adapter_cap(self) -> int | None:
+        """The prefill cap of an adapter. None: there is none."""
+        limits = self._limits
+        if not limits.chunked_prefill or limits.adapter_prefill_tokens is None:
+            return None
+        if not (limits.follows_times and self._token_s and self._decode_s):
+            return limits.adapter_prefill_tokens
+        num_tokens = CAP_SLOWDOWN * median(self._decode_s) / max(median(self._token_s), 1e-9)
+        return max(LEAST_CAP, min(MOST_CAP, int(num_tokens)))
 
 
 class AdapterPrefillCaps:
     """Prefill caps of the adapters with more requests in a shard than another, step by step."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._num_planned = 0
         self._seen: dict[str, int] = {}  # by adapter: the newest plan in which it had requests here
 
-    def of(self, counts: Mapping[str, int]) -> dict[str, int]:
+    def of(self, counts: Mapping[str, int], least: int | None) -> dict[str, int]:
         """By adapter, "" for the bare base: the most prompt tokens it may have in the next step. An adapter with recent
-        requests counts as having one, since its next may come at any moment. counts: requests here, by adapter.
+        requests counts as having one, since its next may come at any moment. counts: requests here, by adapter. least:
+        the prefill cap, None for no caps.
         """
-        least = self._limits.adapter_prefill_tokens
-        if least is None or not self._limits.chunked_prefill:
+        if least is None:
             return {}
         self._num_planned += 1
         self._seen.update(dict.fromkeys(counts, self._num_planned))

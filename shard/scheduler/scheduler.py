@@ -83,7 +83,7 @@ class Scheduler:
         """Requests that may have crashed a shard, in order of arrival."""
         self._num_by_adapter: Counter[str] = Counter()
         """Requests that have not ended, by the digest of their adapter."""
-        self._adapter_prefill_caps = AdapterPrefillCaps(limits)
+        self._adapter_prefill_caps = AdapterPrefillCaps()
         self.prompt_chunks = PromptChunks(limits)
         self._next_deadline = inf
         self._without_pages: Request | None = None
@@ -256,7 +256,9 @@ class Scheduler:
         other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order.
         """
         scheduled: list[ScheduledRequest] = []
-        caps = self._adapter_prefill_caps.of(self._num_by_adapter) if suspect is None else {}
+        caps = {}
+        if suspect is None:
+            caps = self._adapter_prefill_caps.of(self._num_by_adapter, self.prompt_chunks.adapter_cap())
         if len(self.decoding) == len(self.running) and not self.waiting:
             self._capped_adapters_skipped = False
             budget = Budget(self.limits, caps)

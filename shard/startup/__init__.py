@@ -1,1 +1,1 @@
-"""Starting a shard: model, engine, graph capture, calibration, and the worker ranks of tensor parallelism."""
+"""Starting a shard: model, engine, graph capture, and the worker ranks of tensor parallelism."""

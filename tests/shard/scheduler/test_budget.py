@@ -4,7 +4,7 @@ import pytest
 
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.adapter_slots import NoAdapters
-from lorikeet.shard.scheduler.budget import LEAST_TOKENS, RECENT_STEPS, Limits, PromptChunks
+from lorikeet.shard.scheduler.budget import LEAST_CAP, LEAST_TOKENS, MOST_CAP, RECENT_STEPS, Limits, PromptChunks
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
@@ -148,6 +148,29 @@ def test_prompt_tokens_of_a_step_follow_measured_times(
         chunks.observe(0, 8, decode_ms * disturbed / 1000)
         chunks.observe(3, 11, 99.0)  # too few prompt tokens
     assert chunks.choose(num_waiting, num_decoding) == pytest.approx(wanted, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("decode_ms", "token_ms", "cap"),
+    [(20, 1.0, 30), (21, 0.375, 84), (20, 1e-9, MOST_CAP), (1, 1.6, LEAST_CAP)],
+)
+def test_the_prefill_cap_follows_the_times_of_steps_while_serving(decode_ms: float, token_ms: float, cap: int) -> None:
+    chunks = PromptChunks(Limits(4096, 64, adapter_prefill_tokens=64, follows_times=True))
+    assert (chunks.choose(9000, num_decoding=1), chunks.adapter_cap()) == (64, 64)
+    chunks.observe(64, 64, 64 * token_ms / 1000)
+    assert chunks.adapter_cap() == 64  # no step without prompts was timed
+    for disturbed in (40, 1, 1, 1, 25, 1, 1):  # a neighbour took the processor for a moment
+        chunks.observe(64, 64, 64 * token_ms * disturbed / 1000)
+        chunks.observe(0, 8, decode_ms * disturbed / 1000)
+    assert chunks.adapter_cap() == pytest.approx(cap, abs=1)
+    fixed = PromptChunks(Limits(4096, 64, adapter_prefill_tokens=2048))
+    fixed.observe(64, 64, 1.0)
+    fixed.observe(0, 8, 1.0)
+    assert fixed.adapter_cap() == 2048
+
+
+def test_a_step_of_less_than_the_first_cap_stays_within_its_limit() -> None:
+    assert PromptChunks(Limits(32, 64, adapter_prefill_tokens=64, follows_times=True)).choose(9000, 1) == 32
 
 
 def test_prompts_that_are_not_divided_have_the_whole_limit() -> None:
