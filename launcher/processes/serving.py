@@ -296,7 +296,11 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-PRELOADED = ("lorikeet.shard.startup.serve", "lorikeet.adapters.loader.worker")
+PRELOADED = (
+    "lorikeet.proto.lean_imports:import_transformers",
+    "lorikeet.shard.startup.serve",
+    "lorikeet.adapters.loader.worker",
+)
 """What the processes that a server forks need."""
 
 
