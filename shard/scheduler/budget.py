@@ -84,13 +84,11 @@ class PromptChunks:
         num_tokens = round(seconds / max(token_s, 1e-9)) - num_decoding
         return min(limits.step_tokens, max(LEAST_TOKENS, num_tokens))
 
-    def adapter_cap(self) -> int | None:
-        """The prefill cap of an adapter. None: there is none."""
-        limits = self._limits
-        if not limits.chunked_prefill or limits.adapter_prefill_tokens is None:
-            return None
-        if not (limits.follows_times and self._token_s and self._decode_s):
-            return limits.adapter_prefill_tokens
+    def adapter_cap(self) -> int:
+        """The prefill cap of an adapter, where the limits have one."""
+        assert self._limits.adapter_prefill_tokens is not None
+        if not (self._limits.follows_times and self._token_s and self._decode_s):
+            return self._limits.adapter_prefill_tokens
         num_tokens = CAP_SLOWDOWN * median(self._decode_s) / max(median(self._token_s), 1e-9)
         return max(LEAST_CAP, min(MOST_CAP, int(num_tokens)))
 
@@ -98,23 +96,28 @@ class PromptChunks:
 class AdapterPrefillCaps:
     """Prefill caps of the adapters with more requests in a shard than another, step by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits, chunks: PromptChunks) -> None:
+        self._has_caps = limits.chunked_prefill and limits.adapter_prefill_tokens is not None
+        self._chunks = chunks
         self._num_planned = 0
         self._seen: dict[str, int] = {}  # by adapter: the newest plan in which it had requests here
 
-    def of(self, counts: Mapping[str, int], least: int | None) -> dict[str, int]:
+    def of(self, counts: Mapping[str, int]) -> dict[str, int]:
         """By adapter, "" for the bare base: the most prompt tokens it may have in the next step. An adapter with recent
-        requests counts as having one, since its next may come at any moment. counts: requests here, by adapter. least:
-        the prefill cap, None for no caps.
+        requests counts as having one, since its next may come at any moment. counts: requests here, by adapter.
         """
-        if least is None:
+        if not self._has_caps:
             return {}
         self._num_planned += 1
         self._seen.update(dict.fromkeys(counts, self._num_planned))
         for digest in [digest for digest, seen in self._seen.items() if seen < self._num_planned - RECENT_STEPS]:
             del self._seen[digest]
         fewest = min((counts.get(digest, 1) for digest in self._seen), default=1)
-        return {digest: max(least, 3 * least // (count - fewest)) for digest, count in counts.items() if count > fewest}
+        crowds = {digest: count - fewest for digest, count in counts.items() if count > fewest}
+        if not crowds:
+            return {}
+        least = self._chunks.adapter_cap()
+        return {digest: max(least, 3 * least // num_more) for digest, num_more in crowds.items()}
 
 
 class Budget:

@@ -83,8 +83,8 @@ class Scheduler:
         """Requests that may have crashed a shard, in order of arrival."""
         self._num_by_adapter: Counter[str] = Counter()
         """Requests that have not ended, by the digest of their adapter."""
-        self._adapter_prefill_caps = AdapterPrefillCaps()
         self.prompt_chunks = PromptChunks(limits)
+        self._adapter_prefill_caps = AdapterPrefillCaps(limits, self.prompt_chunks)
         self._next_deadline = inf
         self._without_pages: Request | None = None
         """Of a caller of which nothing runs: in the last plan it found too few pages."""
@@ -256,9 +256,7 @@ class Scheduler:
         other prompts would fill CAPPED_STEPS steps, every second step takes all prompts in order.
         """
         scheduled: list[ScheduledRequest] = []
-        caps = {}
-        if suspect is None:
-            caps = self._adapter_prefill_caps.of(self._num_by_adapter, self.prompt_chunks.adapter_cap())
+        caps = self._adapter_prefill_caps.of(self._num_by_adapter) if suspect is None else {}
         if len(self.decoding) == len(self.running) and not self.waiting:
             self._capped_adapters_skipped = False
             budget = Budget(self.limits, caps)
