@@ -113,11 +113,11 @@ class AdapterPrefillCaps:
         for digest in [digest for digest, seen in self._seen.items() if seen < self._num_planned - RECENT_STEPS]:
             del self._seen[digest]
         fewest = min((counts.get(digest, 1) for digest in self._seen), default=1)
-        crowds = {digest: count - fewest for digest, count in counts.items() if count > fewest}
-        if not crowds:
+        num_more = {digest: count - fewest for digest, count in counts.items() if count > fewest}
+        if not num_more:
             return {}
         least = self._chunks.adapter_cap()
-        return {digest: max(least, 3 * least // num_more) for digest, num_more in crowds.items()}
+        return {digest: max(least, 3 * least // num) for digest, num in num_more.items()}
 
 
 class Budget:
