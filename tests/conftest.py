@@ -1,4 +1,6 @@
-"""Collects garbage less often, and gives every file of tests to one worker, the slowest files first."""
+"""Collects garbage less often, times no example of hypothesis, and gives every file of tests to one worker, the slowest
+files first.
+"""
 
 import gc
 from collections import defaultdict
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parents[1]
 SLOWEST = (
@@ -36,6 +39,9 @@ SLOWEST = (
 """Files that take longest, the slowest first. The others follow in their order."""
 REPLICAS = "tests/e2e/conftest.py"
 """It has a server that several files of tests share. One worker runs them, so that the server starts once."""
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # other processes may take the machine for seconds
 
 NUM_REPORTED = 10
 """Files whose time is printed at the end."""
