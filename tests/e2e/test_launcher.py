@@ -188,7 +188,8 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
     with Launched(*flags, "--threads", "1", "--cpu-memory", "64MiB") as server:
         server.wait_until_ready()
         body = re.search(r"-d '(.*)'$", server.wait_for("curl"))
-        first = re.search(r"-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
+        page = (ROOT / "demo" / "README.md").read_text().partition("# lorikeet/base")[2]
+        first = re.search(r"-d '(.*?)'", page, re.DOTALL)
         assert body and first
         assert json.loads(body[1]) == json.loads(first[1])
         shown = httpx.post(
@@ -202,7 +203,7 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
                 *("citation", "cite", "cite-heads", "grounded", "heads", "json", "query", "question", "record"),
                 *("search", "sql", "tools"),  # `search` has no alias, but is a folder of the local root
             ]
-            chats = re.findall(r"completions.*?-d '(.*?)'", (ROOT / "demo" / "README.md").read_text(), re.DOTALL)
+            chats = re.findall(r"completions.*?-d '(.*?)'", page, re.DOTALL)
             answers = [client.post("/v1/chat/completions", json=json.loads(chat)).json() for chat in chats]
             asked, checked, called = [answer["choices"][0] for answer in answers]
             assert asked["message"]["content"] == "Who sold the lantern in Tobar?"
