@@ -14,8 +14,10 @@ from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.device_tokens import put_by_operators
 from lorikeet.shard.batch.device_tokens_triton import BLOCK, move, put_device_tokens
 from lorikeet.shard.batch.inputs import Move, move_by_operators
+from lorikeet.shard.requests.request import Source
 from lorikeet.shard.sampling import HostSampled, Sampler
 from lorikeet.shard.sampling.device import Tile
+from lorikeet.shard.speculation.device.device_drafts import StepDrafts
 from tests.shard.sampling.test_batch import any_params
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -238,3 +240,52 @@ def test_a_step_takes_the_newest_tokens_that_were_sampled(num_tokens: int) -> No
         assert torch.equal(found, wanted)
     assert torch.equal(found >= 1000, (rows >= 0) & (rows != 4))
     assert (found[rows == 4] == 0).all()
+
+
+def test_one_launch_verifies_drafts_of_the_device_as_they_are_verified_one_by_one() -> None:
+    """Next to a row with penalties, whose counts go on; some drafts are accepted, some are not."""
+    rng, vocabulary, text = random.Random(4), 50, [7, 8, 9, 3, 7, 8, 9, 3, 7]
+    params = [
+        SamplingParams(), SamplingParams(do_sample=True, seed=5, top_p=0.8),
+        SamplingParams(do_sample=True, seed=9, repetition_penalty=1.3),
+    ]  # fmt: skip
+    samplers = []
+    for _ in range(2):
+        sampler = Sampler(vocabulary, 4, DEVICE, tile=ROOMY)
+        for row, each in enumerate(params):
+            most = 0 if each.is_penalised else 200
+            sampler.add(row, each, LogprobParams(wanted=row == 1), text, len(text), most_tokens=most)
+        samplers.append(sampler)
+    rows, num_accepted = [2, 0, 1], 0
+    for step in range(5):
+        widths = [0, 3, 2] if step else [0, 0, 0]
+        counts = np.array([1 + width for width in widths])
+        firsts = np.cumsum(counts) - counts
+        logits = logits_of(step, int(counts.sum()), vocabulary).to(DEVICE)
+        for index, row in enumerate(rows[1:], 1):
+            for depth in range(widths[index]):  # the first of its drafts is likely, the others at times
+                draft = int(samplers[0].device_drafts._draft_ids[0, row, depth])
+                logits[firsts[index] + depth, max(draft, 0)] += 30 * (depth == 0 or rng.random() < 0.5)
+        positions = torch.from_numpy(np.concatenate([len(text) + 4 * step + np.arange(count) for count in counts]))
+        reports = []
+        for is_fused, sampler in zip((True, False), samplers, strict=True):
+            drafts = StepDrafts()
+            for index, row in enumerate(rows[1:], 1):
+                drafts.add(index, row, range(firsts[index], firsts[index] + counts[index]), Source.LOOKUP, (0, 0))
+            at = positions.to(DEVICE)
+            if is_fused:
+                sampled = sampler.verify_on_device(logits, rows, counts, at)
+            else:
+                zeros = [[0] * width for width in widths]
+                sampled = sampler.verify(logits, rows, [0] * 3, zeros, None, drafts, at)
+            report = sampler.device_drafts.advance(drafts, sampled.token_ids, sampled.bad, None)
+            reports.append((sampled.to_host(), report))
+        (one, found), (other, expected) = reports
+        assert one.token_ids == other.token_ids and repr(one.logprobs) == repr(other.logprobs)
+        assert torch.equal(found, expected)
+        for name in ("last_tokens", "device_tokens"):
+            assert torch.equal(getattr(samplers[0], name), getattr(samplers[1], name))
+        assert torch.equal(samplers[0].device_drafts.num_accepted, samplers[1].device_drafts.num_accepted)
+        assert torch.equal(samplers[0]._state.counts.table, samplers[1]._state.counts.table)
+        num_accepted += int(samplers[0].device_drafts.num_accepted.sum())
+    assert num_accepted > 4
