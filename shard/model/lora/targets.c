@@ -175,9 +175,23 @@ DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 64)
 DEFINE_EXPAND(1, 64) DEFINE_EXPAND(4, 16)
 #endif
 
+static void expand(const Weights *w, const float *u, int64_t count, int64_t out, element *y, int64_t y_stride,
+                   const float *base_bias) {
+    for (int64_t at = 0; at < out; at += OUTPUTS) {
+        const int64_t width = out - at > OUTPUTS ? OUTPUTS : out - at;
+        for (int64_t r = 0, rows; r < count; r += rows) {
+            _Alignas(64) float sums[4][OUTPUTS];
+            rows = r + 4 <= count ? 4 : 1;
+            (rows == 4 ? expand4 : expand1)(w->b + at * w->rank, u + r * w->rank, w->rank, sums);
+            for (int64_t i = 0; i < rows; i++)
+                add_to(w, sums[i], at, width, y + (r + i) * y_stride, base_bias);
+        }
+    }
+}
+
 // Add the sum over parts i of B_i u[i] to y. u[i]: [count, rank]
-INLINE void expand(const Weights *const *parts, float *const *u, int num_parts, int64_t count, int64_t out, element *y,
-                   int64_t y_stride, const float *base_bias) {
+static void expand_parts(const Weights *const *parts, float *const *u, int num_parts, int64_t count, int64_t out,
+                         element *y, int64_t y_stride, const float *base_bias) {
     for (int64_t at = 0; at < out; at += OUTPUTS) {
         const int64_t width = out - at > OUTPUTS ? OUTPUTS : out - at;
         for (int64_t r = 0, rows; r < count; r += rows) {
@@ -242,7 +256,7 @@ static void add_sum(const Part *part, const Task *task, const int64_t *ids) {
             for (int64_t k = 0; k < task->count * parts[p]->rank; k++) u[p][k] = expands[p] * end[k];
     }
     if (num_parts)
-        expand(parts, u, num_parts, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride,
+        expand_parts(parts, u, num_parts, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride,
                part->base_bias);
     free(memory);
 }
@@ -254,9 +268,9 @@ static void add_task(const Part *part, const Task *task, const int64_t *ids) {
         add_sum(part, task, ids);
         return;
     }
-    float memory[MOST_ROWS * (w->rank + RANKS)], *u = memory;  // the least length of an array is one
+    float u[MOST_ROWS * (w->rank + RANKS)];  // the least length of an array is one
     multiply_a(w, part, task, ids, u);
-    expand(&w, &u, 1, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
+    expand(w, u, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
 }
 
 // Compute every task of every part.
