@@ -61,10 +61,9 @@ def collect(architecture: int, few: bool) -> tuple[list["Launch"], dict[str, Any
     from tests.cuda.launches import recorded
     from tests.cuda.test_compiled_at_start import start
 
-    class Once:
-        def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-            compute()
-            return compute
+    def once(compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        return compute
 
     capability = divmod(architecture, 10)
     found: dict[Launch, None] = {}
@@ -77,7 +76,7 @@ def collect(architecture: int, few: bool) -> tuple[list["Launch"], dict[str, Any
             sampler.warm_up()
             model.inputs.device_tokens, model.inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
             padding = Padding(MOST_ROWS, decode_step.MOST_TOKENS, spare_page=0, has_adapters=True)
-            model.capture(padding, Once(), padding.all())
+            model.capture(padding, once, padding.all())
         found.update(dict.fromkeys(seen.launches))
         kernels.update(seen.kernels)
 
