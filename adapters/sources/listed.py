@@ -428,7 +428,8 @@ class S3Source(ListedSource):
         part = path.with_name(f"{path.name}.{mark}.part")
 
         def copy() -> None:
-            done = part.stat().st_size if part.exists() else 0
+            part.touch()  # an object may be empty
+            done = part.stat().st_size
             if done < meta["size"]:
                 options: Any = {"range": {"offset": done}} if done else {}
                 if meta["e_tag"]:

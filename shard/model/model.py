@@ -188,8 +188,9 @@ class Model:
         slots = [0] if not self.composed_slots.num_sums else [0, self.composed_slots.num_slots]
         ids = torch.zeros(len(slots), dtype=torch.long, device=self.info.device)
         heads = [HeadsRow(0, 0, 1)] if self.heads.vocab_size else []
-        rows = torch.arange(len(slots), device=self.info.device)
-        inputs.fill([Segment(0, 1, range(1), slot=slot) for slot in slots], ids, rows, rows.tolist(), heads)
+        rows = list(range(len(slots)))
+        segments = [Segment(0, 1, range(1), slot=slot) for slot in slots]
+        inputs.fill(segments, ids, torch.tensor(rows, device=self.info.device), rows, heads)
         self.backend.prepare(inputs)
         inputs.send()
         with self._kernels.assumed_changed(0), self.heads.kernels.assumed_outputs():

@@ -120,9 +120,15 @@ def of_check(
     return {row["alias"]: (row["state"], row["reason"]) for row in rows}
 
 
-def sentence(reason: str) -> str:
+MEMORY = "reading it needs more memory than its size explains"
+"""What the loader says of a file that claims too much. The check has no such limit, and reads on."""
+
+
+def has_same_reason(of_check: str, of_loader: str) -> bool:
     """Without the words of torch, which depend on the memory that the process may have."""
-    return reason.partition(" cannot be read: ")[0]
+    if of_loader == MEMORY:
+        return " cannot be read: " in of_check or of_check == MEMORY
+    return of_check.partition(" cannot be read: ")[0] == of_loader.partition(" cannot be read: ")[0]
 
 
 def test_the_check_decides_as_the_loader_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +143,10 @@ def test_the_check_decides_as_the_loader_does(tmp_path: Path, capsys: pytest.Cap
     by_all_bytes = of_check(base, root, tmp_path, names, capsys, "--read-weights")
     for name, (state, reason) in by_all_bytes.items():
         assert state == ("refused" if reasons[name] else "served"), (name, reason, reasons[name])
-        assert state == "served" or sentence(reason) == sentence(reasons[name]), name
+        assert state == "served" or has_same_reason(reason, reasons[name]), (name, reason, reasons[name])
     for name, (state, reason) in of_check(base, root, tmp_path, names, capsys).items():
         if state == "refused":
-            assert sentence(reason) == sentence(reasons[name]), name
+            assert has_same_reason(reason, reasons[name]), (name, reason, reasons[name])
         elif state == "unseen":
             assert (root / name / "adapter_model.bin").exists(), (name, reason)
         else:

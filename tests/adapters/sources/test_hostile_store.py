@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.errors import AdapterError, InvalidAnswer
@@ -137,6 +137,7 @@ CASES = st.tuples(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=CASES)
+@example(case=([("p/adapter_config.json", "0", TIME, "8")], {}, 200))
 def test_hostile_listings(case: Any, store: Store, tmp_path_factory: pytest.TempPathFactory) -> None:
     objects, headers, store.status = case
     store.listing = listing([*SOUND[:2], *objects])

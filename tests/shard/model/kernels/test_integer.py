@@ -205,13 +205,17 @@ def test_the_product_is_near_that_of_the_dense_weight(kind: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="counts what x86 stores")
-def test_a_word_is_stored_per_row_of_a_panel() -> None:
-    weight = IntegerWeight(8, torch.arange(8, dtype=torch.int8).view(1, 8), torch.ones(1, 1))
-    packed = PackedIntegers(weight, None).packed.view(torch.uint8)
+@pytest.mark.parametrize("values", [[0, 1, 2, 3, 4, 5, 6, 7], [-127, 1, 2, 3, 4, 5, 6, 127]], ids=["narrow", "wide"])
+def test_a_word_is_stored_per_row_of_a_panel(values: list[int]) -> None:
+    """Without what is added to all weights of the panel, which depends on their span and on the processor."""
+    weight = IntegerWeight(8, torch.tensor([values], dtype=torch.int8), torch.ones(1, 1))
+    matrix = PackedIntegers(weight, None)
+    least = int(matrix.of_panels[0].view(torch.int8)[0])
     panel = integer._load(torch.float32).outputs_of_a_panel()
-    words = packed.view(8, panel, 4)  # a whole block
-    assert words[:2, 0].tolist() == [[128, 129, 130, 131], [132, 133, 134, 135]]
-    assert (words[:, 1:] == 128).all() and (words[2:] == 128).all()
+    words = matrix.packed.view(torch.uint8).view(8, panel, 4)  # a whole block
+    stored = [(value - least) % 256 for value in values]
+    assert words[:2, 0].tolist() == [stored[:4], stored[4:]]
+    assert (words[:, 1:] == -least % 256).all() and (words[2:] == -least % 256).all()
 
 
 def test_two_threads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,4 +228,4 @@ def test_two_threads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_matrix_is_laid_out_as_in_c() -> None:
-    assert ctypes.sizeof(integer._Matrix) == 9 * 8
+    assert ctypes.sizeof(integer._Matrix) == 11 * 8
