@@ -105,6 +105,8 @@ class _CachedAnswer:
 
 
 _Key = tuple[Ref, bytes | None]
+LOCAL_S = 1.0
+"""How long an answer about a local folder is cached: to look there again costs little, and whoever trains replaces it."""
 MAX_ASKED = 8
 """Questions of one caller that sources answer at a time; further ones wait. A source may take long to answer."""
 
@@ -113,7 +115,7 @@ class Rights:
     """The cache of answers, for one event loop.
 
     A positive answer is both a right and a version. Answers, positive or negative, are cached for `ttl_s` per caller
-    and name. While a source does not answer, a public adapter's last version stays valid, and a private one's for
+    and name, those about local folders for LOCAL_S. While a source does not answer, a public adapter's last version stays valid, and a private one's for
     `stale_s` after the caller's right was proved. A version that cannot be served is looked up again, since an upload
     may have ended meanwhile, and folders that do not exist are too. Only hashes of tokens are stored, and of a refusal
     only its words.
@@ -153,7 +155,7 @@ class Rights:
         now = self._clock()
         for key in (everyone, caller):
             answer = self._answers.get(key)
-            if answer is not None and now - answer.at < self._ttl_s and not self._is_rejected(answer, now):
+            if answer is not None and now - answer.at < self._lifetime(answer) and not self._is_rejected(answer, now):
                 return answer.resolved
         if (refusal := self._refusals.get(caller)) is not None:
             raise from_dict(refusal)
@@ -172,6 +174,10 @@ class Rights:
                     cache.pop(key)
                     is_known = is_known or cache is self._answers
         return is_known
+
+    def _lifetime(self, answer: _CachedAnswer) -> float:
+        """Seconds that an answer is cached."""
+        return min(self._ttl_s, LOCAL_S) if answer.resolved.pin.source is SourceKind.LOCAL else self._ttl_s
 
     def _is_rejected(self, answer: _CachedAnswer, now: float) -> bool:
         """Whether the version cannot be served, and another one may have replaced it."""

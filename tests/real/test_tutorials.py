@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from lorikeet.demo.smollm2 import evaluation
+from lorikeet.launcher.models import demo
 from tests.docs.snippets import Block, Sandbox, blocks, needs_demo, pages, run_page
 from tests.e2e.launched import ROOT, Launched
 from tests.real import models
@@ -17,7 +18,7 @@ from tests.real import models
 pytestmark = pytest.mark.real
 
 HUB = models.CACHE / "hub"
-"""Where the launcher keeps the model, which it downloads once."""
+"""Where the launcher finds the demo's model, as if it had downloaded it."""
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
 PAGES = [page for page in pages() if needs_demo(page) and any(block.is_run for block in blocks(page))]
 
@@ -30,7 +31,8 @@ def scores() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    HUB.mkdir(parents=True, exist_ok=True)
+    folder = models.folder("smollm2", "bfloat16")
+    models.made(HUB / demo.FOLDER / demo.NAME, lambda path: path.symlink_to(folder))
     flags = ("--threads", "1", "--speculative-tokens", "3")
     environment = {"MODEL_ID": "lorikeet/smollm2", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(HUB)}
     with Launched(*flags, **environment) as server:

@@ -14,7 +14,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterNotAllowed, AdapterNot
 from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.base import SMALL_NAMES, Resolved, Within, unbounded
 from lorikeet.adapters.sources.listed import LocalSource
-from lorikeet.adapters.sources.registry import LOOKUP_S, MAX_ASKED, Rights, rejected_versions
+from lorikeet.adapters.sources.registry import LOCAL_S, LOOKUP_S, MAX_ASKED, Rights, rejected_versions
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +122,20 @@ async def test_a_version_that_cannot_be_served_is_looked_up_again(case: Case) ->
     case.clock.now = 5 * LOOKUP_S
     await rights.resolve(PUBLIC, None)
     assert case.hub.num_asked == 4, "the new version is cached"
+
+
+async def test_a_local_folder_that_was_replaced_is_served_after_a_second(tmp_path: Path) -> None:
+    clock, registry = Clock(), Registry(LocalSource([tmp_path], 1000))
+    rights = Rights(cast(Any, registry), ttl_s=60, clock=clock)
+    (tmp_path / "a").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "a" / name).write_text("old")
+    old = (await rights.resolve(Ref(SourceKind.LOCAL, "a"), None)).pin
+    (tmp_path / "a" / "adapter_model.safetensors").write_text("new")
+    clock.now = LOCAL_S / 2
+    assert (await rights.resolve(Ref(SourceKind.LOCAL, "a"), None)).pin == old
+    clock.now = LOCAL_S
+    assert (await rights.resolve(Ref(SourceKind.LOCAL, "a"), None)).pin != old
 
 
 async def test_local_folders_are_looked_up_at_once(tmp_path: Path) -> None:
