@@ -106,7 +106,7 @@ class _CachedAnswer:
 
 _Key = tuple[Ref, bytes | None]
 LOCAL_S = 1.0
-"""How long an answer about a local folder is cached: to look there again costs little, and whoever trains replaces it."""
+"""How long an answer about a local folder is cached: to look there again costs little."""
 MAX_ASKED = 8
 """Questions of one caller that sources answer at a time; further ones wait. A source may take long to answer."""
 
@@ -115,10 +115,10 @@ class Rights:
     """The cache of answers, for one event loop.
 
     A positive answer is both a right and a version. Answers, positive or negative, are cached for `ttl_s` per caller
-    and name, those about local folders for LOCAL_S. While a source does not answer, a public adapter's last version stays valid, and a private one's for
-    `stale_s` after the caller's right was proved. A version that cannot be served is looked up again, since an upload
-    may have ended meanwhile, and folders that do not exist are too. Only hashes of tokens are stored, and of a refusal
-    only its words.
+    and name, those about local folders for LOCAL_S. While a source does not answer, a public adapter's last version
+    stays valid, and a private one's for `stale_s` after the caller's right was proved. A version that cannot be served
+    is looked up again, since an upload may have ended meanwhile, and folders that do not exist are too. Only hashes of
+    tokens are stored, and of a refusal only its words.
     """
 
     def __init__(
