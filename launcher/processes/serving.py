@@ -296,12 +296,8 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-PRELOADED = (
-    "lorikeet.proto.lean_imports:import_transformers",
-    "lorikeet.shard.startup.serve",
-    "lorikeet.adapters.loader.worker",
-)
-"""What the processes that a server forks need."""
+PRELOADED = ("lorikeet.shard.startup.serve", "lorikeet.adapters.loader.worker")
+"""What the processes that a server forks need; torch's compiler too, which torch imports when a network is built."""
 
 
 def preload(settings: Settings, folder: Path) -> Preload | None:
