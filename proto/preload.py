@@ -1,9 +1,8 @@
 """The process that imports once what several processes of a server need, and forks them.
 
-`python -m lorikeet.proto.preload FD MODULE[:FUNCTION]…` imports the modules and calls the functions, then forks a
-process for each connection to the listening socket. To import them takes seconds of processor time and hundreds of MiB,
-which its children share. It has one thread, so that forking is safe, and nothing of the operator's environment: it
-forks those that read foreign files.
+`python -m lorikeet.proto.preload FD MODULE…` imports the modules, then forks a process for each connection to the
+listening socket. To import them takes seconds of processor time and hundreds of MiB, which its children share. It has
+one thread, so that forking is safe, and nothing of the operator's environment: it forks those that read foreign files.
 
 A forked process is the launcher's child: the process between the two exits at once, and the launcher adopts what its
 descendants leave. So the launcher sees its exit code, and it ends with the launcher. Linux only.
@@ -263,11 +262,8 @@ def main() -> None:
     listening = socket.socket(fileno=int(sys.argv[1]))
     # the filters that modules set stay for forked processes
     show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
-    for name in sys.argv[2:-1]:
-        module, _, function = name.partition(":")
-        imported = importlib.import_module(module)
-        if function:
-            getattr(imported, function)()
+    for module in sys.argv[2:-1]:
+        importlib.import_module(module)
     warnings.showwarning = show
     gc.collect()
     gc.freeze()  # a collection would write to pages that the children share

@@ -9,7 +9,6 @@ import time
 import structlog
 
 from lorikeet.proto import logs
-from lorikeet.proto.lean_imports import import_transformers
 from lorikeet.proto.process import report_failure
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.system.process import end_process, hold_signals
@@ -31,7 +30,6 @@ def main() -> int:
         return 1
     try:
         # Libraries warn and start threads while they are imported; the threads inherit the blocked signals.
-        import_transformers()
         from lorikeet.shard.startup.serve import serve
 
         serve(config)

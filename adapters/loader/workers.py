@@ -20,7 +20,6 @@ from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvali
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.proto import logs, process
 from lorikeet.proto.children import Forked, ForkServer, ProcessEnded, answer, serve_forks
-from lorikeet.proto.lean_imports import import_transformers
 from lorikeet.proto.process import end_with_parent, lower_priority
 
 MAX_LINE_BYTES = 4 << 20
@@ -158,7 +157,6 @@ def main() -> None:
         config = LoaderConfig.read(sys.argv[2])
         logs.configure(config.json_output, config.log_level, "loader")
         # after the parent's end is watched for: these take seconds
-        import_transformers()
         import torch
 
         from lorikeet.adapters.loader import worker

@@ -297,7 +297,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 PRELOADED = ("lorikeet.shard.startup.serve", "lorikeet.adapters.loader.worker")
-"""What the processes that a server forks need; torch's compiler too, which torch imports when a network is built."""
+"""What the processes that a server forks need."""
 
 
 def preload(settings: Settings, folder: Path) -> Preload | None:

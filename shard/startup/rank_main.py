@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from lorikeet.proto.lean_imports import import_transformers
 from lorikeet.proto.process import signal_at_parent_death
 from lorikeet.shard.system.process import end_process
 
@@ -25,7 +24,6 @@ def main() -> int:
     signal_at_parent_death()
     link = Connection(int(sys.argv[1]))
     try:
-        import_transformers()
         from lorikeet.shard.startup.rank_worker import run_rank
 
         run_rank(link)
