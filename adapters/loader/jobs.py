@@ -186,7 +186,7 @@ PAUSES_S = (0.05, 0.3, 1.0)
 
 
 _MAX_IDLE = 1
-"""Workers that are kept without a job: each has about 50 MiB of its own, and another one is forked in milliseconds."""
+"""Workers that are kept without a job. Each takes about 10 MiB of its own, and forking another takes milliseconds."""
 
 
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
@@ -213,12 +213,11 @@ class LoaderJob:
     """Where its adapters come from, as owners in the gates."""
     is_cancelled: bool = False
     """Nobody waits for it any more; it ends as soon as its worker has."""
+    caller: str = ""
+    """Who asked first; "" for the operator."""
 
     def __post_init__(self) -> None:
         self.fetching.on_fast = self.converting.on_fast = self._raise_priority
-
-    caller: str = ""
-    """Who asked first."""
 
     def own(self, caller: str) -> None:
         """Before it enters a gate."""
