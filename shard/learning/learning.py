@@ -1,6 +1,7 @@
 """Learns Medusa heads while serving: collects rows, has heads trained, adopts those that are better, and reverts them.
 
-Everything here runs between steps, in the step loop's thread. Speculation is lossless, so that heads change speed only.
+Everything here runs between steps, in the step loop's thread, except writing and deleting files. Speculation is
+lossless, so that heads change speed only.
 """
 
 import fcntl
@@ -9,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -119,17 +121,21 @@ class LearnedPair:
 
 
 class Records:
-    """What survives a restart: a file for each pair in the adapter store."""
+    """What survives a restart: a file for each pair in the adapter store. A thread changes files, so that no step waits
+    for a disk.
+    """
 
     def __init__(self, store: Path, base: tuple[str, str, str]) -> None:
         """`base`: hashes of configuration and weights, and the data type."""
         self.store, self._folder, self._base = store, store / FOLDER, list(base)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._thread = ThreadPoolExecutor(1, "learning-records")
 
     def read(self, is_whole: bool = False) -> list[tuple[str, pb.LearnedPair]]:
         """The heads that requests came with, and the pair, of the newest records of this base or of all, the newest one
         last.
         """
+        self.flush()
         records = list[tuple[str, pb.LearnedPair]]()
         paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in paths if is_whole else paths[-MAX_RECORDS:]:
@@ -142,19 +148,30 @@ class Records:
         return records
 
     def write(self, pair: LearnedPair) -> None:
-        """Write the record of a pair."""
+        """Write the record of a pair, soon."""
         state = MessageToDict(pair.state, preserving_proto_field_name=True)
-        path = self._path(pair.key)
+        record = json.dumps({"base": self._base, "given_digest": pair.given_digest, "pair": state})
+        self._thread.submit(self._write, self._path(pair.key), record)
+
+    def remove(self, digest: str) -> None:
+        """Delete heads from the store, soon."""
+        self._thread.submit(self._remove, digest)
+
+    def flush(self) -> None:
+        """Wait until everything is written and deleted."""
+        self._thread.submit(lambda: None).result()
+
+    @staticmethod
+    def _write(path: Path, record: str) -> None:
         draft = path.with_suffix(".draft")
         try:
-            draft.write_text(json.dumps({"base": self._base, "given_digest": pair.given_digest, "pair": state}))
+            draft.write_text(record)
             draft.chmod(0o600)
             draft.replace(path)
         except OSError as failure:
-            log.warning("learning_record_not_written", reason=str(failure))
+            log.warning("learning_record_not_written", file=path.name, reason=str(failure))
 
-    def remove(self, digest: str) -> None:
-        """Delete heads from the store."""
+    def _remove(self, digest: str) -> None:
         try:
             (self.store / f"{digest}.safetensors").unlink(missing_ok=True)
         except OSError as failure:

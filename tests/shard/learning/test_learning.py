@@ -178,6 +178,7 @@ def test_heads_that_do_worse_than_those_before_are_reverted(
     assert pair.heads_digest != dropped
     assert (pair.decisions[-1].decision, pair.decisions[-1].heads_digest) == ("reverted", dropped)
     assert "for 20 steps in a row" in pair.decisions[-1].reason
+    learner.learning._records.flush()
     assert not (tmp_path / f"{dropped}.safetensors").exists()
     learner.end()
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,30 @@ def test_a_purge_of_a_shard_leaves_given_heads(records: Records, tmp_path: Path)
     assert left(tmp_path) == {GIVEN, FIRST, THIRD}
 
 
+def test_a_decision_does_not_wait_for_the_disk(
+    records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(records, adopted())
+    learning = learning_of(records)
+    is_disk_free, write_text, unlink = threading.Event(), Path.write_text, Path.unlink
+
+    def write_late(path: Path, text: str) -> int:
+        assert is_disk_free.wait(5), "the step loop waits for the disk"
+        return write_text(path, text)
+
+    def unlink_late(path: Path, missing_ok: bool = False) -> None:
+        assert is_disk_free.wait(5), "the step loop waits for the disk"
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "write_text", write_late)
+    monkeypatch.setattr(Path, "unlink", unlink_late)
+    learning.changed(SECOND, Residency.FAILED, "it is damaged")
+    assert left(tmp_path) == {GIVEN, FIRST, SECOND, THIRD}
+    is_disk_free.set()
+    assert records.read() == [("", learning.pairs[PAIR].state)]
+    assert left(tmp_path) == {GIVEN, THIRD}
+
+
 def test_a_restart_keeps_the_heads_in_use_and_those_before_in_the_store(records: Records, tmp_path: Path) -> None:
     saved(records, adopted())
     learning = learning_of(records)
@@ -156,6 +181,7 @@ def test_heads_that_left_the_store_are_reported(records: Records, tmp_path: Path
     assert (last.decision, last.heads_digest) == ("failed", SECOND)
     assert last.reason == "the learned heads are no longer in the adapter store"
     assert learning.totals.num_failed == 1
+    records.flush()
     assert left(tmp_path) == {GIVEN, THIRD}  # nothing uses those before
     again = learning_of(records)  # it is said once
     assert list(again.answer(purge=False).pairs[0].decisions) == list(pair.decisions)
@@ -165,6 +191,7 @@ def test_given_heads_outlive_learned_ones_that_left_the_store(records: Records, 
     saved(records, adopted(given_digest=GIVEN, replaced=GIVEN))
     (tmp_path / f"{SECOND}.safetensors").unlink()
     learning_of(records)
+    records.flush()
     assert left(tmp_path) == {GIVEN, FIRST, THIRD}
 
 
@@ -173,6 +200,7 @@ def test_heads_that_cannot_be_loaded_leave_the_store_with_those_before(records: 
     learning = learning_of(records)
     learning.changed(SECOND, Residency.FAILED, "it is damaged")
     assert learning.pairs[PAIR].state.decisions[-1].decision == "failed"
+    records.flush()
     assert left(tmp_path) == {GIVEN, THIRD}
 
 
