@@ -142,6 +142,14 @@ class Callers:
         """The most prompt tokens of a step, of callers with more of them than their share."""
         return fair_limits(tokens, self._weights, step_tokens) if len(tokens) > 1 else {}
 
+    def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
+        """Prove that the requests of callers are counted. Raises RuntimeError."""
+        counts = (Counter(request.caller for request in requests) for requests in (running, waiting))
+        if tuple(counts) != (self._running, self._waiting):
+            raise RuntimeError("counts of callers' requests leaked")
+        if not self._weights.keys() >= self._running.keys() | self._waiting.keys():
+            raise RuntimeError("weights of callers with requests are missing")
+
     def _decrease(self, counts: Counter[str], caller: str) -> bool:
         """Whether that was the caller's last one."""
         self._has_changed = True

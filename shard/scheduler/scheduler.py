@@ -374,8 +374,8 @@ class Scheduler:
 
     @staticmethod
     def _truncate(request: Request, token_ids: Sequence[int]) -> tuple[list[int], FinishReason]:
-        """Takes the tokens into the request's constraint, up to the one that ends the request. Returns them, and why it
-        ends.
+        """Takes the tokens into the request's constraint, up to the one that ends the request, or that may end it once
+        a thread has taken it in. Returns them, and why the request ends.
         """
         taken: list[int] = []
         for token_id in token_ids:
@@ -384,6 +384,8 @@ class Scheduler:
                 return taken, FinishReason.EOS
             if request.num_output + len(taken) >= request.max_new_tokens:  # or the grammar is complete
                 return taken, FinishReason.LENGTH if request.constraint.is_ready else FinishReason.NONE
+            if not request.constraint.is_ready:
+                break
         return taken, FinishReason.NONE
 
     def discard(self, item: ScheduledRequest) -> bool:
@@ -467,13 +469,14 @@ class Scheduler:
             self.callers.forget_idle()
 
     def check(self) -> None:
-        """Prove that pages and rows are accounted for. Raises RuntimeError."""
+        """Prove that pages, rows, slots and requests of callers are accounted for. Raises RuntimeError."""
         owners = [*self.running, *self._ending]
         self.cache.check(owners)
         if sorted([*self._rows, *(request.row for request in owners)]) != list(range(self.limits.max_running)):
             raise RuntimeError("rows of device state leaked")
         sums = [request.adapter_digest for request in owners if request.composition is not None]
         self.adapters.check((digest for request in owners for digest in request.digests), sums)
+        self.callers.check(self.running, self.waiting)
 
     def _launch(self, request: Request, num_tokens: int, budget: Budget) -> ScheduledRequest:
         if num_tokens > 1:

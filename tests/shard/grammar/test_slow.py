@@ -1,9 +1,10 @@
 """Grammars that take long to match: no step waits for one, its output is the same, and one that takes too long ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -61,9 +62,34 @@ def test_a_slow_grammar_gives_the_same_output(
         assert found[request.key[1]].finish_reason is expected.finish_reason is FinishReason.EOS
 
 
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_that_turns_slow_between_drafts_gives_the_same_output(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of a step takes long, so that a thread takes in those after it: perhaps the last one of the grammar."""
+    monkeypatch.setattr(matcher, "FREE_S", 1e6)
+    monkeypatch.setattr(matcher, "MAX_MATCHING_S", 1e9)
+    consume = matcher.GrammarMatcher._consume
+    for number, num_fast in product(range(1, 3), range(12)):
+        request = make(number, name, replace(SAMPLING[1], seed=number), proposes=True)
+        expected, left = alone(request), iter(range(num_fast))
+
+        def consume_slowly(self: matcher.GrammarMatcher, token_id: int, left: Iterator[int] = left) -> bool:
+            self.is_slow = self.is_slow or next(left, None) is None
+            return consume(self, token_id)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(matcher.GrammarMatcher, "_consume", consume_slowly)
+            output = rig(Setup(drafts=DRAFTING)).run(request)[number]
+        assert output.token_ids == expected.token_ids
+        assert output.finish_reason is expected.finish_reason is FinishReason.EOS
+
+
 @pytest.mark.usefixtures("every_token_is_slow")
-def test_an_output_of_as_many_tokens_as_it_may_have_ends_with_its_grammar() -> None:
-    whole = alone(make(1, "regex", SAMPLING[1]))
+def test_an_output_of_as_many_tokens_as_it_may_have_ends_with_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(matcher, "FREE_S", 1e9)
+        whole = alone(make(1, "regex", SAMPLING[1]))
     for num_tokens in (len(whole.token_ids), len(whole.token_ids) - 1):
         request = make(1, "regex", SAMPLING[1])
         request.max_new_tokens = num_tokens
