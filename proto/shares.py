@@ -12,7 +12,7 @@ Pure state machines: no clock of their own, no asyncio.
 import heapq
 import itertools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
@@ -61,6 +61,19 @@ class Shares:
             return next(iter(self._waiting))
         names = (name for name in self._waiting if name not in blocked)
         return min(names, key=self._times.__getitem__, default=None)
+
+    def turns(self, is_over: Callable[[str], bool]) -> Iterator[str]:
+        """Members that wait now, one turn after the other, each until it `is_over`. Work charged meanwhile counts."""
+        order = [(self._times[name], number, name) for number, name in enumerate(self._waiting)]
+        heapq.heapify(order)
+        while order:
+            time, number, name = order[0]
+            if is_over(name):
+                heapq.heappop(order)
+            elif time != self._times[name]:
+                heapq.heapreplace(order, (self._times[name], number, name))
+            else:
+                yield name
 
     def take_turn(self, name: str, work: float) -> None:
         """The member has a turn, for so much work."""

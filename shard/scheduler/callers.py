@@ -122,12 +122,8 @@ class Callers:
         lanes: defaultdict[str, deque[Request]] = defaultdict(deque)
         for request in waiting:
             lanes[request.caller].append(request)
-        spent = set[str]()
-        while (caller := self._shares.next(spent)) is not None:
-            if lanes[caller] and not self.is_blocked(caller):
-                yield lanes[caller].popleft()
-            else:
-                spent.add(caller)
+        for caller in self._shares.turns(lambda name: not lanes[name] or self.is_blocked(name)):
+            yield lanes[caller].popleft()
 
     def prompt_tokens(self, requests: Iterable[Request]) -> Counter[str]:
         """Tokens of prompts that could be computed now, by caller, of those whose requests may run."""

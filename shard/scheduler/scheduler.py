@@ -257,7 +257,7 @@ class Scheduler:
         """
         scheduled: list[ScheduledRequest] = []
         caps = self._adapter_prefill_caps.of(self._num_by_adapter) if suspect is None else {}
-        if len(self.decoding) == len(self.running) and not self.waiting:
+        if len(self.decoding) == len(self.running) and not (self.waiting and self._has_row):
             self._capped_adapters_skipped = False
             budget = Budget(self.limits, caps)
         else:
@@ -509,7 +509,8 @@ class Scheduler:
         """Whether a running request cannot be in the next step before the launched ones are committed. If the next step
         left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
         """
-        if self._without_pages is not None or self.callers.excess() or self.decoding.awaits_commit:
+        is_page_due = self._without_pages is not None and self.callers.largest() is not None
+        if is_page_due or self.callers.excess() or self.decoding.awaits_commit:
             return True
         return any(request.num_launched and self._must_wait(request) for request in self._others())
 

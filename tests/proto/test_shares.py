@@ -48,6 +48,39 @@ def test_nothing_is_lost(steps: list[tuple[str, str, int]]) -> None:
 
 
 @given(
+    st.lists(st.tuples(st.sampled_from(CALLERS), st.integers(1, 9), st.booleans()), max_size=30),
+    st.lists(st.integers(0, 40), min_size=3, max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_turns_are_those_of_the_members_with_the_least_work(
+    items: list[tuple[str, int, bool]], debts: list[int]
+) -> None:
+    """Some items are passed over, which charges nothing, and their members have the next turns too."""
+    both = Shares(), Shares()
+    lanes: tuple[dict[str, list[tuple[int, bool]]], ...] = (defaultdict(list), defaultdict(list))
+    for shares, lane in zip(both, lanes, strict=True):
+        for name, work, runs in items:
+            lane[name].append((work, runs))
+            shares.join(name)
+        for name, debt in zip(CALLERS, debts, strict=True):
+            shares.charge(name, debt)
+
+    def take(shares: Shares, lane: dict[str, list[tuple[int, bool]]], name: str) -> str:
+        work, runs = lane[name].pop(0)
+        if runs:
+            shares.take_turn(name, work)
+        if not lane[name]:
+            shares.leave(name)
+        return name
+
+    (one, other), (lane, other_lane) = both, lanes
+    expected = list[str]()
+    while (name := one.next()) is not None:
+        expected.append(take(one, lane, name))
+    assert [take(other, other_lane, name) for name in other.turns(lambda name: not other_lane[name])] == expected
+
+
+@given(
     st.lists(st.sampled_from([0.25, 1.0, 2.0, 5.0]), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), min_size=200, max_size=200),
 )

@@ -1,15 +1,24 @@
 """Callers share a shard: whoever alone asks for everything gets it, and a short request starts at once."""
 
+import sys
 from collections import Counter
+from types import FrameType
 
+import numpy as np
 import pytest
 
-from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.request import FinishReason, Request, Unconstrained
 from lorikeet.shard.scheduler.budget import RECENT_STEPS, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
 FLOOD, CANARY = "flood", "canary"
+
+
+class Compiling(Unconstrained):
+    """A grammar that is being compiled."""
+
+    is_ready = False
 
 
 class Steps:
@@ -73,6 +82,20 @@ def test_a_request_gets_the_pages_of_a_caller_that_has_all() -> None:
     assert canary.finish_reason is FinishReason.LENGTH
 
 
+def test_steps_overlap_while_no_caller_can_give_pages() -> None:
+    """With one request each, callers keep their pages, and the next step need not wait for them."""
+    steps = Steps(Limits(step_tokens=512, max_running=8, short_room=64), num_pages=24)
+    for caller in ("a", "b"):
+        steps.add(caller, num_prompt=36, max_new_tokens=4)
+    steps.step()
+    waiting = steps.add(CANARY, num_prompt=36, max_new_tokens=2)
+    steps.step()
+    assert waiting.row < 0 and not steps.scheduler.awaits_commit
+    flood = steps.add("a", num_prompt=4, max_new_tokens=4)
+    steps.step(6)
+    assert waiting.finish_reason and flood.finish_reason
+
+
 def test_prompts_of_callers_share_a_step() -> None:
     steps = Steps(Limits(step_tokens=64, max_running=8))
     steps.add(FLOOD, num_prompt=4000)
@@ -92,6 +115,47 @@ def test_waiting_callers_take_turns_by_their_weights() -> None:
             steps.add(name, num_prompt=40, max_new_tokens=1, share=share)
     ran = Counter(name for _ in range(40) for name in steps.step())
     assert ran["a"] == pytest.approx(10, abs=2) and ran["b"] == pytest.approx(30, abs=2)
+
+
+def num_calls_of_a_step(num_waiting: int, num_callers: int, has_row: bool) -> int:
+    """Python functions that are called while the last step of requests that only decode is planned."""
+    num_running = 64
+    limits = Limits(step_tokens=4096, max_running=num_running + has_row, short_room=1)
+    scheduler = (steps := Steps(limits, num_pages=10_000)).scheduler
+    for number in range(num_running + num_waiting):
+        request = steps.add(f"caller {number % num_callers}", max_new_tokens=1000)
+        if has_row and number >= num_running:
+            request.constraint = Compiling()
+    num_calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    for _ in range(4):
+        num_calls = 0
+        sys.setprofile(count)
+        plan = scheduler.plan()
+        sys.setprofile(None)
+        for item in plan.scheduled:
+            scheduler.commit(item, [1])
+            scheduler.decode(item.request)
+        if (decode := plan.decode) is not None:
+            scheduler.decoding.commit(decode, np.ones(num_running, np.int64), np.zeros(num_running, bool))
+    assert not plan.scheduled and len(scheduler.decoding) == num_running
+    return num_calls
+
+
+def test_a_step_of_a_full_shard_calls_nothing_for_each_request_that_waits() -> None:
+    for num_callers in (1, 4):
+        none, some = (num_calls_of_a_step(num_waiting, num_callers, has_row=False) for num_waiting in (4, 200))
+        assert none == some
+
+
+def test_the_calls_of_a_step_are_in_proportion_to_the_callers_that_wait() -> None:
+    """Those whose requests cannot run yet, in a shard with a free row."""
+    few, many = (num_calls_of_a_step(num, 64 + num, has_row=True) for num in (100, 400))
+    assert many < 5 * few
 
 
 def test_a_caller_without_requests_is_forgotten() -> None:
