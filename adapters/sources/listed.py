@@ -122,6 +122,12 @@ _MAX_FILES = 10_000
 _MAX_NAMES = 2_000
 """Folders of the roots that are listed."""
 _CARD, _CARD_CHARACTERS, _DESCRIPTION = "README.md", 16 << 10, 200
+_CARD_TEMPLATE = (
+    "Users (both direct and downstream) should be made aware",
+    "Use the code below to get started",
+    "Carbon emissions can be estimated",
+)
+"""How paragraphs of huggingface_hub's template begin, which PEFT saves with each adapter."""
 _SAMPLE_BYTES = 64 << 10
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
@@ -297,7 +303,7 @@ class LocalSource(ListedSource):
 
 
 def _description(card: Path) -> str:
-    """The first paragraph of a model card, without its metadata; "" for none, and for PEFT's empty template."""
+    """The first paragraph of a model card that its author wrote, without metadata; "" for none."""
     try:
         with card.open(errors="replace") as file:
             text = file.read(_CARD_CHARACTERS)
@@ -306,7 +312,10 @@ def _description(card: Path) -> str:
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
-    return next((part[:_DESCRIPTION] for part in paragraphs if part and part[0] not in "#-*|`![<"), "")
+    written = (
+        part for part in paragraphs if part and part[0] not in "#-*|`![<" and not part.startswith(_CARD_TEMPLATE)
+    )
+    return next((part[:_DESCRIPTION] for part in written), "")
 
 
 def _is_blob(path: Path, folder: Path) -> bool:

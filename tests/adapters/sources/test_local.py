@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 
 from lorikeet.adapters.errors import AdapterChanged, AdapterError, AdapterInvalid, AdapterNotFound, AdapterTooLarge
 from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
+from tests import tiny
+from tests.adapters import making
 
 pytestmark = pytest.mark.anyio
 
@@ -247,3 +250,13 @@ def test_names_and_their_descriptions_stay_inside_the_roots(tmp_path: Path) -> N
     make(root / "g")
     local = source(tmp_path / "absent", root, hidden=(root / "g",))
     assert local.names() == {"a": "Answers questions.", "b": "", "f": ""}
+
+
+def test_the_template_that_peft_saves_describes_nothing(tmp_path: Path) -> None:
+    base = tiny.make("llama", tmp_path / "base")
+    adapter = making.make_adapter(base, tmp_path / "root" / "a", LoraConfig(r=2, target_modules=["q_proj"]))
+    local = source(tmp_path / "absent", tmp_path / "root")
+    assert local.names() == {"a": ""}
+    card = adapter / "README.md"
+    card.write_text(card.read_text().replace("## Uses", "Writes SQL.\n\n## Uses", 1))
+    assert local.names() == {"a": "Writes SQL."}
