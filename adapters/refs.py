@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.proto.config_file import is_number
-from lorikeet.proto.params import MAX_MERGED
+from lorikeet.proto.params import MAX_MERGE_WEIGHT, MAX_MERGED
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
@@ -147,7 +147,10 @@ class Merge:
         if not 1 <= len(pins) <= MAX_MERGED:
             raise AdapterInvalid(f"{len(pins)} adapters cannot be merged: give 1 to {MAX_MERGED}")
         if not isinstance(weights, list) or len(weights) != len(pins) or not all(map(_is_weight, weights)):
-            raise AdapterInvalid(f"`weights` must be a list of {len(pins)} numbers, one per adapter")
+            raise AdapterInvalid(
+                f"`weights` must be a list of {len(pins)} numbers from {-MAX_MERGE_WEIGHT:g} to {MAX_MERGE_WEIGHT:g},"
+                " one per adapter"
+            )
         if strategy not in STRATEGIES:
             raise AdapterInvalid(f"the strategy {str(strategy)[:40]!r} is not one of {', '.join(STRATEGIES)}")
         if method not in SIGN_METHODS:
@@ -170,4 +173,4 @@ class Merge:
 
 
 def _is_weight(value: Any) -> bool:
-    return is_number(value, 1e6)
+    return is_number(value, MAX_MERGE_WEIGHT)

@@ -56,6 +56,8 @@ FIRST_VIRTUAL_ID = 1 << 30
 """In a shard, the id of an adapter's first virtual token: beyond every vocabulary."""
 MAX_MERGED = 32
 """Maximum adapters whose sum one request uses."""
+MAX_MERGE_WEIGHT = 1e6
+"""Maximum weight of an adapter in a merge or a sum, and minimum with a minus sign."""
 MAX_DRAFT_TOKENS = 64
 """Maximum draft tokens of one step."""
 ALL_HEADS = 255

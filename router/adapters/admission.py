@@ -120,6 +120,7 @@ class AdapterAdmission:
         if generation.adapters.awaits_heads:
             problem.param = "heads_id"
         elif generation.request.adapter is not None:
+            problem.param = generation.request.adapter.request_field
             self._metrics.failed(generation.request.adapter, generation.digest)
         return problem
 

@@ -337,7 +337,7 @@ class Selection:
                 raise ModelNotFound((fields.name or "")[:256], str(error)) from None
             problem = adapter_problem(error)
             if not fields.is_model:
-                problem.param = "merged_adapters" if fields.merge is not None else fields.field
+                problem.param = fields.field
             raise problem from None
 
     async def choose_heads(self, fields: AdapterFields, caller: Caller) -> Heads | None:
@@ -470,12 +470,14 @@ class Selection:
     async def _merged(self, fields: AdapterFields, merge: MergeFields, caller: Caller) -> Adapter:
         """The caller must have access to all parts; aliases may be among them."""
         if any(not name or self.is_base(name) for name in merge.ids):
-            raise ValidationError("Base model adapter cannot be merged.", "merged_adapters")
+            raise ValidationError("Base model adapter cannot be merged.", fields.field)
         token = self._token(fields, caller)
         parts = await asyncio.gather(*(self._part(name, fields, caller, token) for name in merge.ids))
         pins, tokens = tuple(part.pin for part, _ in parts), tuple(own for _, own in parts)
         token = _needed(token, *(part for part, _ in parts))
-        return Adapter(",".join(merge.ids), pins, merge.merging, token, tokens, caller=caller.identity)
+        return Adapter(
+            ",".join(merge.ids), pins, merge.merging, token, tokens, caller=caller.identity, request_field=fields.field
+        )
 
     async def _part(
         self, name: str, fields: AdapterFields, caller: Caller, token: str | None
@@ -485,7 +487,7 @@ class Selection:
         if entry is not None:
             adapter = await self.named(entry, fields.user or caller.request_id)
             return Resolved(adapter.pins[0], is_public=adapter.token is None), adapter.token
-        ref = await self._parsed(name, fields.source, caller, is_model=False)
+        ref = await self._parsed(name, fields.source, caller, is_model=False, field=fields.field)
         resolved = await self._resolved(ref, token, caller)
         return resolved, _needed(token, resolved)
 
@@ -557,7 +559,7 @@ class Selection:
         if fields.is_model:
             return ModelNotFound((fields.name or "")[:256])
         if fields.merge is not None:
-            return UnsupportedField("merged_adapters")
+            return UnsupportedField(fields.field)
         return UnsupportedField(fields.field, _BASE_ONLY)
 
 

@@ -51,6 +51,8 @@ class Adapter:
     """The operator's, which takes precedence over the adapter's own."""
     caller: str = field(default="", compare=False)
     """The caller's identity, which has turns of its own in the loader; "" for the operator's adapters."""
+    request_field: str = field(default="model", compare=False)
+    """The request's field that named it, for errors; `model` where other requests may share the object."""
 
     @cached_property
     def content(self) -> str:

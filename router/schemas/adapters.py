@@ -1,17 +1,18 @@
 """Adapter fields of a request: name, source, token, and merged adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lorikeet.proto.params import MAX_MERGED
+from lorikeet.proto.params import MAX_MERGE_WEIGHT, MAX_MERGED
 from lorikeet.router.errors import TokenInvalid, ValidationError
 from lorikeet.router.requests.request import Merging
 from lorikeet.router.schemas.model import F32, Body, Rejected, Rule, Texts, broken_rule, fail_fast
 
 _PRUNING = ("ties", "dare_linear", "dare_ties")
+_ELECTING = ("ties", "dare_ties")
 _UNEQUAL = "number of adapter IDs must match number of adapter weights"
 
 BASE_NAMES = ("__base_model__",)
@@ -40,7 +41,7 @@ class AdapterFields:
     is_model: bool = False
     """Whether `name` was OpenAI's `model`."""
     field: str = "adapter_id"
-    """The request's field of `name`."""
+    """The request's field of `name` or `merge`."""
     user: str | None = None
     """OpenAI's `user`, which always gets the same version of a roll-out."""
 
@@ -57,6 +58,7 @@ def checked_token(token: str | None, name: str) -> str | None:
 
 
 _lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+Weight = Annotated[F32, Field(ge=-MAX_MERGE_WEIGHT, le=MAX_MERGE_WEIGHT)]
 AdapterSource = Annotated[str, Field(json_schema_extra={"enum": ["hub", "local", "s3"]})]
 
 
@@ -64,7 +66,7 @@ class MergedAdapters(Body):
     """Several adapters merged into one, with the parameters of PEFT's `add_weighted_adapter`."""
 
     ids: Texts = Field(default_factory=list, description=f"1 to {MAX_MERGED} adapters")
-    weights: Annotated[list[F32], fail_fast] = Field(default_factory=list, description="As many as `ids`")
+    weights: Annotated[list[Weight], fail_fast] = Field(default_factory=list, description="As many as `ids`")
     merge_strategy: Annotated[Literal["linear", "ties", "dare_linear", "dare_ties", "cat"], _lower] = "linear"
     density: F32 | None = Field(None, description="Above 0 and at most 1; for ties, dare_linear and dare_ties")
     majority_sign_method: Annotated[Literal["total", "frequency"], _lower, Rule("must be one of total, frequency")] = (
@@ -98,12 +100,25 @@ class MergedAdapters(Body):
         merging = Merging(tuple(self.weights), self.merge_strategy, density, self.majority_sign_method)
         return MergeFields(tuple(self.ids), merging)
 
+    def _unread(self) -> Iterator[str]:
+        """Parameters of other strategies too. LoRAX's client sends a density of 0 with every strategy."""
+        yield from super()._unread()
+        if self.density and self.merge_strategy not in _PRUNING:
+            yield "density"
+        if self.majority_sign_method != "total" and self.merge_strategy not in _ELECTING:
+            yield "majority_sign_method"
+
 
 class LoraScale(Body):
     """One adapter of llama.cpp's `lora`."""
 
     id: Annotated[str, Field(min_length=1)] = Field(description="The adapter's name; llama.cpp's numbers are not known")
-    scale: F32 = Field(1.0, description="Its weight")
+    scale: Weight = Field(1.0, description="Its weight")
+
+
+def other_servers_fields(names: Iterable[str]) -> Iterator[str]:
+    """Those of these names that are other servers' fields for adapters."""
+    return (name for name in names if name.lower().startswith("lora") and name not in AdapterGroup.applied)
 
 
 class AdapterGroup(Body):
@@ -124,8 +139,8 @@ class AdapterGroup(Body):
     def unsupported(self) -> Iterator[tuple[str, Rejected]]:
         """Other servers' fields for adapters too: ignored, the base model would answer."""
         yield from super().unsupported()
-        for name, value in (self.model_extra or {}).items():
-            if name.lower().startswith("lora") and name not in self.rejected and OTHER_SERVERS.asks(value):
+        for name in other_servers_fields(self.model_extra or {}):
+            if name not in self.rejected and OTHER_SERVERS.asks((self.model_extra or {})[name]):
                 yield name, OTHER_SERVERS
 
     def merge(self, name: str | None) -> MergeFields | None:
@@ -139,7 +154,14 @@ class AdapterGroup(Body):
 
     def adapter(self) -> AdapterFields:
         """The adapter by LoRAX's fields. Raises ValidationError."""
-        return AdapterFields(self.adapter_id, self.adapter_source, self.api_token, self.merge(self.adapter_id))
+        merge = self.merge(self.adapter_id)
+        return AdapterFields(
+            self.adapter_id, self.adapter_source, self.api_token, merge, field=self._adapter_field(merge)
+        )
+
+    def _adapter_field(self, merge: MergeFields | None) -> str:
+        """The field that names the adapter, or those of a merge."""
+        return "adapter_id" if merge is None else "merged_adapters" if self.merged_adapters else "lora"
 
     def adapter_or(self, model: str, base_names: tuple[str, ...], user: str | None) -> AdapterFields:
         """The adapter by LoRAX's fields if they are set, else by OpenAI's `model`. Raises ValidationError where two
@@ -149,10 +171,10 @@ class AdapterGroup(Body):
         merge = self.merge(name)
         if not name and merge is None:
             return AdapterFields(model, self.adapter_source, self.api_token, is_model=True, user=user)
+        field_name = self._adapter_field(merge)
         if model not in ("", name, *base_names, *BASE_NAMES):
-            field_name = "adapter_id" if merge is None else "merged_adapters" if self.merged_adapters else "lora"
             raise ValidationError(f"`model` must be the base model, since `{field_name}` names the adapter", "model")
-        return AdapterFields(name, self.adapter_source, self.api_token, merge, user=user)
+        return AdapterFields(name, self.adapter_source, self.api_token, merge, field=field_name, user=user)
 
 
 class GeneratingAdapterGroup(AdapterGroup):

@@ -261,7 +261,13 @@ def broken_rule(message: str, param: str) -> PydanticCustomError:
 
 
 _BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-_RULES = {"literal_error", "string_pattern_mismatch", "string_too_short", "string_too_long", "too_short", "too_long"}
+_LENGTHS = {
+    "string_too_short": ("at least", "character"),
+    "string_too_long": ("at most", "character"),
+    "too_short": ("at least", "item"),
+    "too_long": ("at most", "item"),
+}
+_RULES = {"literal_error", "string_pattern_mismatch", *_LENGTHS}
 
 
 _UNIONS = ("union_tag_invalid", "union_tag_not_found")
@@ -340,6 +346,10 @@ def _broken_rule(info: FieldInfo, name: str, item: Any) -> ValidationError | Non
     elif kind == "literal_error":
         values = literals(info.annotation)
         words = "must be " + (" or ".join(values) if len(values) == 2 else f"one of {', '.join(values)}")
+    elif kind in _LENGTHS:
+        sign, unit = _LENGTHS[kind]
+        length = next(item["ctx"][name] for name in ("min_length", "max_length") if name in item["ctx"])
+        words = f"must have {sign} {length} {unit}{'' if length == 1 else 's'}"
     else:
         words = f"must be {_range_words(limits, value)}"
     return BrokenRule(f"`{name}` {words}", name, item["loc"])

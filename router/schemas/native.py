@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from lorikeet.proto.params import FILTERS, MAX_ALTERNATIVES, LogprobParams, SamplingParams
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import UnsupportedField, ValidationError
+from lorikeet.router.schemas.adapters import OTHER_SERVERS, other_servers_fields
 from lorikeet.router.schemas.generation import GenerationGroup, PromptOnlyGroup, ReportGroup, RequestFields, without
 from lorikeet.router.schemas.model import (
     F32,
@@ -186,11 +187,15 @@ class GenerateRequest(Body):
 
     def _misplaced(self) -> list[str]:
         """Fields next to `parameters` that ask for something and belong in it."""
-        fields, rejected = GenerateParameters.applied, GenerateParameters.rejected
+        extra = self.__pydantic_extra__ or {}
+        rejected = {**GenerateParameters.rejected, **dict.fromkeys(other_servers_fields(extra), OTHER_SERVERS)}
         return [
             name
-            for name, value in (self.__pydantic_extra__ or {}).items()
-            if ((name in fields and value is not None) or (name in rejected and rejected[name].asks(value)))
+            for name, value in extra.items()
+            if (
+                (name in GenerateParameters.applied and value is not None)
+                or (name in rejected and rejected[name].asks(value))
+            )
             and not any(is_same(value, nothing) for nothing in _NOTHING)
         ]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.adapters.errors import AdapterInvalid
 from lorikeet.adapters.keys import sha256
 from tests.router.api.routes.test_adapters import body
 from tests.router.api.routes.test_catalogue import KEYS, bearer, made, open_keys, write
@@ -90,6 +91,63 @@ async def test_other_fields_for_adapters_are_rejected_with_their_name(route: str
         assert response.status_code in (400, 422) and field in response.text and "adapter_id" in response.text
         response = await server.client.post(route, json={**body(route, MODEL_ID), field: None})
         assert response.status_code == 200
+
+
+async def test_other_fields_for_adapters_next_to_parameters_are_rejected(tmp_path: Path) -> None:
+    async with serving(tmp_path, adapters=True) as server:
+        response = await server.client.post("/generate", json={"inputs": "Hi", "lora_request": "support"})
+        assert response.status_code == 422 and "`lora_request`" in response.text
+        response = await server.client.post("/generate", json={"inputs": "Hi", "lora_request": None, "loras": []})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"lora": [{"id": "none"}]}, "lora", "there is no adapter 'none'"),
+        ({"lora": [{"id": MODEL_ID}]}, "lora", "Base model adapter cannot be merged."),
+        ({"lora": [{"id": "one"}]}, "lora", "its rank is a lie"),
+        ({"lora": [{"id": ""}]}, "lora[0].id", "`lora[0].id` must have at least 1 character"),
+        ({"lora": [{"id": "one"}] * 33}, "lora", "`lora` must have at most 32 items"),
+        ({"lora": [{"id": "one", "scale": -2e6}]}, "lora[0].scale", "`lora[0].scale` must be >= -1000000.0"),
+        ({"merged_adapters": {"ids": ["one"], "weights": [1]}}, "merged_adapters", "its rank is a lie"),
+        ({"merged_adapters": {"ids": ["one"], "weights": [2e6]}}, "merged_adapters.weights[0]", "or equal to 1000000"),
+    ],
+)
+async def test_errors_of_sums_name_the_field(
+    fields: dict[str, Any], param: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(call: dict[str, Any]) -> dict[str, Any]:
+        raise AdapterInvalid("its rank is a lie")
+
+    made(tmp_path, "one")
+    async with serving(tmp_path, adapters=True) as server:
+        monkeypatch.setattr(server.loader, "answer", refuses)
+        response = await server.client.post("/v1/completions", json={**body("/v1/completions", MODEL_ID), **fields})
+        error = response.json()["error"]
+        assert 400 <= response.status_code < 500 and error["param"] == param, response.text
+        assert text in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"density": 0.5}, "density"),
+        ({"density": 0.0, "majority_sign_method": "total"}, None),
+        ({"merge_strategy": "cat", "majority_sign_method": "frequency"}, "majority_sign_method"),
+        ({"merge_strategy": "ties", "density": 0.5, "majority_sign_method": "frequency"}, None),
+    ],
+)
+async def test_parameters_of_other_strategies_are_named_as_ignored(
+    fields: dict[str, Any], ignored: str | None, tmp_path: Path
+) -> None:
+    made(tmp_path, "one")
+    async with serving(tmp_path, adapters=True) as server:
+        merged = {"ids": ["one"], "weights": [1], **fields}
+        response = await server.client.post("/generate", json=body("/generate", None, merged_adapters=merged))
+        assert response.status_code == 200, response.text
+        path = None if ignored is None else f"parameters.merged_adapters.{ignored}"
+        assert response.headers.get("x-ignored-fields") == path
 
 
 @pytest.mark.parametrize("route", ROUTES[1:])
