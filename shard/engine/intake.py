@@ -17,6 +17,8 @@ MOST_PARKED = 1024
 """Most requests that wait for their adapter; they take no credit."""
 PAUSE_S = 5.0
 """So long nothing more is read of a stream that has sent more requests than it has credit for, as no router does."""
+COUNTED_STEPS = 16
+"""Steps for which streams have the same credit, as long as they have the same requests: only tokens were added."""
 PERIOD_S = 0.1
 MAX_WATCH_S = 60.0
 
@@ -81,6 +83,11 @@ class Intake:
         self._learning = learning
         self._compiling: list[Request] = []
         """Requests whose grammar is being compiled, or takes in tokens."""
+        self._credits: dict[int, tuple[int, int]] = {}
+        self._counted: tuple[object, ...] = ()
+        """What the credits were counted of."""
+        self._num_reused = 0
+        """Steps since then."""
 
     def apply(self) -> list[Output]:
         """Apply all commands since the last call. Returns the outputs that they cause."""
@@ -164,6 +171,15 @@ class Intake:
         """
         if len(self.acknowledged) < 2 or self.is_ending:
             return {}
+        requests = self._scheduler.requests
+        of = num_requests, num_tokens, self._scheduler.num_arrived, len(requests), tuple(self.acknowledged)
+        self._num_reused += 1
+        if of != self._counted or self._num_reused >= COUNTED_STEPS:
+            self._counted, self._num_reused = of, 0
+            self._credits = self._count_credits(num_requests, num_tokens)
+        return self._credits
+
+    def _count_credits(self, num_requests: int, num_tokens: int) -> dict[int, tuple[int, int]]:
         num_open, num_held, callers = Counter[int](), Counter[int](), set[tuple[int, str]]()
         for (epoch, _), request in self._scheduler.requests.items():
             num_open[epoch] += 1

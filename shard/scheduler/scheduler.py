@@ -73,7 +73,8 @@ class Scheduler:
         self._ending: set[Request] = set()  # ended, but a launched step still writes their pages
         self._drafted: dict[Request, ScheduledRequest] = {}
         """Launched, with drafts that the device made: how many it accepts is not known."""
-        self._num_arrived = 0
+        self.num_arrived = 0
+        """Requests that were added so far."""
         self._capped_adapters_skipped = False
         self.is_isolated = False
         """Whether the newest step computes a single request because that may have crashed a shard."""
@@ -96,8 +97,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Its key must be new."""
-        self._num_arrived += 1
-        request.order = self._num_arrived
+        self.num_arrived += 1
+        request.order = self.num_arrived
         self.requests[request.key] = request
         self._num_by_adapter[request.adapter_digest] += 1
         if request.isolation_steps:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.shard.engine.intake import PAUSE_S
+from lorikeet.shard.engine.intake import COUNTED_STEPS, PAUSE_S, Intake
 from lorikeet.shard.grpc.codec import Bounds, read_submit
 from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
 from lorikeet.shard.grpc.outbox import Outbox
@@ -55,6 +55,23 @@ def test_a_router_gets_the_credit_of_its_callers_although_the_shard_is_full() ->
     assert status.credit_requests == 2
     assert len([request for request in rig.scheduler.running if request.key[0] == EPOCH]) == 2
     assert rig.outbox.take(OTHER).status.credit_requests == 0
+
+
+def test_steps_that_only_decode_do_not_count_the_requests_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = flooded(Setup(max_running=8, max_waiting=8, num_pages=200))
+    rig.step(3)
+    tokens, num_counted, count = [rig.step().status.credit_tokens], 0, Intake._count_credits
+
+    def counted(intake: Intake, num_requests: int, num_tokens: int) -> dict[int, tuple[int, int]]:
+        nonlocal num_counted
+        num_counted += 1
+        return count(intake, num_requests, num_tokens)
+
+    monkeypatch.setattr(Intake, "_count_credits", counted)
+    tokens += [rig.step().status.credit_tokens for _ in range(2 * COUNTED_STEPS)]
+    assert num_counted == 2 and set(tokens) == {400}
+    rig.submit(make_request(1, [3, 4, 5], 50, caller="canary"))
+    assert rig.step().status.credit_requests == 3 and num_counted == 3
 
 
 def test_a_shard_with_room_gives_all_of_it_to_each_router() -> None:
