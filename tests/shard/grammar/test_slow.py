@@ -13,11 +13,12 @@ from lorikeet.proto.params import Grammar, SamplingParams
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import matcher
 from lorikeet.shard.grammar.compiler import GrammarCompiler
-from lorikeet.shard.requests.request import FinishReason
+from lorikeet.shard.grpc.inbox import StreamEnded
+from lorikeet.shard.requests.request import FinishReason, Request
 from tests.shard.grammar import small_tokenizer
 from tests.shard.grammar.small_tokenizer import lark, regex
 from tests.shard.grammar.test_engine import DRAFTING, GRAMMARS, SAMPLING, alone, make, rig
-from tests.shard.rig import Rig, Setup, make_request
+from tests.shard.rig import EPOCH, Rig, Setup, make_request
 
 AMBIGUOUS = lark('start: e "y"\ne: e e | e "a" e | "a" | "b" | ""\n')
 
@@ -117,16 +118,61 @@ def test_no_step_waits_for_a_slow_grammar() -> None:
     assert here.outputs[1].token_ids == alone(make(1, "object", SAMPLING[0])).token_ids
 
 
-@pytest.mark.usefixtures("every_token_is_slow")
-def test_a_request_that_ends_while_a_thread_takes_in_its_tokens_leaves_nothing() -> None:
-    compiler = Held()
-    here = Rig(Setup(grammars=compiler))
-    here.submit(make(1, "object", SAMPLING[0]))
-    here.step(3)
+def abort(here: Rig, _slow: Request) -> None:
     here.abort(1)
-    here.step()
-    compiler.let()
-    here.step()
+
+
+def reach_the_deadline(here: Rig, slow: Request) -> None:
+    slow.deadline = here.scheduler._next_deadline = 0.0
+
+
+def use_the_id_twice(here: Rig, _slow: Request) -> None:
+    here.submit(make(1, "object", SAMPLING[0]))
+
+
+def take_too_long(here: Rig, _slow: Request) -> None:
+    assert isinstance(here.engine._intake._grammars, Held)
+    for _, running in here.engine._intake._grammars.held:
+        running.set_result(False)
+
+
+def end_the_stream(here: Rig, _slow: Request) -> None:
+    here.inbox.put(StreamEnded(EPOCH))
+
+
+ENDS: dict[FinishReason, list[Callable[[Rig, Request], None]]] = {
+    FinishReason.ABORTED: [abort, end_the_stream],
+    FinishReason.DEADLINE: [reach_the_deadline],
+    FinishReason.ERROR: [use_the_id_twice, take_too_long],
+}
+
+
+@pytest.mark.usefixtures("every_token_is_slow")
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("is_preempted", [False, True], ids=("running", "preempted"))
+@pytest.mark.parametrize(("reason", "end"), [(reason, end) for reason, ends in ENDS.items() for end in ends])
+def test_a_request_that_ends_while_a_thread_takes_in_its_tokens_leaves_nothing(
+    reason: FinishReason, end: Callable[[Rig, Request], None], is_preempted: bool, lag: int
+) -> None:
+    compiler = Held()
+    here = Rig(Setup(grammars=compiler, commit_lag=lag))
+    slow, other = make(1, "object", SAMPLING[0]), make_request(2, [3, 4, 5], 30)
+    here.submit(slow, other)
+    here.step(4)
+    assert compiler.held and not slow.constraint.is_ready
+    if is_preempted:
+        assert here.scheduler._take_back(slow)
+    end(here, slow)
+    here.step(2)
+    assert not here.engine._intake._compiling
+    for work, running in compiler.held:
+        work()
+        if not running.done():
+            running.set_result(True)
+    here.step(2)
+    assert slow.finish_reason is reason and not slow.page_ids and slow.row < 0
+    assert other.finish_reason is (FinishReason.ABORTED if end is end_the_stream else FinishReason.NONE)
+    here.step(40)
     here.assert_clean()
 
 
