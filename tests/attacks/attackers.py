@@ -2,6 +2,8 @@
 
 Eight clients, each with an address of its own, repeat one attack. With PEER they do something harmless at the same rate
 instead: `health` sends GET /health, `users` are ordinary users who generate short texts.
+
+No attack begins after SECONDS. Attacks that still wait for an answer are cancelled when the standard input ends.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -354,26 +357,34 @@ def _saved(value: object, is_zip: bool) -> bytes:
 
 
 async def attack(port: int, name: str, seconds: float, peer: str = "") -> int:
-    """Run it; returns how often it was done."""
+    """Run it; returns how often it was begun."""
     chosen = ATTACKS[name]
     once, end = PEERS[peer] if peer else chosen.once, time.monotonic() + seconds
 
-    async def repeat(number: int) -> int:
-        client, count = Attacker(port, number, random.Random(number)), 0
+    count = 0
+
+    async def repeat(number: int) -> None:
+        nonlocal count
+        client = Attacker(port, number, random.Random(number))
         await asyncio.sleep(chosen.interval_s * number / NUM_ATTACKERS)
         while time.monotonic() < end:
             next_at = time.monotonic() + chosen.interval_s
+            count += 1
             with contextlib.suppress(OSError, TimeoutError):
                 await once(client)
-            count += 1
             await asyncio.sleep(max(0.0, min(next_at, end) - time.monotonic()))
         for writer in client.held:
             writer.close()
-        return count
 
     hub = await asyncio.start_server(answer_as_hub, "127.0.0.1", int(os.environ[HUB_PORT]))
     async with hub:
-        return sum(await asyncio.gather(*map(repeat, range(NUM_ATTACKERS))))
+        attacking = asyncio.gather(*map(repeat, range(NUM_ATTACKERS)))
+        input_ended = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+        await asyncio.wait({attacking, input_ended}, return_when=asyncio.FIRST_COMPLETED)
+        attacking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await attacking
+    return count
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -134,12 +135,13 @@ def next_to(launched: Launched, name: str, seconds: float, at_least: int, peer: 
         peer,
     ]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as attackers:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as attackers:
         time.sleep(1.0)
         prefix = f"canary-{'peer-' * bool(peer)}{name}"
         adapters = [f"{prefix}-{number}" for number in range(NUM_CANARIES)] if ATTACKS[name].loads else []
         seen = canary(launched.url, seconds - 1.0, at_least, adapters)
-        output, _ = attackers.communicate(timeout=180)
+        output, _ = attackers.communicate(timeout=180)  # which ends their input
     assert attackers.returncode == 0
     return seen, int(output)
 
