@@ -26,6 +26,7 @@ from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources import hub
 from lorikeet.adapters.sources.base import CONFIG, SMALL_NAMES, AdapterSource, FileHead
 from lorikeet.adapters.sources.registry import DEFAULT_MAX_ADAPTER_BYTES, Sources, SourceSettings
+from lorikeet.proto.gguf.header import Header
 
 if TYPE_CHECKING:
     from lorikeet.adapters.formats.changes import PlannedReader
@@ -91,7 +92,7 @@ class AdapterValidator:
         """By headers: problems of values are not seen. Raises AdapterInvalid or NotServed with the reason."""
         from lorikeet.adapters.formats import layout
 
-        opened = layout.adapter_of_headers(headers.small, headers.heads)
+        opened = layout.adapter_of_headers(headers.small, headers.heads, self._reader.skeleton)
         self._tokenizers.check_files(dict(headers.small))
         num_bytes = sum(head.size for head in headers.heads.values())
         return _validation(opened, opened.decide(self._reader, self._base), num_bytes)
@@ -132,12 +133,24 @@ def _heads(source: AdapterSource, pin: Pin, token: str | None) -> dict[str, File
 
 
 def _needed(name: str, head: FileHead) -> int:
+    """Bytes of the file's header."""
+    if name.endswith(".gguf"):
+        return _needed_gguf(head)
     if not name.endswith(".safetensors"):
         return 0
     try:
         return PREFIX + header_len(head.content, head.size, name)
     except AdapterError:
         return 0  # the error is raised when the header is parsed
+
+
+def _needed_gguf(head: FileHead) -> int:
+    """0 if the header was read as a whole, else as much as is ever read: its length is not stored."""
+    try:
+        Header(head.content, head.size)
+    except ValueError:
+        return min(head.size, PREFIX + MAX_HEADER)
+    return 0
 
 
 _MAX_CONCURRENT = 16
@@ -314,7 +327,7 @@ def _row(alias: str, ref: Ref, adapter: _Found | AdapterError, validated: Callab
         return CheckRow(alias, str(ref), "refused", str(error))
     state, reason = "served", "; ".join(validation.warnings)
     if not validation.has_headers:
-        state, reason = "unseen", "a file without a header (.bin, .pt, .gguf) is checked when it is loaded"
+        state, reason = "unseen", "a file without a header (.bin, .pt) is checked when it is loaded"
     elif validation.unread:
         state, reason = "unseen", f"{validation.unread[0]} is compared with the base's when it is loaded"
     sizes = (validation.rank, validation.num_modules, validation.num_heads, validation.num_bytes)

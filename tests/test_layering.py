@@ -51,7 +51,7 @@ FOLDERS = {
     ),
     "launcher": ("config", "models", "processes", "cli", "bench", ""),
     "demo": ("data/tasks", "data", "training", "evaluation", "smollm2", ""),
-    "proto": ("",),
+    "proto": ("gguf", ""),
 }  # fmt: skip
 """Every folder of the installed package."""
 

@@ -3,87 +3,92 @@
 transformers has the table of names, and the order in which these files have the rows of some weights.
 """
 
-import hashlib
-from pathlib import Path
+import mmap
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from lorikeet.adapters.errors import AdapterInvalid, AdapterTooLarge, NotServed, first_line
+from lorikeet.adapters.errors import AdapterInvalid, NotServed, first_line
 from lorikeet.adapters.formats.base_model import Skeleton
-from lorikeet.adapters.formats.weights import Weights
+from lorikeet.adapters.formats.configuration import MAX_RANK
+from lorikeet.proto.config_file import is_number
+from lorikeet.proto.gguf.header import Header
 
 A, B = ".lora_a", ".lora_b"
 ALPHA, INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
 DTYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})
 """The types that llama.cpp writes adapters in."""
+LARGEST_ALPHA = 1e9
 LLAMAS = frozenset({"llama", "mistral"})
 """transformers' model types whose files have the architecture `llama`."""
 
 
-def read(path: Path, limit: int, skeleton: Skeleton) -> tuple[dict[str, Any], Weights]:
-    """The configuration and the tensors that PEFT would have. Raises AdapterInvalid, AdapterTooLarge or NotServed."""
-    num_bytes = path.stat().st_size
-    if num_bytes > limit:
-        raise AdapterTooLarge(f"{path.name} has {num_bytes} bytes; the limit is {limit}")
-    file = _File(path)
+def read(
+    content: bytes | mmap.mmap, num_bytes: int, name: str, skeleton: Skeleton, has_values: bool = True
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The configuration and the tensors that PEFT would have. `num_bytes`: of the file, whose beginning is enough
+    without values. Tensors are then on the meta device. Raises AdapterInvalid or NotServed.
+    """
+    file = _File(content, num_bytes, name, has_values)
     names = _Names(skeleton, file.architecture)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
-    for name in file.tensors:
-        ending = name[-len(A) :]
+    for tensor_name in file.places:
+        ending = tensor_name[-len(A) :]
         if ending not in (A, B):
-            raise NotServed(f"its tensor {name[:200]} is not a factor of a LoRA: what it does is not served")
-        pairs.setdefault(name.removesuffix(ending), {})[ending] = file.tensor(name)
+            raise NotServed(f"its tensor {tensor_name[:200]} is not a factor of a LoRA: what it does is not served")
+        pairs.setdefault(tensor_name.removesuffix(ending), {})[ending] = file.tensor(tensor_name)
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
-    for name, pair in pairs.items():
+    for tensor_name, pair in pairs.items():
         if len(pair) != 2:
-            raise AdapterInvalid(f"{path.name} has one of the two factors of {name[:200]}")
-        module, a, b, is_embedding = names.factors(name, pair[A], pair[B])
-        ranks[module] = a.shape[0]
+            raise AdapterInvalid(f"{name} has one of the two factors of {tensor_name[:200]}")
+        module, a, b, is_embedding = names.factors(tensor_name, pair[A], pair[B])
+        rank = ranks[module] = a.shape[0]
+        if rank > MAX_RANK:
+            raise AdapterInvalid(f"its tensor {tensor_name[:200]}{A} has rank {rank}; the limit is {MAX_RANK}")
         ends = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
         tensors |= {f"base_model.model.{module}.{end}": factor for end, factor in zip(ends, (a, b), strict=True)}
-    with path.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256")
-    return file.settings(ranks), Weights(tensors, digest, num_bytes, share_no_memory=True)
+    return file.settings(ranks), tensors
 
 
 class _File:
     """The metadata and tensors of a file."""
 
-    def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
-        self.path = path
+    def __init__(self, content: bytes | mmap.mmap, num_bytes: int, name: str, has_values: bool) -> None:
+        self._content, self._has_values = content, has_values
         try:
-            self._reader: Any = GGUFReader(path)
-            self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-            kind, of = self._value("general.type"), self._value("adapter.type")
-            self.architecture = str(self._value("general.architecture"))
-            self.alpha = self._value(ALPHA)
-            self.invocation_ids = self._value(INVOCATION)
-        except Exception as error:  # the reader checks nothing
-            raise AdapterInvalid(f"{path.name} is not a file of llama.cpp: {first_line(error)[:200]}") from None
+            header = Header(content, num_bytes)
+            keys = ("general.type", "adapter.type", "general.architecture", ALPHA, INVOCATION)
+            kind, of, architecture, self.alpha, self.invocation_ids = map(header.value, keys)
+        except ValueError as error:
+            raise AdapterInvalid(f"{name} is not a file of llama.cpp: {first_line(error)[:200]}") from None
+        self.architecture, self.places = str(architecture), header.tensors
         if (kind, of) != ("adapter", "lora"):
             what = f"{kind or 'model'} {of or ''}".strip()[:80]
-            raise AdapterInvalid(f"{path.name} holds a {what}, not a LoRA")
-        if not self.tensors:
-            raise AdapterInvalid(f"{path.name} holds no tensors")
-
-    def _value(self, key: str) -> Any:
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+            raise AdapterInvalid(f"{name} holds a {what}, not a LoRA")
+        if not self.places:
+            raise AdapterInvalid(f"{name} holds no tensors")
+        if self.alpha is not None and not is_number(self.alpha, LARGEST_ALPHA):
+            raise AdapterInvalid(f"its {ALPHA} is {self.alpha!r:.60}; it must be a number up to {LARGEST_ALPHA:g}")
+        if self.invocation_ids is not None and not isinstance(self.invocation_ids, list):
+            raise AdapterInvalid(f"its {INVOCATION} is {self.invocation_ids!r:.60}; it must be a list of token ids")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Its values in float32, with the shape that torch has."""
-        from gguf import dequantize
+        from gguf import GGMLQuantizationType, dequantize
 
-        tensor = self.tensors[name]
-        if tensor.tensor_type.name not in DTYPES or len(tensor.shape) != 2:
-            raise NotServed(f"its tensor {name[:200]} has the type {tensor.tensor_type.name}")
-        return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32))
+        place = self.places[name]
+        if place.kind.name not in DTYPES:
+            served = ", ".join(sorted(DTYPES))
+            raise NotServed(f"its tensor {name[:200]} has the type {place.kind.name}; adapters are served in {served}")
+        if len(place.shape) != 2:
+            raise NotServed(f"its tensor {name[:200]} has {len(place.shape)} dimensions; factors with 2 are served")
+        if not self._has_values:
+            return torch.empty(place.shape, device="meta")
+        stored = np.frombuffer(self._content, np.uint8, place.num_bytes, place.offset).reshape(place.shape[0], -1)
+        return torch.from_numpy(np.array(dequantize(stored, GGMLQuantizationType[place.kind.name]), np.float32))
 
     def settings(self, ranks: dict[str, int]) -> dict[str, Any]:
         """`ranks`: by module. llama.cpp divides alpha by the rank of each module, and takes alpha 0 as no scaling."""
@@ -94,7 +99,7 @@ class _File:
         if not self.alpha:
             values["alpha_pattern"] = others
         if self.invocation_ids:
-            values["alora_invocation_tokens"] = list(self.invocation_ids)
+            values["alora_invocation_tokens"] = self.invocation_ids
         return values
 
 

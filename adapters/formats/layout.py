@@ -9,6 +9,7 @@ those of version 1 also have `heads.j.output` [V, H]; the metadata give their nu
 invocation tokens of an activated LoRA, and a checksum (`proto/digest.py`).
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -451,14 +452,17 @@ class Contents:
             file.check_unchanged()
 
 
-def adapter_of_headers(small: Mapping[str, bytes], heads: Mapping[str, FileHead]) -> Contents:
+def adapter_of_headers(small: Mapping[str, bytes], heads: Mapping[str, FileHead], skeleton: Skeleton) -> Contents:
     """Contents without values: `small` are the small files, `heads` the beginnings of the weight files, by name.
+    `skeleton`: of the base, for files of llama.cpp.
 
-    Raises AdapterInvalid or AdapterTooLarge.
+    Raises AdapterInvalid, AdapterTooLarge or NotServed.
     """
     heads_name = find_heads(small.keys() | heads.keys(), lambda name: heads[name].content)
-    if heads_name is None and gguf_file(small.keys() | heads.keys()) is not None:
-        return Contents({"peft_type": "LORA"}, None, None)
+    if heads_name is None and (file := gguf_file(small.keys() | heads.keys())) is not None:
+        head = heads[file]
+        read, tensors = read_gguf(head.content, head.size, file, skeleton, has_values=False)
+        return Contents(read, Weights(tensors, hashlib.sha256(), head.size, False, has_values=False), None)
     if CONFIG not in small and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
     values = changes = heads_file = None
@@ -485,7 +489,10 @@ def open_adapter(folder: Path, limit: int, skeleton: Skeleton | None = None) -> 
     names = os.listdir(folder)
     heads_name = find_heads(names, lambda name: weights.read_small(folder / name, PEEK_BYTES))
     if heads_name is None and skeleton is not None and (file := gguf_file(names)) is not None:
-        yield Contents(*read_gguf(folder / file, limit, skeleton), None)
+        with weights.opened(folder, limit, [file]) as changes:
+            assert changes.memory is not None
+            values, changes.tensors = read_gguf(changes.memory, changes.num_bytes, file, skeleton)
+            yield Contents(values, changes, None)
         return
     if CONFIG not in names and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")

@@ -1,6 +1,6 @@
 """An adapter's weight files as named tensors: safetensors mapped in place, or a `.bin` read without running its code.
 
-`changes` finds the module of each tensor.
+A `.gguf` file is only mapped. `changes` finds the module of each tensor.
 """
 
 import hashlib
@@ -47,6 +47,8 @@ class Weights:
     """No two tensors share memory, so that an address identifies a tensor."""
     has_values: bool = True
     """Unless only the headers of the files were read."""
+    memory: mmap.mmap | None = None
+    """The bytes of a `.gguf` file, whose tensors `gguf_file` reads."""
     _files: list[tuple[Path, int, tuple[int, ...]]] = field(default_factory=list)
 
     def check_unchanged(self) -> None:
@@ -68,7 +70,7 @@ def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weig
     Raises AdapterInvalid or AdapterTooLarge with a sentence that names the file.
     """
     names = names or weight_files(folder)
-    weights = Weights({}, hashlib.sha256(), 0, names[0].endswith(".safetensors"))
+    weights = Weights({}, hashlib.sha256(), 0, names[0].endswith((".safetensors", ".gguf")))
     try:
         for name in names:
             path = folder / name
@@ -81,6 +83,7 @@ def opened(folder: Path, limit: int, names: Sequence[str] = ()) -> Iterator[Weig
         yield weights
     finally:
         weights.tensors.clear()
+        weights.memory = None
         for _, descriptor, _ in weights._files:
             os.close(descriptor)
 
@@ -149,7 +152,10 @@ def _add(weights: Weights, name: str, descriptor: int, limit: int) -> None:
         memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):
         raise AdapterInvalid(f"{name} is not a file that can be read") from None
-    if name.endswith(".safetensors"):
+    tensors: dict[str, torch.Tensor] = {}
+    if name.endswith(".gguf"):
+        weights.memory = memory
+    elif name.endswith(".safetensors"):
         tensors = _mapped(memory, size, name)
     else:
         tensors = _unpickled(Path(f"/proc/self/fd/{descriptor}"), size, name)

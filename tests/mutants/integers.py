@@ -72,14 +72,14 @@ MUTANTS = [
     ),
     Mutant(
         "tensors of a .gguf file may overlap",
-        "shard/model/gguf/header.py",
+        "proto/gguf/header.py",
         "if place.offset < end:",
         "if place.offset < 0:",
         f"{GGUF}/test_header.py::test_what_is_refused",
     ),
     Mutant(
         "counts in the header of a .gguf file are believed",
-        "shard/model/gguf/header.py",
+        "proto/gguf/header.py",
         "if count * num_bytes > self.num_bytes - self._at:",
         "if count < 0:",
         f"{GGUF}/test_header.py::test_what_is_refused",

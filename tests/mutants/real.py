@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "tensors of type Q5_0 are unknown",
-        "shard/model/gguf/header.py",
+        "proto/gguf/header.py",
         '6: TensorType("Q5_0", 32, 22),',
         "",
         f"{REAL}/test_gguf.py::test_published_files_are_as_good_as_their_values[gemma3]",

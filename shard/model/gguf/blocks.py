@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lorikeet.shard.model.gguf.header import TYPES
+from lorikeet.proto.gguf.header import TYPES
 from lorikeet.shard.model.kernels.integer import MIDDLE, IntegerWeight
 
 SIZES = {kind.name: kind.num_bytes for kind in TYPES.values()}

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lorikeet.proto.gguf.header import Header, TensorPlace
 from lorikeet.proto.quantization import GGUF_NAME
 from lorikeet.shard.model.gguf.blocks import read_blocks
-from lorikeet.shard.model.gguf.header import Header, TensorPlace
 from lorikeet.shard.model.kernels.integer import IntegerWeight
 
 PLAIN = {
@@ -32,12 +32,12 @@ class GgufFile:
         """`path`: of the file or of its first part. Raises ValueError with a reason if it cannot be served."""
         first = self._opened(Path(path))
         count = first.value(SPLIT_COUNT) or 1
-        self._headers = [first, *(self._opened(part) for part in _later_parts(Path(path), first, count))]
-        self.paths = [header.path for header in self._headers]
+        self.paths = [Path(path), *_later_parts(Path(path), first, count)]
+        self._headers = [first, *map(self._opened, self.paths[1:])]
         self.tensors: dict[str, TensorPlace] = {}
         self._paths: dict[str, Path] = {}
-        for number, header in enumerate(self._headers):
-            self._add(header, number, count)
+        for number in range(len(self._headers)):
+            self._add(number, count)
         if count > 1 and len(self.tensors) != first.value(SPLIT_TENSORS):
             raise ValueError(f"its parts have {len(self.tensors)} tensors, not {first.value(SPLIT_TENSORS)}")
         self.architecture = str(self.value("general.architecture"))
@@ -46,19 +46,20 @@ class GgufFile:
 
     def _opened(self, path: Path) -> Header:
         try:
-            return Header(path)
+            return Header.of_file(path)
         except (OSError, ValueError) as failure:
             raise ValueError(f"{path} cannot be read as a .gguf file: {failure}") from None
 
-    def _add(self, header: Header, number: int, count: int) -> None:
+    def _add(self, number: int, count: int) -> None:
         """Add the tensors of a part."""
+        path, header = self.paths[number], self._headers[number]
         if count > 1 and (header.value(SPLIT_NUMBER), header.value(SPLIT_COUNT)) != (number, count):
-            raise ValueError(f"{header.path} is not part {number + 1} of {count} of the same model")
+            raise ValueError(f"{path} is not part {number + 1} of {count} of the same model")
         twice = self.tensors.keys() & header.tensors.keys()
         if twice:
             raise ValueError(f"several of its parts have the tensor {min(twice)}")
         self.tensors |= header.tensors
-        self._paths |= dict.fromkeys(header.tensors, header.path)
+        self._paths |= dict.fromkeys(header.tensors, path)
 
     def write_metadata(self, path: Path) -> None:
         """Write a file with the metadata and the names of the tensors, all of them empty: transformers reads it without

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lorikeet.proto.gguf.header import TYPES
 from lorikeet.shard.model.gguf import tokenizer as tokenizers
 from lorikeet.shard.model.gguf.folder import FolderRequest, main
-from lorikeet.shard.model.gguf.header import TYPES
 
 needs_tokenizers = pytest.mark.skipif(
     tokenizers.SPLITS is None, reason="transformers 5.18 is the first that makes tokenizers of .gguf files"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet.proto.gguf.header import TYPES
 from lorikeet.shard.model.gguf.blocks import FORMATS, read_blocks
-from lorikeet.shard.model.gguf.header import TYPES
 from lorikeet.shard.model.kernels import integer
 from lorikeet.shard.model.kernels.integer import PackedIntegers, StoredWeight, plain_product
 from tests.shard.model.gguf.files import random_rows

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet.proto.gguf.header import Header
 from lorikeet.shard.model.gguf.file import GgufFile
-from lorikeet.shard.model.gguf.header import Header
 from tests import tiny
 from tests.shard.model.gguf.files import answer_of, split_model, write_model
 
@@ -61,7 +61,7 @@ def test_a_good_header(tmp_path: Path) -> None:
         "none": (9, struct.pack("<IQ", 4, 0), []),
     }
     entries = [ARCHITECTURE, *(entry(key, kind, stored) for key, (kind, stored, _) in values.items())]
-    header = Header(written(tmp_path, entries=entries))
+    header = Header.of_file(written(tmp_path, entries=entries))
     assert {key: header.value(key) for key in values} == {key: value for key, (_, _, value) in values.items()}
     assert header.value("absent") is None
     shapes = {name: place.shape for name, place in header.tensors.items()}

@@ -4,9 +4,10 @@ A file may come from anybody. Every count, length and place is compared with the
 """
 
 import mmap
+import os
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -65,15 +66,11 @@ class TensorPlace(NamedTuple):
 class Header:
     """The header of one file. Values of the metadata are decoded when they are read."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ValueError for a header that is broken or not supported, OSError for a file that cannot be opened."""
-        self.path = path
-        with path.open("rb") as file:
-            self.num_bytes = path.stat().st_size
-            if not self.num_bytes:
-                raise ValueError("it is empty")
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 0
+    def __init__(self, content: bytes | mmap.mmap, num_bytes: int) -> None:
+        """`content`: the file or its beginning. `num_bytes`: of the file. Raises ValueError for a header that is broken
+        or not supported, or longer than `content`.
+        """
+        self.num_bytes, self._data, self._at = num_bytes, content, 0
         num_tensors, num_entries = self._counts()
         self.entries_at = self._at
         self._values: dict[str, tuple[int, int]] = {}
@@ -85,6 +82,15 @@ class Header:
         places = [self._tensor() for _ in range(num_tensors)]
         start = self._at + -self._at % alignment
         self.tensors = self._placed(places, start, alignment)
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Raises ValueError, and OSError for a file that cannot be opened."""
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if not num_bytes:
+                raise ValueError("it is empty")
+            return cls(mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ), num_bytes)
 
     @property
     def keys(self) -> list[str]:
@@ -231,5 +237,7 @@ class Header:
     def _take(self, num_bytes: int) -> bytes:
         if num_bytes > self.num_bytes - self._at:
             raise ValueError("its header is longer than the file")
+        if self._at + num_bytes > len(self._data):
+            raise ValueError(f"its header is longer than {len(self._data)} bytes")
         self._at += num_bytes
         return self._data[self._at - num_bytes : self._at]

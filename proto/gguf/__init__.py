@@ -1,0 +1,1 @@
+"""`.gguf` files, as shards read models and the loader reads adapters from them."""
