@@ -489,10 +489,10 @@ def open_adapter(folder: Path, limit: int, skeleton: Skeleton | None = None) -> 
     names = os.listdir(folder)
     heads_name = find_heads(names, lambda name: weights.read_small(folder / name, PEEK_BYTES))
     if heads_name is None and skeleton is not None and (file := gguf_file(names)) is not None:
-        with weights.opened(folder, limit, [file]) as changes:
-            assert changes.memory is not None
-            values, changes.tensors = read_gguf(changes.memory, changes.num_bytes, file, skeleton)
-            yield Contents(values, changes, None)
+        with weights.opened(folder, limit, [file]) as mapped:
+            assert mapped.memory is not None
+            read, mapped.tensors = read_gguf(mapped.memory, mapped.num_bytes, file, skeleton)
+            yield Contents(read, mapped, None)
         return
     if CONFIG not in names and heads_name is None:
         raise AdapterInvalid(f"there is no {CONFIG} and no {HEADS[0]}")
