@@ -4,40 +4,21 @@ from functools import partial
 
 from benchmarks.adapters import activated, cost, fairness, goodput, loading, tiers
 from benchmarks.evidence.figure import Figure, Over, Suite, raw_value
-from benchmarks.grammar import cost as constrained
-from benchmarks.grammar import peer as structured
-from benchmarks.load.peers import INFINITY_VERSION, SENTENCE_TRANSFORMERS_VERSION, VLLM_VERSION
+from benchmarks.load.peers import VLLM_VERSION
 from benchmarks.load.rounds import OURS, VLLM, first_token, speedup
-from benchmarks.serving import (
-    closed_loop,
-    embeddings,
-    llama_cpp,
-    open_loop,
-    overload,
-    pauses,
-    router,
-    start,
-    transformers_peer,
-)
-from benchmarks.speculation import counts, heads, history, learning, lookup, speed
+from benchmarks.serving import closed_loop, pauses, start
+from benchmarks.speculation import counts, heads, history, lookup, speed
 from tests.endurance import faults
 
 at_most = partial(Figure, at_least=False)
 embedded = partial(Suite, model="embedded model", dtype="float32")
 embedded_bf16 = partial(embedded, dtype="bfloat16")
 large = partial(Suite, model="random Llama, 200 M", dtype="bfloat16")
-simulated = partial(Suite, model="simulated shard")
-LLAMA_CPP = f"llama.cpp of llama-cpp-python {llama_cpp.VERSION}"
 VLLM_ON_CPU = f"vLLM {VLLM_VERSION} (CPU)"
 
 TARGET_SHARE = {1: 0.72, 8: 0.80, 32: 0.80}
 OVER_VLLM = {1: 1.4, 8: 1.3, 32: 1.25}
 FIRST_TOKEN_OVER_VLLM = {32: 1.0}
-OVER_LLAMA_CPP: dict[int, dict[str, float | None]] = {
-    1: {"int8": 1.6, "int4": 1.4},
-    8: {"int8": 2.8, "int4": 1.7},
-    32: {"int8": None, "int4": 1.7},
-}
 """Targets by clients."""
 HISTORY = {history.ALL: 2.0, history.HALF: 1.5, history.NONE: 1.0}
 """Targets by the part of requests that repeat an earlier prompt."""
@@ -63,37 +44,13 @@ def _closed(clients: int) -> Suite:
 
 SERVING = (
     *map(_closed, TARGET_SHARE),
-    large("open", open_loop.measure, 1,
-          tuple(Figure(f"highest request rate with p99 time to first token within 2 s, {name}",
-                       partial(open_loop.highest_rate, name), unit="requests/s", over=Over.WORST)
-                for name in (OURS, VLLM)) +
-          (Figure("highest request rate with p99 time to first token within 2 s, over vLLM", open_loop.over_vllm,
-                  1.25, unit="×", over=Over.WORST),), peer=VLLM_ON_CPU),
-    large("transformers", transformers_peer.measure, transformers_peer.ROUNDS,
-          (Figure("throughput over transformers continuous batching", transformers_peer.over_transformers, 4.0,
-                  unit="×"),), peer="transformers"),
     embedded_bf16("start", start.measure, start.ROUNDS,
                   (at_most("second start of the embedded model", partial(raw_value, "ready_s"), 10.0, unit="s"),
                    at_most("second start over its imports", partial(raw_value, "ready_over_imports"), 1.2, unit="×"),
                    at_most("memory of all processes, no adapter", partial(raw_value, "pss_mib"), 650, unit="MiB"),
                    at_most("answer after the shard was killed", partial(raw_value, "recovery_s"), 2.0, unit="s"))),
-    large("overload", overload.measure, overload.ROUNDS,
-          (at_most("p99 of rejections beyond capacity", overload.refusal_p99, 10.0, unit="ms"),
-           Figure("throughput during a flood of further requests, over without", overload.goodput, 0.9))),
 )  # fmt: skip
 """Whole servers."""
-
-ROUTER = (
-    simulated("router", router.measure, router.ROUNDS,
-              (Figure("router throughput, 256 streams", partial(raw_value, "tokens_per_second"), 40_000,
-                      unit="tokens/s"),
-               at_most("time to first token added by the router, 64 clients", router.added_first_token_ms, 5.0,
-                       unit="ms"))),
-    simulated("router-shards", router.measure_shards, router.ROUNDS,
-              (Figure("throughput of one router over four shards, of four times one", router.share, 0.9),),
-              model="simulated shards"),
-)  # fmt: skip
-"""The router by itself."""
 
 ADAPTERS = (
     large("adapters-cost", cost.measure, cost.ROUNDS,
@@ -179,15 +136,6 @@ SPECULATION = (
     embedded("speculation-history-unrelated", history.unrelated, history.ROUNDS,
              (Figure("throughput with history drafts over without, nothing repeated",
                      partial(speedup, history.ON, history.OFF), 0.99),)),
-    embedded("learning-switch", learning.measure, 1,
-             (Figure("tokens per step of heads learned while serving over those trained offline, traffic switched",
-                     learning.over_offline, 0.85, over=Over.WORST),
-              at_most("p99 time per token with learning over without, half of capacity", learning.p99_ratio, 1.05,
-                      over=Over.WORST),
-              Figure("throughput with learning over without, half of capacity",
-                     partial(speedup, learning.ON, learning.OFF), 0.97, over=Over.WORST),
-              at_most("texts that learning changed", partial(raw_value, "differing_texts"), 0.0, over=Over.WORST),
-              Figure("processor that trainings got", learning.trainer_share, over=Over.WORST))),
     large("speculation-speed", speed.measure, speed.ROUNDS,
           (at_most("step of 4 tokens over one of 1", partial(speed.cost, 4), 1.15),
            at_most("step of 8 tokens over one of 1", partial(speed.cost, 8), 1.30),
@@ -225,51 +173,4 @@ RECOVERY = (
     _pauses("roll", "{} rolling restarts", None),
 )
 
-GRAMMAR = (
-    large("grammar-steps", constrained.steps, constrained.ROUNDS,
-          (at_most("step with 8 constrained requests over 8 others", constrained.over_plain, 1.06),)),
-    large("grammar-first", constrained.first_tokens, constrained.ROUNDS,
-          (at_most("time to first token with a new schema over without", constrained.over_plain, 1.15),)),
-    large("grammar-neighbours", constrained.neighbours, constrained.ROUNDS,
-          (at_most("p99 time between tokens next to schemas that use up their limit, over without",
-                   constrained.p99_over_calm, 1.1, over=Over.POOLED),)),
-    large("grammar-peer", structured.measure, structured.ROUNDS,
-          (Figure("structured output over vLLM, 8 clients with 8 schemas", structured.over_vllm, 1.3, unit="×"),
-           Figure("valid share of finished outputs, Lorikeet", partial(structured.valid_share, OURS), 1.0,
-                  over=Over.WORST),
-           Figure("valid share of finished outputs, vLLM", partial(structured.valid_share, VLLM), over=Over.WORST)),
-          peer=VLLM_ON_CPU),
-)  # fmt: skip
-"""Structured output."""
-
-EMBEDDINGS = (
-    Suite("embeddings-throughput", embeddings.measure, embeddings.ROUNDS,
-          (Figure("embeddings over sentence-transformers at its best batch size", embeddings.over_sentence_transformers,
-                  1.3, unit="×"),
-           Figure("embeddings over infinity, 8 clients", embeddings.over_infinity, 1.0, unit="×")),
-          "random BERT, 13 M", "float32",
-          f"sentence-transformers {SENTENCE_TRANSFORMERS_VERSION}, infinity {INFINITY_VERSION}"),
-)  # fmt: skip
-
-
-def _next_to_llama_cpp(clients: int) -> Suite:
-    figures = tuple(
-        Figure(f"{ours} over llama.cpp's {theirs}, {_clients(clients)}", partial(speedup, ours, theirs),
-               OVER_LLAMA_CPP[clients][ours], unit="×")
-        for ours, theirs in llama_cpp.PAIRS.items()
-    )  # fmt: skip
-    return large(f"llama-cpp-{clients}", partial(llama_cpp.measure, clients), llama_cpp.ROUNDS, figures,
-                 dtype="int8, int4", peer=LLAMA_CPP)  # fmt: skip
-
-
-LLAMA_CPP_SUITES = (
-    *map(_next_to_llama_cpp, OVER_LLAMA_CPP),
-    large("llama-cpp-adapters", llama_cpp.adapters, llama_cpp.ROUNDS,
-          (Figure("8 adapters in bfloat16 over llama.cpp", partial(speedup, "bfloat16", "BF16"), 4.0, unit="×"),
-           Figure("8 adapters in int8 over llama.cpp's Q8_0", partial(speedup, "int8", "Q8_0"), 4.0, unit="×")),
-          dtype="bfloat16, int8", peer=LLAMA_CPP),
-)  # fmt: skip
-
-SUITES: tuple[Suite, ...] = (
-    *SERVING, *ROUTER, *ADAPTERS, *SPECULATION, *RECOVERY, *GRAMMAR, *EMBEDDINGS, *LLAMA_CPP_SUITES,
-)  # fmt: skip
+SUITES: tuple[Suite, ...] = (*SERVING, *ADAPTERS, *SPECULATION, *RECOVERY)

@@ -4,12 +4,13 @@ and to the same weights as plain LoRA; and the throughput of batches that mix al
 
 import os
 import statistics
+from functools import partial
 from typing import Any
 
 import uvloop
 
 from benchmarks.adapters import cost
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Case, Cases, Raw, in_rounds
 from benchmarks.load import adapted, completions
 from benchmarks.load.rounds import in_turn
 from benchmarks.models.prompts import prompts, words
@@ -36,10 +37,7 @@ def measure() -> Cases:
     _adapters(base, 1)
     with adapted.serving("activated", base) as server:
         model = str(base.model)
-        for number in range(-1, ROUNDS):
-            raw, error = uvloop.run(_round(server.port, model, number))
-            if number >= 0:
-                yield Case(f"round {number}", raw, error)
+        yield from in_rounds(ROUNDS, lambda number: uvloop.run(_round(server.port, model, number)))
 
 
 def mixed() -> Cases:
@@ -53,11 +51,8 @@ def mixed() -> Cases:
     blend = [(str(base.model), plain[i], activated[i])[i % 3] for i in range(cost.CLIENTS)]
     models = {LORA: ("activated", plain), MIXED: ("activated", blend)}
     with adapted.serving("activated", base, "--prefix-caching", "false") as server:
-        for number in range(-1, MIXED_SIZE.rounds):
-            ways = {way: models[way] for way in in_turn(list(models), number)}
-            case = cost.run_round(number, ways, {"activated": server}, MIXED_SIZE, SEED, _invocation())
-            if number >= 0:
-                yield case
+        ask = partial(cost.run_round, running={"activated": server}, size=MIXED_SIZE, seed=SEED, end=_invocation())
+        yield from in_rounds(MIXED_SIZE.rounds, lambda number: ask(number, cost.turned(models, number)))
 
 
 def _invocation() -> str:
@@ -74,7 +69,7 @@ def _adapters(base: adapted.AdaptedBase, count: int) -> None:
     adapter_files.make(base.model, base.root, [f"{ACTIVATED}-{i}" for i in range(count)], invocation_ids=ids)
 
 
-async def _round(port: int, model: str, number: int) -> tuple[dict[str, Any], str]:
+async def _round(port: int, model: str, number: int) -> Case:
     """Times to the first token."""
     raw: dict[str, Any] = {BASE: [], ACTIVATED: [], PLAIN: [], "load_average": os.getloadavg()[0]}
     texts = prompts(TIMES, NUM_PROMPT, SEED + 1 + number, VOCABULARY)
@@ -89,9 +84,9 @@ async def _round(port: int, model: str, number: int) -> tuple[dict[str, Any], st
             name, end = ways[way]
             seconds, cached, error = await _first_token(port, name, turn + end)
             if error or (cached >= NUM_PROMPT - 64) != (way != PLAIN):
-                return raw, error or f"{way}: {cached} tokens were cached"
+                return Case(f"round {number}", raw, error or f"{way}: {cached} tokens were cached")
             raw[way].append(round(seconds, 5))
-    return raw, ""
+    return Case(f"round {number}", raw)
 
 
 async def _first_token(port: int, name: str, prompt: str) -> tuple[float, int, str]:

@@ -1,8 +1,8 @@
 """The cost of adapters: closed loops of eight clients over HTTP on the 200 M Llama, in alternating rounds.
 
 One server has no adapters, one has room for all, one has 16 slots that 256 adapters share. Only the server that is
-asked runs. Other suites compare requests without an adapter, serve the same eight adapters from vLLM, round the base's
-weights to int8, and ask for adapters of rank 8 next to others of rank 64.
+asked runs. Other suites compare requests without an adapter, serve the same eight adapters from vLLM, and ask for
+adapters of rank 8 next to others of rank 64.
 """
 
 import asyncio
@@ -10,11 +10,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import uvloop
 
-from benchmarks.evidence.figure import Case, Cases, Raw
+from benchmarks.evidence.figure import Case, Cases, Raw, in_rounds
 from benchmarks.load import adapted, completions, peers, servers
 from benchmarks.load.rounds import EXTRA, LENGTH, OURS, VLLM, alone, in_turn, summary
 from benchmarks.models.prompts import prompts
@@ -52,10 +53,8 @@ def measure(base: adapted.AdaptedBase | None = None, size: CostSize | None = Non
     """One case per round: every way, each first in turn, after a round that warms up."""
     size = size or CostSize()
     with _running(base, size, (BARE, ROOMY, TIGHT)) as (model, running):
-        for number in range(-1, size.rounds):
-            case = run_round(number, standard_ways(number, model, size), running, size)
-            if number >= 0:
-                yield case
+        ways = partial(standard_ways, model=model, size=size)
+        yield from in_rounds(size.rounds, lambda number: run_round(number, ways(number), running, size))
 
 
 def without(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
@@ -64,13 +63,12 @@ def without(base: adapted.AdaptedBase | None = None, size: CostSize | None = Non
     """
     size = size or CostSize(IDLE_ROUNDS, NUM_SLOTS, 2)
     with _running(base, size, (BARE, ROOMY)) as (model, running):
-        for number in range(-1, size.rounds):
+
+        def ways(number: int) -> Ways:
             first, second = in_turn((ROOMY, BARE), number)
-            order = (first, second, second, first)
-            ways = {f"{server} {place}": (server, [model]) for place, server in enumerate(order)}
-            case = run_round(number, ways, running, size)
-            if number >= 0:
-                yield case
+            return {f"{name} {place}": (name, [model]) for place, name in enumerate((first, second, second, first))}
+
+        yield from in_rounds(size.rounds, lambda number: run_round(number, ways(number), running, size))
 
 
 def mixed_ranks(base: adapted.AdaptedBase | None = None, size: CostSize | None = None) -> Cases:
@@ -87,11 +85,8 @@ def mixed_ranks(base: adapted.AdaptedBase | None = None, size: CostSize | None =
     half = CLIENTS // 2
     models = {"small": (ROOMY, small), "mixed": (ROOMY, [*small[:half], *large[half:]])}
     with adapted.serving("ranks", base, "--prefix-caching", "false") as server:  # both ways ask the same prompts
-        for number in range(-1, size.rounds):
-            ways = {way: models[way] for way in in_turn(list(models), number)}
-            case = run_round(number, ways, {ROOMY: server}, size, RANKS_SEED, only=half)
-            if number >= 0:
-                yield case
+        ask_all = partial(run_round, running={ROOMY: server}, size=size, seed=RANKS_SEED, only=half)
+        yield from in_rounds(size.rounds, lambda number: ask_all(number, turned(models, number)))
 
 
 def small_over_alone(raw: Raw) -> float:
@@ -110,11 +105,9 @@ def against_vllm(rounds: int = ROUNDS) -> Cases:
         command = peers.vllm(base.model, *PEER_FLAGS, "--lora-modules", *modules)
         both = {VLLM: stack.enter_context(servers.running(VLLM, command))}
         both[OURS] = stack.enter_context(adapted.serving(OURS, base))
-        for number in range(-1, rounds):
-            ways = {name: (name, ATTENTION) for name in in_turn((OURS, VLLM), number)}
-            case = run_round(number, ways, both, CostSize(), PEER_SEED)
-            if number >= 0:
-                yield case
+        models = {name: (name, ATTENTION) for name in (OURS, VLLM)}
+        ask_all = partial(run_round, running=both, size=CostSize(), seed=PEER_SEED)
+        yield from in_rounds(rounds, lambda number: ask_all(number, turned(models, number)))
 
 
 @contextlib.contextmanager
@@ -149,6 +142,11 @@ def standard_ways(number: int, model: str, size: CostSize) -> Ways:
         "all": (ROOMY, [f"all-{i}" for i in range(CLIENTS)]),
         "rotation": (TIGHT, [f"attention-{i % size.rotating}" for i in range(start, start + count)]),
     }
+    return turned(models, number)
+
+
+def turned(models: Ways, number: int) -> Ways:
+    """The ways in the order of a round."""
     return {way: models[way] for way in in_turn(list(models), number)}
 
 

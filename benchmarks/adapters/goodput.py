@@ -9,7 +9,7 @@ first token and of the time between tokens do.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,6 @@ from benchmarks.evidence.figure import Case, Cases, Raw, percentile
 from benchmarks.load import adapted, completions
 from benchmarks.load.rounds import EXTRA, OURS
 from benchmarks.models.prompts import prompts
-from benchmarks.serving import open_loop
 
 COUNT = 1000
 RANKS = (8, 8, 8, 8, 16, 16, 16, 32, 32, 64)
@@ -104,7 +103,20 @@ def _search(port: int, names: Sequence[str], size: GoodputSize, store: Path, err
         num_misses = sum(last.get(name, 0) - first.get(name, 0) for name in MISSES)
         return {"rate": rate, "misses": num_misses, **_summary(answers)}
 
-    return open_loop.bisect(len(size.rates), probe, holds, errors)
+    return _bisect(len(size.rates), probe, errors)
+
+
+def _bisect(count: int, probe: Callable[[int], dict[str, Any]], errors: Sequence[str]) -> list[dict[str, Any]]:
+    """The probes of a bisection over `count` ascending rates: the first rate that fails is above the highest that
+    holds. An error ends it.
+    """
+    probes: list[dict[str, Any]] = []
+    low, high = 0, count
+    while low < high and not errors:
+        middle = (low + high) // 2
+        probes.append(probe(middle))
+        low, high = (middle + 1, high) if holds(probes[-1]) else (low, middle)
+    return probes
 
 
 async def _probe(
@@ -147,7 +159,8 @@ def holds(probe: Raw) -> bool:
 
 
 def highest_rate(server: str, raw: Raw) -> float:
-    return open_loop.highest_rate(server, raw, holds)
+    """Requests per second of the best probe that held; 0 if none did."""
+    return max((float(probe["rate"]) for probe in raw[server] if holds(probe)), default=0.0)
 
 
 def share_of_resident(raw: Raw) -> float:

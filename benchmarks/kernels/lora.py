@@ -1,30 +1,16 @@
-"""The cost of one module's adapters on CUDA, computed in three ways: the specification row by row, grouped torch
-products, and the kernels of shard/model/lora/triton.py, for usual mixes of adapters in a step.
-
-Prints a table, times as multiples of the kernels', and one line of JSON. With TRITON_INTERPRET=1 and `--smoke` it
-runs on CPU, where its times mean nothing.
-
-    python -m benchmarks.kernels.lora [--smoke]
+"""A step in which requests have adapters of one module: the kernels of shard/model/lora/triton.py, grouped torch
+products, and the specification row by row.
 """
 
-import json
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from benchmarks.evidence import arguments
-from benchmarks.serving.machine import best_of
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.kernels import tuning
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt, adapt_row
-
-MIXES = ("distinct", "uniform", "zipf", "identical")
-TOLERANCE = 2**-6
-"""Tolerance as a share of the largest output: the grouped products round h to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +23,6 @@ class Size:
     num_requests: int
     num_tokens: int
     """Tokens of each request."""
-
-
-FULL, SMOKE = Size(4096, 4096, 16, 32, 1), Size(24, 20, 3, 3, 1)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Times of one mix."""
-
-    mix: str
-    kernels_us: float
-    grouped: float
-    """Time as a multiple of the kernels' time."""
-    by_row: float
 
 
 class Case:
@@ -126,60 +98,9 @@ class Case:
 
 
 def choose(mix: str, num_requests: int) -> list[int]:
-    """The slot of each request."""
-    generator = np.random.default_rng(0)
+    """The slot of each request. mix: `distinct`, `identical` or `zipf`."""
     if mix == "distinct":
         return list(range(num_requests))
     if mix == "identical":
         return [0] * num_requests
-    if mix == "uniform":
-        return generator.integers(0, max(1, round(num_requests**0.5)), num_requests).tolist()
-    return np.minimum(generator.zipf(1.5, num_requests) - 1, num_requests - 1).tolist()
-
-
-def measure(call: Callable[[torch.Tensor], None], y: torch.Tensor, repeats: int) -> float:
-    """Microseconds of one call, the least of `repeats`, after one to warm up."""
-
-    def call_and_wait() -> None:
-        call(y)
-        if y.device.type == "cuda":
-            torch.cuda.synchronize(y.device)
-
-    return 1e6 * best_of(repeats, call_and_wait)
-
-
-@torch.inference_mode()
-def compare(size: Size, mix: str, device: torch.device, repeats: int) -> Result:
-    """Times of one mix. Raises RuntimeError if the three ways differ."""
-    case = Case(size, mix, device)
-    ways = (case.kernels, case.grouped, case.by_row)
-    outputs = [case.y.clone() for _ in ways]
-    for way, output in zip(ways, outputs, strict=True):
-        way(output)
-    expected = outputs[-1].float()
-    if any(
-        float((output.float() - expected).abs().max()) > TOLERANCE * float(expected.abs().max()) for output in outputs
-    ):
-        raise RuntimeError(f"{mix}: the ways give different outputs")
-    kernels, grouped, by_row = (measure(way, case.y.clone(), repeats) for way in ways)
-    return Result(mix, kernels, grouped / kernels, by_row / kernels)
-
-
-def main(given_arguments: Sequence[str] | None = None) -> int:
-    parser = arguments.parser(__doc__)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    size, repeats = (SMOKE, 1) if parser.parse_args(given_arguments).smoke else (FULL, 20)
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not (is_interpreted or torch.cuda.is_available()):
-        parser.error("needs a CUDA device")
-    device = torch.device("cpu" if is_interpreted else "cuda")
-    results = [compare(size, mix, device, repeats) for mix in MIXES]
-    print(f"{size}\n{'mix':<10} {'kernels':>10} {'grouped':>10} {'by row':>10}")
-    for result in results:
-        print(f"{result.mix:<10} {result.kernels_us:>8.1f}us {result.grouped:>9.2f}x {result.by_row:>9.1f}x")
-    print(json.dumps({"size": asdict(size), "results": [asdict(result) for result in results]}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return np.minimum(np.random.default_rng(0).zipf(1.5, num_requests) - 1, num_requests - 1).tolist()

@@ -1,7 +1,6 @@
 """Streaming completions, sent by the code of lorikeet-bench: one, a closed loop, or Poisson arrivals."""
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,16 +105,6 @@ async def closed_loop(
 ) -> list[TimedCompletion]:
     """`clients` clients, each sending the next prompt as soon as its last answer is complete."""
     return await _load(target, [Planned(prompt, length.num_output) for prompt in prompts], clients, length)
-
-
-async def poisson(
-    target: Endpoint, prompts: Sequence[str], rate: float, length: RequestLength, seed: int
-) -> list[TimedCompletion]:
-    """Requests that arrive `rate` times a second on average, whatever the server does."""
-    draw = random.Random(seed)
-    arrivals = accumulate(draw.expovariate(rate) for _ in prompts)
-    plan = [Planned(prompt, length.num_output, at=start) for prompt, start in zip(prompts, arrivals, strict=True)]
-    return await _load(target, plan, None, length)
 
 
 async def _load(

@@ -1,7 +1,6 @@
 """The servers that a measurement stands next to: their own virtual environments and their best documented settings.
 
 TORCH_INDEX=https://… python -m benchmarks.load.peers install
-python -m benchmarks.load.peers install-embedders
 """
 
 import os
@@ -18,8 +17,6 @@ from benchmarks.load.servers import REPOSITORY, Command
 HERE = Path(__file__).parents[1]
 VENVS = HERE / ".venvs"
 VLLM_VERSION = "0.32.0"
-SENTENCE_TRANSFORMERS_VERSION = "6.2.0"
-INFINITY_VERSION = "0.0.78"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 NOT_FOR_TEXT = ("torchaudio", "torchvision", "torchcodec")
@@ -46,21 +43,6 @@ def vllm(model: Path, *flags: str) -> Command:
     return Command((*arguments, *VLLM_FLAGS, *flags), environment, "/v1/models")
 
 
-def sentence_transformers_python() -> Path:
-    return VENVS / "sentence-transformers" / "bin" / "python"
-
-
-def infinity(model: Path) -> Command:
-    """infinity's server with PyTorch on CPU in float32, which batches by itself. BetterTransformer needs older
-    versions of transformers.
-    """
-    program = VENVS / "infinity" / "bin" / "infinity_emb"
-    address = ("--host", "127.0.0.1", "--port", "{port}")
-    arguments = (str(program), "v2", "--model-id", str(model), "--served-model-name", "peer", *address)
-    kind = ("--device", "cpu", "--dtype", "float32", "--engine", "torch", "--no-bettertransformer")
-    return Command((*arguments, *kind), {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"})
-
-
 def model_folder() -> Path:
     """The 200 M-parameter Llama that peers and we serve, made by a process of its own if it is missing."""
     command = [sys.executable, "-m", "benchmarks.models.random_llama"]
@@ -78,20 +60,6 @@ def install_vllm(torch_index: str) -> None:
     _name_it_vllm()
     if not (folder / "lib" / "libtcmalloc_minimal.so.4").exists():
         _fetch_allocator()
-
-
-def install_embedders(torch_index: str) -> None:
-    """sentence-transformers, and infinity with the older version that it needs, each in an environment of its own."""
-    sources = ("--extra-index-url", torch_index) if torch_index else ()
-    packages = {
-        "sentence-transformers": f"sentence-transformers=={SENTENCE_TRANSFORMERS_VERSION}",
-        "infinity": f"infinity-emb[server,torch]=={INFINITY_VERSION}",
-    }
-    for name, package in packages.items():
-        folder = VENVS / name
-        if not (folder / "bin" / "python").exists():
-            venv.create(folder, with_pip=True)
-        subprocess.run([folder / "bin" / "python", "-m", "pip", "install", *sources, package], check=True)
 
 
 def preloaded() -> list[Path]:
@@ -148,7 +116,7 @@ def _pip(*arguments: str) -> None:
 
 if __name__ == "__main__":
     parser = arguments.parser(__doc__)
-    parser.add_argument("action", choices=["install", "install-embedders"])
+    parser.add_argument("action", choices=["install"])
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", TORCH_INDEX))
     options = parser.parse_args()
-    (install_vllm if options.action == "install" else install_embedders)(options.torch_index)
+    install_vllm(options.torch_index)

@@ -22,78 +22,47 @@ SEED = 20261121
 
 def llama_200m() -> Path:
     """Folder of the 200 M-parameter Llama with random bf16 weights; made once."""
-    folder = MODELS / "llama-200m"
-    if (folder / "done.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
     shape = LLAMA_200M
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer(shape.vocabulary).save_pretrained(folder)
-    (folder / "done.json").write_text(json.dumps({"seed": SEED}))
-    return folder
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.mlp, "num_hidden_layers": shape.layers}
+    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    return _made(MODELS / "llama-200m", {"seed": SEED}, sizes, "bfloat16")
 
 
 def llama_tiny(folder: Path) -> Path:
     """A Llama of two narrow layers with the same tokenizer, in float32; made once. Its greedy texts vary."""
-    if (folder / "done.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=LLAMA_200M.vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    model.save_pretrained(folder)
-    tokenizer(LLAMA_200M.vocabulary).save_pretrained(folder)
-    (folder / "done.json").write_text(json.dumps({"seed": SEED}))
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return _made(folder, {"seed": SEED}, sizes, "float32", spread=8.0)
 
 
 def random_llama(name: str, seed: int, spread: float = 1.0, **shape: int) -> Path:
     """Folder of a random Llama, without a tokenizer; made once. Matrices are `spread` times what transformers draws."""
-    folder = MODELS / name
-    settings: Mapping[str, object] = {"seed": seed, "spread": spread, **shape}
+    return _made(MODELS / name, {"seed": seed, "spread": spread, **shape}, shape, "bfloat16", spread)
+
+
+def _made(
+    folder: Path, settings: Mapping[str, float], sizes: Mapping[str, int], dtype: str, spread: float = 1.0
+) -> Path:
+    """The folder of a model, made if it has none of these settings. Without a size of the vocabulary it is that of the
+    200 M Llama, and there is a tokenizer.
+    """
     note = folder / "done.json"
     if note.exists() and json.loads(note.read_text()) == settings:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    config = LlamaConfig(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    torch.manual_seed(int(settings["seed"]))
+    shared = {"vocab_size": LLAMA_200M.vocabulary, "max_position_embeddings": 4096, "dtype": dtype}
+    config = LlamaConfig(
+        **{**shared, **sizes}, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(spread)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if "vocab_size" not in sizes:
+        tokenizer(LLAMA_200M.vocabulary).save_pretrained(folder)
     note.write_text(json.dumps(settings))
     return folder
 

@@ -1,6 +1,6 @@
 """Lorikeet next to llama.cpp's server on the same `.gguf` files, over HTTP, in alternating rounds.
 
-    python -m benchmarks.serving.real_files FILE… [--llama-server PROGRAM] [--rounds N]
+    python -m benchmarks.serving.real_files FILE… --llama-server PROGRAM [--rounds N]
 
 For each number of clients a closed loop of 128 tokens in and 64 out; then the time to the first token of longer
 prompts, one client. The limit is what reading the matrices of the file once per token allows. Processor times are those
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -24,9 +24,10 @@ from benchmarks.evidence import arguments
 from benchmarks.load import completions, servers
 from benchmarks.load.completions import Endpoint, RequestLength, TimedCompletion
 from benchmarks.load.rounds import EXTRA, OURS, alone, in_turn
-from benchmarks.serving.llama_cpp import IGNORE_EOS, LLAMA_CPP, program
 from benchmarks.serving.machine import REPEATS, best_read
 
+LLAMA_CPP = "llama.cpp"
+IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True, "cache_prompt": False}
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 3, 8: 2, 32: 1}
 NUM_PROMPT, NUM_OUTPUT = 128, 64
@@ -200,12 +201,11 @@ def main() -> None:
     """Compare on each file."""
     parser = arguments.parser(__doc__, rounds=ROUNDS)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--llama-server", type=Path, help="the program, by default the one that llama_cpp.py builds")
+    parser.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's server")
     parser.add_argument("--clients", type=numbers, default=CLIENTS, help="numbers of clients, with commas between them")
     parser.add_argument("--first-tokens", type=numbers, default=FIRST_TOKENS, help="lengths of prompts, likewise")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server (default: one per core)")
     options = parser.parse_args()
-    options.llama_server = options.llama_server or program()
     bytes_per_s = best_read(REPEATS)
     for file in options.files:
         compare(file.resolve(), options, bytes_per_s)

@@ -9,27 +9,108 @@ from the end of a step to the client.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import uvloop
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.evidence import arguments
 from benchmarks.load.servers import cpu_seconds
-from benchmarks.serving.router import CORES, NEW_TOKENS, StreamClient, _until_ready, write_model
 from lorikeet.proto.process import free_port
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard, start
 
+CORES = sorted(os.sched_getaffinity(0))
+NEW_TOKENS = 256
+PROMPT = "The parrot said a word, and then it said"
+EVENT = b"data: {"
 STEP_S, WARM_UP_S, ROUND_S, ROUNDS = 0.004, 1.0, 3.0, 3
 ROOT = Path(__file__).parents[2]
+
+
+def write_model(folder: Path) -> None:
+    """A byte-level tokenizer of 4 000 tokens, trained on a little source code; the router needs nothing else."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=4000, special_tokens=["</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator((path.read_text() for path in sources), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+
+async def until_ready(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            if b" 200 " in answer.split(b"\r\n", 1)[0]:
+                return
+        await asyncio.sleep(0.05)
+    raise RuntimeError("the router did not become ready")
+
+
+class StreamClient(asyncio.Protocol):
+    """One connection that asks for a stream, counts its events, and asks again."""
+
+    def __init__(self, new_tokens: int) -> None:
+        parameters = {"max_new_tokens": new_tokens, "ignore_eos_token": True}
+        body = json.dumps({"inputs": PROMPT, "parameters": parameters}).encode()
+        head = (
+            "POST /generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        self._request = head.encode() + body
+        self._new_tokens = new_tokens
+        self._transport: asyncio.WriteTransport | None = None
+        self._seen = 0
+        self._tail = b""
+        self.num_events = 0
+        self.num_requests = 0
+        self.failure = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
+        self._ask()
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        self._seen = 0
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        # An event's start may lie across two reads.
+        text = self._tail + data
+        num_events = text.count(EVENT)
+        self._tail = text[-len(EVENT) + 1 :]
+        if num_events:
+            self._seen += num_events
+            self.num_events += num_events
+        if text.endswith(b"0\r\n\r\n"):
+            self.num_requests += 1
+            if self._seen != self._new_tokens or b'{"error":' in text:
+                self.failure = f"{self._seen} events instead of {self._new_tokens}: {text[-200:]!r}"
+            self._tail = b""
+            self._ask()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class TimedClient(StreamClient):
@@ -96,7 +177,7 @@ async def measured(folder: Path, num_streams: int) -> Times:
         server, _, stepping = await start(address, SimulatedModel(STEP_S), Stepped)
         router = await asyncio.to_thread(started, folder, name, address, port)
         try:
-            await _until_ready(port)
+            await until_ready(port)
             loop = asyncio.get_running_loop()
             for client in clients:
                 await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]

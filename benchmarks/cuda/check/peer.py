@@ -10,7 +10,6 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.check.rows import Row, Rows
 from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
-from benchmarks.serving.transformers_peer import generated
 
 MOST_TOKENS = 64
 
@@ -52,3 +51,20 @@ def check(rows: Rows, setup: Setup, is_brief: bool) -> None:
 def _wait(setup: Setup) -> None:
     if setup.is_cuda:
         torch.cuda.synchronize(setup.device)
+
+
+def generated(model: Any, ids: list[list[int]], num_tokens: int, **memory: Any) -> tuple[list[int], float]:
+    """How many tokens transformers generates for each prompt, and the seconds of all. Its settings are the defaults,
+    but for sharing prefixes, which no two prompts have.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    generation = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(allow_block_sharing=False, **memory)
+    start = time.monotonic()
+    outputs = model.generate_batch(
+        ids, generation_config=generation, continuous_batching_config=batching, progress_bar=False
+    )
+    seconds = time.monotonic() - start
+    return [len(output.generated_tokens) for output in outputs.values()], seconds

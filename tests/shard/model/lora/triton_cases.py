@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.kernels import lora
 from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
@@ -453,9 +452,3 @@ def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
     slots.clear(6)
     with pytest.raises(RuntimeError, match="slot 6 has no heads"):
         pool.prepare()
-
-
-def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lora.main(["--smoke"]) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert [result["mix"] for result in results] == list(lora.MIXES)
