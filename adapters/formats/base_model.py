@@ -49,9 +49,10 @@ class Skeleton:
         trust_remote_code: bool = False,
         pooled_by: str = "",
         dimensions: int | None = None,
+        num_extra: int = 0,
     ) -> None:
-        """`pooled_by` and `dimensions`: `--pooling` and `--embedding-dim`. Raises ValueError or OSError if there is no
-        model in the folder.
+        """`pooled_by` and `dimensions`: `--pooling` and `--embedding-dim`. `num_extra`: rows for tokens of adapters
+        behind the base's. Raises ValueError or OSError if there is no model in the folder.
         """
         self.model_path = Path(model_path)
         self.config = AutoConfig.from_pretrained(
@@ -59,11 +60,20 @@ class Skeleton:
         )
         self.pooled = pooling.read(self.model_path, self.config.to_dict(), pooled_by, dimensions)
         auto = AutoModelForCausalLM if self.pooled is None else _AUTO[self.pooled.task]
+        if num_extra:
+            self.config.get_text_config().vocab_size += num_extra
         with torch.device("meta"):
             network: nn.Module = auto.from_config(self.config, trust_remote_code=trust_remote_code)
         network.requires_grad_(False)
         network.eval()
+        self.is_tied = _is_tied(network)
+        """Whether the output head is the embedding."""
         self._network = network
+        self.ends = _ends(network)
+        """Names of the embedding, and of the output head if there is one."""
+        self.vocab_size = int(network.get_input_embeddings().weight.shape[0]) - num_extra  # type: ignore[operator]
+        self.num_extra = num_extra
+        """Rows of both behind the `vocab_size` of the base."""
         self._modules = [(module, dict(module._modules)) for module in network.modules()]
         self._parameters = [(module, dict(module._parameters)) for module in network.modules()]
         self._attributes = set(vars(network))
@@ -125,6 +135,16 @@ class Skeleton:
         return {id(parameter) for parameter in tensors if parameter is not None}
 
 
+def _ends(network: Any) -> tuple[str, ...]:
+    modules = {id(module) for module in (network.get_input_embeddings(), network.get_output_embeddings())}
+    return tuple(name for name, module in network.named_modules() if id(module) in modules)
+
+
+def _is_tied(network: Any) -> bool:
+    output = network.get_output_embeddings()
+    return output is not None and output.weight is network.get_input_embeddings().weight
+
+
 def choose_dtype(name: str | None, config: Any, device: str) -> torch.dtype:
     """The dtype that shards serve the base in: as configured, else the checkpoint's (float32 for float16 on CPU)."""
     if name is not None:
@@ -150,9 +170,11 @@ class BaseValues:
         path, key = location
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(key)
-        tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return tensors[key]
+                tensor = file.get_tensor(key)
+        else:
+            tensor = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[key]
+        missing = self._skeleton.num_extra if parameter.rpartition(".")[0] in self._skeleton.ends else 0
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
     def is_parameter(self, name: str) -> bool:
         """Whether the base has a parameter of that name, in whatever form its checkpoint stores it."""

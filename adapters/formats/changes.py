@@ -25,7 +25,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
-from lorikeet.adapters.formats import configuration, folding
+from lorikeet.adapters.formats import configuration, folding, vocabulary
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.configuration import MAX_RANK
 from lorikeet.adapters.formats.kinds import Kind, kind_of
@@ -67,6 +67,8 @@ class ModuleChange:
     new_bias: torch.Tensor | None = None
     # replaces the base's weight, in its shape, or the rows of `row_ids`
     weight: torch.Tensor | None = None
+    weight_scaling: float = 1.0
+    """What the new weight is multiplied by."""
     # [out]: factors of the module's output, its bias included
     scale: torch.Tensor | None = None
     # [tokens, H]: embeddings of virtual tokens before the prompt
@@ -93,7 +95,6 @@ def read(skeleton: Skeleton, configuration: dict[str, Any], tensors: Tensors) ->
         warnings.simplefilter("ignore")
         names = {id(module): name for name, module in network.named_modules()}
         _check_names(tensors)
-        _check_rows(network, names, tensors)
         wrapped = _inject(network, configuration)
         _load(wrapped, tensors)
         changes = [*_layers(wrapped, names), *_replaced(network, names, skeleton.parameter_ids(), wrapped)]
@@ -122,7 +123,6 @@ def read_folded(
         settings = dict(settings)
         tensors, own = _without_own(network, weights.tensors, settings.pop("modules_to_save", ()))
         _check_names(tensors)
-        _check_rows(network, names, weights.tensors)
         if weights.has_values:
             _check_finite(tensors)
         folding.materialise(network, base if has_base else None, tensors)
@@ -275,18 +275,6 @@ def _note(keys: dict[str, str], parameter: str, key: str) -> None:
         raise AdapterInvalid(f"its tensors {first[:200]} and {key[:200]} are values of one parameter")
 
 
-def _check_rows(network: Any, names: dict[int, str], tensors: Tensors) -> None:
-    """Embeddings with another number of rows belong to another tokenizer."""
-    ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    rows = {f"{names[id(module)]}.weight": module.weight.shape[0] for module in ends if id(module) in names}
-    for key, tensor in tensors.items():
-        module = key.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        expected = rows.get(module)
-        if expected is not None and tensor.dim() == 2 and tensor.shape[0] != expected:
-            problem = f"its {module.removesuffix('.weight')} has {tensor.shape[0]} rows, the base's {expected}"
-            raise AdapterInvalid(f"{problem}: it was trained with another tokenizer")
-
-
 def _load(wrapped: PeftModel, tensors: Tensors, is_meta: bool = True) -> None:
     """`is_meta`: whether the base has no values, so that the adapter's modules have none yet either."""
     for module in wrapped.modules():
@@ -349,7 +337,7 @@ def _tokens(layer: Any, names: dict[int, str]) -> ModuleChange:
 
 def _new_weight(name: str, module: Any, weight: torch.Tensor) -> ModuleChange:
     kind = "linear" if isinstance(module, nn.Linear) else "embedding" if isinstance(module, nn.Embedding) else "other"
-    return ModuleChange(name, kind, scaling=_embed_scale(module), weight=weight)
+    return ModuleChange(name, kind, weight=weight, weight_scaling=_embed_scale(module))
 
 
 def _embed_scale(module: Any) -> float:
@@ -432,17 +420,28 @@ def _joined(first: ModuleChange, second: ModuleChange) -> ModuleChange:
     """Two changes of one module: the factors of the first with bias or weight of the second."""
     bias = second.new_bias if first.new_bias is None else first.new_bias
     scale = first.scale if second.scale is None else second.scale if first.scale is None else first.scale * second.scale
-    if first.weight is not None and second.weight is not None:
-        raise NotServed(f"two new weights of {first.module} are not served")
-    of_weight = first if second.weight is None else second
+    of_weight = _with_rows(first, second)
     return replace(
         first,
         new_bias=bias,
         scale=scale,
         weight=of_weight.weight,
+        weight_scaling=of_weight.weight_scaling,
         row_ids=of_weight.row_ids,
         num_rows=of_weight.num_rows,
     )
+
+
+def _with_rows(first: ModuleChange, second: ModuleChange) -> ModuleChange:
+    """The change with the new weight of both: a whole one, in which rows may be replaced. Raises NotServed."""
+    if first.weight is None or second.weight is None:
+        return first if second.weight is None else second
+    whole, some = (second, first) if first.row_ids else (first, second)
+    if whole.row_ids or not some.row_ids:
+        raise NotServed(f"two new weights of {first.module} are not served")
+    weight = torch.as_tensor(whole.weight).detach().clone()
+    weight[list(some.row_ids)] = torch.as_tensor(some.weight).detach().to(weight.dtype)
+    return replace(whole, weight=weight)
 
 
 def first_sentence(error: BaseException) -> str:
@@ -494,6 +493,8 @@ class PlannedReader:
         configuration.check_task(values, self.skeleton.task)
         if self.skeleton.task == EMBED and values.get("task_type") == configuration.CAUSAL_LM:
             weights = replace(weights, tensors=_without_head(weights.tensors, self.skeleton.model_prefix))
+        if vocabulary.num_added(self.skeleton, weights.tensors) or self.skeleton.num_extra:
+            weights = replace(weights, tensors=vocabulary.resized(self.skeleton, weights.tensors))
         kind = kind_of(values)
         if kind.how in ("virtual", "prefix"):
             return [read_virtual(self.skeleton, settings, weights.tensors, kind.how == "prefix")]

@@ -23,7 +23,7 @@ import torch
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
-from lorikeet.adapters.formats import configuration, header, weights
+from lorikeet.adapters.formats import configuration, header, vocabulary, weights
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedReader
 from lorikeet.adapters.formats.gguf_file import read as read_gguf
@@ -66,6 +66,8 @@ class ServedLayout:
     """Whether it computes what the base does: all of B is zero."""
     factor_scaling: float | None = None
     """As in `ServedChanges`."""
+    num_added: int = 0
+    """Tokens that it adds to the base's, in the rows behind those."""
 
     @property
     def num_virtual(self) -> int:
@@ -167,11 +169,11 @@ def _changes(part: tuple[str, torch.Tensor]) -> bool:
 def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleChange:
     """A new weight as an adapter on the base's: the difference of the two is the product of itself and the identity.
 
-    Raises NotServed for a module that has an adapter, too.
+    Raises NotServed for a module that has DoRA, too, which reads the base's weight.
     """
     assert change.weight is not None
-    if change.a is not None:
-        raise NotServed(f"a new weight of {change.module} together with an adapter on it is not served")
+    if change.magnitude is not None:
+        raise NotServed(f"a new weight of {change.module} together with DoRA on it is not served")
     difference = change.weight
     if has_values:
         difference = difference.float() - _own_rows(change, base).float()
@@ -185,7 +187,11 @@ def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleCha
         a, b = (difference, torch.eye(rank)) if is_wide else (torch.eye(rank), difference)
     if change.kind == "embedding":
         a, b = b.t(), a.t()
-    return replace(change, rank=a.shape[0], a=a, b=b, weight=None, row_ids=())
+    scaling = change.weight_scaling
+    if change.a is not None and change.b is not None:
+        a = torch.cat([a, change.a.float()])
+        b, scaling = torch.cat([scaling * b, change.scaling * change.b.float()], 1), 1.0
+    return replace(change, rank=a.shape[0], scaling=scaling, a=a, b=b, weight=None, row_ids=())
 
 
 def _own_rows(change: ModuleChange, base: Base) -> torch.Tensor:
@@ -211,12 +217,29 @@ def without_unchanged(changes: Iterable[ModuleChange], base: Base) -> Iterator[M
     for change in changes:
         if change.weight is not None and _is_own(change.weight, partial(_own_rows, change, base), base):
             change = replace(change, weight=None, row_ids=())
+        change = _changed_rows(change, base)
         if change.new_bias is not None and _is_own(
             change.new_bias, partial(base.values.__getitem__, f"{change.module}.bias"), base
         ):
             change = replace(change, new_bias=None)
         if _has_tensors(change):
             yield change
+
+
+def _changed_rows(change: ModuleChange, base: Base) -> ModuleChange:
+    """With the rows of a new weight that differ from the base's, where they are few."""
+    if change.weight is None or change.row_ids or change.kind not in ("linear", "embedding"):
+        return change
+    try:
+        own = base.values[f"{change.module}.weight"]
+    except NotServed:
+        return change
+    saved, types = change.weight.to(base.dtype), dict.fromkeys((own.dtype, *_TRAINED_IN))
+    differing = [(own.to(dtype).to(change.weight.dtype).to(base.dtype) != saved).any(1).nonzero()[:, 0] for dtype in types]
+    ids = min(differing, key=len).tolist()
+    if len(ids) >= min(saved.shape):
+        return change
+    return replace(change, weight=change.weight[ids], row_ids=tuple(ids), num_rows=saved.shape[0])
 
 
 def _has_tensors(change: ModuleChange) -> bool:
@@ -284,6 +307,8 @@ def served_file(layout: ServedLayout, digest: str, base: Base) -> LayoutFile:
         metadata["scaling"] = repr(float(layout.scaling))
     if layout.num_virtual:
         metadata["num_virtual"] = str(layout.num_virtual)
+    if layout.num_added:
+        metadata["num_added"] = str(layout.num_added)
     if layout.changes_nothing:
         metadata["changes_nothing"] = "1"
     if layout.invocation_ids:
@@ -367,6 +392,8 @@ class ServedContents:
     warnings: tuple[str, ...]
     rank: int
     """The largest of its modules, 0 if it changes none."""
+    num_added: int = 0
+    """Tokens that it adds to the base's."""
 
 
 @dataclass(frozen=True)
@@ -422,13 +449,14 @@ class Contents:
             if fields := configuration.unknown(self.values):
                 names = ", ".join(f"`{field[:60]}`" for field in fields[:5])
                 warnings.append(f"{names} of {CONFIG}: not a setting of PEFT, without effect")
-        return ServedContents(decision, parsed, ids, tuple(warnings), 0 if decision is None else decision.rank)
+        added = 0 if self.changes is None else vocabulary.num_added(reader.skeleton, self.changes.tensors)
+        return ServedContents(decision, parsed, ids, tuple(warnings), 0 if decision is None else decision.rank, added)
 
     def lay_out(self, reader: PlannedReader, base: Base) -> tuple[ServedContents, ServedLayout]:
         """What was decided, and the served layout. Raises AdapterInvalid or NotServed."""
         served = self.decide(reader, base)
         layout = ServedLayout({}, {}) if served.decision is None else lay_out(served.decision, base)
-        layout = replace(layout, invocation_ids=served.invocation_ids)
+        layout = replace(layout, invocation_ids=served.invocation_ids, num_added=served.num_added)
         if served.heads is not None:
             assert reader.skeleton.output_shape is not None
             tensors = lay_out_heads(served.heads, reader.skeleton.output_shape[0], base.dtype)

@@ -66,9 +66,12 @@ class WorkerContext:
     def __init__(self, config: LoaderConfig) -> None:
         """Raises ValueError or OSError if the base cannot be read."""
         self.config = config
-        skeleton = Skeleton(config.model_path, config.trust_remote_code, config.pooling or "", config.embedding_dim)
+        num_extra = config.adapter_extra_vocab_size
+        skeleton = Skeleton(
+            config.model_path, config.trust_remote_code, config.pooling or "", config.embedding_dim, num_extra
+        )
         self.base = Base(
-            hash=base_hash(config.model_path),
+            hash=base_hash(config.model_path) + (f"+{num_extra}" if num_extra else ""),
             weights_hash=weights_hash(config.model_path),
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
             kinds=frozenset(config.kinds) - (frozenset() if config.device == "cpu" else {"virtual"}),

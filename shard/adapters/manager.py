@@ -15,6 +15,7 @@ from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.adapters.added_tokens import AddedTokens
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, Form, HostLayout, RowParallelSum
 from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
@@ -33,10 +34,14 @@ class ModelSlots:
     """The slots of a model's LoRA targets and heads on CPU."""
 
     def __init__(
-        self, heads: HeadsPool, sums: ComposedSlots = NO_SUMS, bindings: Sequence[AttentionBinding] = ()
+        self,
+        heads: HeadsPool,
+        sums: ComposedSlots = NO_SUMS,
+        bindings: Sequence[AttentionBinding] = (),
+        added_tokens: AddedTokens | None = None,
     ) -> None:
         """`bindings`: of all layers, in order."""
-        self._heads, self._sums, self._bindings = heads, sums, bindings
+        self._heads, self._sums, self._bindings, self._added_tokens = heads, sums, bindings, added_tokens
         self._used: dict[int, AdapterContent] = {}
         """Their memory, whose addresses the targets have, is not freed before the slot is cleared."""
 
@@ -55,6 +60,8 @@ class ModelSlots:
         if content.prefix is not None:
             for binding, (keys, values) in zip(self._bindings, content.prefix, strict=True):
                 binding.prefixes[slot] = keys, values
+        if self._added_tokens is not None:
+            self._added_tokens.put(slot, content.num_added)
         if content.heads is not None:
             assert content.heads.packed is not None
             self._heads.put(slot, content.heads.packed)
@@ -76,6 +83,8 @@ class ModelSlots:
             target.virtual.pop(slot, None)
         for binding in self._bindings:
             binding.prefixes.pop(slot, None)
+        if self._added_tokens is not None:
+            self._added_tokens.clear(slot)
 
     def forget(self, digest: str) -> None:
         """Does nothing: nothing here is kept by digest."""
@@ -126,7 +135,7 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
         return (
-            ModelSlots(model.heads, model.composed_slots, model.bindings),
+            ModelSlots(model.heads, model.composed_slots, model.bindings, model.added_tokens),
             HostLayout(dtype, Arena(host_bytes), layers=_layers(model)),
             form,
         )

@@ -14,6 +14,7 @@ from lorikeet.proto.quantization import choose as choose_quantization
 from lorikeet.shard import attention
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.adapters.added_tokens import extend
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.layers import quantized_matrices
 from lorikeet.shard.model.loader import choose_dtype, load_network, read_config, read_pooling, reject_unservable
@@ -44,6 +45,11 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     text_config = checkpoint.get_text_config()
     try:
         method = choose_quantization(config.quantize, checkpoint.to_dict())
+        if config.adapter_extra_vocab_size and (method or group is not None or device.type != "cpu" or pooled):
+            raise ValueError(
+                "--adapter-extra-vocab-size needs a generating model with plain weights on one CPU: no --quantize, no "
+                "--num-shard, no CUDA device"
+            )
         is_integers = multiplies_integers(method, checkpoint.to_dict())
         activations = activations_of(is_integers, config.quantize_activations, config.device)
         if method is not None and group is not None:
@@ -59,10 +65,13 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     if group is not None:
         group.check_page_size(backend.page_size)
     network = load_network(config, checkpoint, dtype, method, is_whole=group is None)
+    num_extra = config.adapter_extra_vocab_size
+    if num_extra:
+        _extend(config, network, text_config)
     inputs = StepInputs(backend.page_size, device)
     stated = describe(method, activations)
     model = assemble(
-        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, stated, config.fusions
+        network, text_config, backend, dtype, inputs, config.max_total_tokens, group, stated, config.fusions, num_extra
     )
     model.info = replace(model.info, rotary_factors=rotary_factors)
     num_tokens = min(OVERFLOW_TOKENS, config.max_total_tokens)
@@ -79,6 +88,14 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
         raise ValueError(f"cannot serve {config.model_id} quantised by {method}: {reason}") from None
     return_freed_memory()
     return model
+
+
+def _extend(config: ShardConfig, network: torch.nn.Module, text_config: Any) -> None:
+    """Make room for the tokens that adapters add. Raises ValueError where that is not possible."""
+    try:
+        extend(network, text_config, config.adapter_extra_vocab_size)
+    except ValueError as reason:
+        raise ValueError(f"cannot serve {config.model_id} with --adapter-extra-vocab-size: {reason}") from None
 
 
 def _first_token(text_config: Any) -> int:

@@ -25,11 +25,13 @@ def assemble(
     group: Group | None = None,
     quantization: str = "",
     fusions: str = "auto",
+    num_extra: int = 0,
 ) -> Model:
     """Replace the layers of `network`, which the model owns from then on. Positions are below `num_positions`. With a
     `group` of ranks, keep this rank's part. Raises ValueError where that is not possible.
 
-    `quantization`: the method that its weights are quantised by; `fusions`: as in `ShardConfig`.
+    `quantization`: the method that its weights are quantised by; `fusions`: as in `ShardConfig`; `num_extra`: as in
+    `ModelInfo`.
     """
     info = ModelInfo(
         model_type=text_config.model_type,
@@ -37,6 +39,7 @@ def assemble(
         dtype=dtype,
         device=inputs.device,
         quantization=quantization,
+        num_extra=num_extra,
         num_layers=text_config.num_hidden_layers,
         num_parameters=num_parameters(network),
     )

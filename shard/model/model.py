@@ -17,6 +17,7 @@ from lorikeet.shard.attention import AttentionBackend, AttentionSpec, LayerKV
 from lorikeet.shard.batch.inputs import HeadsRow, RankDesync, StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.segments import Segment
+from lorikeet.shard.model.adapters.added_tokens import AddedTokens
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.fusion.compiled import CompiledNetwork, compile_network
@@ -46,6 +47,8 @@ class ModelInfo:
     """The method that the weights are quantised by, "" for none."""
     pooled: PooledModel | None = None
     """How prompts become vectors or scores, of a model that generates no text."""
+    num_extra: int = 0
+    """The last rows of the output head, for tokens that adapters add."""
     rotary_factors: str = ""
     """`long` or `short`: the factors of longrope in use; "" for other models."""
 
@@ -102,6 +105,7 @@ class Model:
         self.lora_targets = lora_targets
         self.composed_slots = ComposedSlots(0, 0)
         """The modules that adapters can change, by name."""
+        self.added_tokens = AddedTokens(info.vocab_size - info.num_extra)
         self.heads = HeadsPool(inputs)
         for target in lora_targets.values():
             if isinstance(target, LoraTarget) and target.is_head:
@@ -252,7 +256,10 @@ class Model:
         inputs = self.inputs
         self.heads.prepare()
         if inputs.bounds is None:
-            return self.compute()[: inputs.num_logits].float()
+            logits = self.compute()[: inputs.num_logits].float()
+            if self.info.num_extra:
+                self.added_tokens.exclude(logits, inputs.head_adapter_rows)
+            return logits
         # [S + E, V] of the bounds
         logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
         drafts = logits[inputs.bounds.num_wanted :][: inputs.num_drafts]

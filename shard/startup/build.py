@@ -144,6 +144,8 @@ def learning_obstacle(config: ShardConfig, model: Model) -> str:
         return "it needs an adapter store"
     if not hasattr(os, "memfd_create"):
         return "heads are learned on Linux only"
+    if model.info.num_extra:
+        return "it reads the base's tokens only (--adapter-extra-vocab-size)"
     if not config.learning_memory:
         return "--learning-memory is 0"
     if model.info.device.type != "cpu":
@@ -235,7 +237,7 @@ def describe(config: ShardConfig, model: Model, engine: Engine, files: ModelFile
         device=str(info.device),
         num_ranks=config.num_ranks if config.num_ranks > 1 else 0,
         architecture=info.model_type,
-        vocab_size=info.vocab_size,
+        vocab_size=info.vocab_size - info.num_extra,
         page_size=cache.page_size,
         num_pages=cache.num_pages,
         draft_model_id="" if config.draft_model is None else config.draft_model_id,

@@ -286,6 +286,8 @@ class AdapterContent:
     virtual: tuple[LoraTarget, torch.Tensor] | None = None
     # [layers, 2, tokens, heads, dim] float32: keys and values in place of those of the embeddings
     prefix: torch.Tensor | None = None
+    num_added: int = 0
+    """Tokens that it adds to the base's."""
 
     @property
     def num_bytes(self) -> int:
@@ -406,7 +408,8 @@ class AdapterFiles:
         of_module = None if plan.virtual is None or virtual is None else (plan.virtual.target, virtual)
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
         form, dtype = self._form, destination.dtype
-        return AdapterContent(plan.targets, entries, memory, form, dtype, image, heads, of_module, prefix)
+        num_added = int(file.metadata.get("num_added", 0))
+        return AdapterContent(plan.targets, entries, memory, form, dtype, image, heads, of_module, prefix, num_added)
 
     @staticmethod
     def _table(file: ServedFile, vector: Vector, memory: torch.Tensor) -> torch.Tensor:

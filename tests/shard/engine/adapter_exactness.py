@@ -171,9 +171,15 @@ def oracle(
     return [texts[index] for index in range(len(chosen))]
 
 
-def lay_out(base: Path, store: Path, adapters: Mapping[str, Path], dtype: str = "float32") -> dict[str, str]:
-    """Have the loader's code bring the adapters into the served layout; their digests."""
-    config = LoaderConfig(socket="", model_path=str(base), adapter_store=str(store), dtype=dtype)
+def lay_out(
+    base: Path, store: Path, adapters: Mapping[str, Path], dtype: str = "float32", num_extra: int = 0
+) -> dict[str, str]:
+    """Have the loader's code bring the adapters into the served layout; their digests. `num_extra`: rows for tokens
+    that they add.
+    """
+    config = LoaderConfig(
+        socket="", model_path=str(base), adapter_store=str(store), dtype=dtype, adapter_extra_vocab_size=num_extra
+    )
     jobs = WorkerJobs(WorkerContext(config))
     try:
         return {

@@ -1,0 +1,60 @@
+"""Tokens that adapters add: rows of the embedding and of the output head behind those of the base.
+
+Their weights are zeros, to which an adapter adds its own. Only the rows of an adapter that has such tokens can choose
+them.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorikeet.shard.batch.row_groups import AdapterRows
+
+
+class AddedTokens:
+    """Which of them the adapter in each slot has."""
+
+    def __init__(self, first: int) -> None:
+        """`first`: the lowest id of an added token."""
+        self._first = first
+        self._counts: dict[int, int] = {}
+
+    def put(self, slot: int, count: int) -> None:
+        """Let rows of `slot` choose the first `count` of them."""
+        if count:
+            self._counts[slot] = count
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`."""
+        self._counts.pop(slot, None)
+
+    def exclude(self, logits: torch.Tensor, rows: AdapterRows) -> None:
+        """Set the logits of tokens that a row does not have to -inf. logits: [rows, V], in place."""
+        own = [
+            logits[first : first + count, self._first : self._first + self._counts[slot]]
+            for slot, first, count in rows.tasks.tolist()
+            if slot in self._counts
+        ]
+        kept = [part.clone() for part in own]
+        logits[:, self._first :] = float("-inf")
+        for part, values in zip(own, kept, strict=True):
+            part.copy_(values)
+
+
+def extend(network: Any, text_config: Any, num_extra: int) -> None:
+    """Give the embedding and the output head `num_extra` more rows of zeros. Raises ValueError where that is not
+    possible.
+    """
+    size = int(text_config.vocab_size)
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    if type(ends[0]) is not nn.Embedding or type(ends[1]) is not nn.Linear or any(len(end.weight) != size for end in ends):
+        raise ValueError("its embedding and output head cannot get rows for tokens of adapters")
+    network.resize_token_embeddings(size + num_extra, mean_resizing=False)
+    text_config.vocab_size = size + num_extra
+    with torch.no_grad():
+        for end in (network.get_input_embeddings(), network.get_output_embeddings()):
+            end.weight[size:] = 0
+            if getattr(end, "bias", None) is not None:
+                end.bias[size:] = 0
+    network.requires_grad_(False)
