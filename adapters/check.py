@@ -77,13 +77,13 @@ class AdapterValidator:
         self._reader, self._tokenizers, self._base = reader, tokenizers, base
 
     @classmethod
-    def load(cls, model_path: Path, trust_remote_code: bool = False) -> Self:
-        """Raises ValueError or OSError if the folder holds no model."""
+    def load(cls, model_path: Path, trust_remote_code: bool = False, num_extra: int = 0) -> Self:
+        """`num_extra`: `--adapter-extra-vocab-size`. Raises ValueError or OSError if the folder holds no model."""
         from lorikeet.adapters.formats.base_model import BaseValues, Skeleton, choose_dtype
         from lorikeet.adapters.formats.changes import PlannedReader
         from lorikeet.adapters.formats.layout import Base
 
-        skeleton = Skeleton(model_path, trust_remote_code)
+        skeleton = Skeleton(model_path, trust_remote_code, num_extra=num_extra)
         dtype, kinds = choose_dtype(None, skeleton.config, "cpu"), frozenset(configuration.SERVED_KINDS)
         base = Base("", "", dtype, kinds, BaseValues(skeleton), configuration.MOST_RANK["cpu"])
         return cls(PlannedReader(skeleton), Tokenizers(model_path), base)
@@ -93,7 +93,8 @@ class AdapterValidator:
         from lorikeet.adapters.formats import layout
 
         opened = layout.adapter_of_headers(headers.small, headers.heads, self._reader.skeleton)
-        self._tokenizers.check_files(dict(headers.small))
+        skeleton = self._reader.skeleton
+        self._tokenizers.check_files(dict(headers.small), skeleton.num_ids(opened.num_added(skeleton)))
         num_bytes = sum(head.size for head in headers.heads.values())
         return _validation(opened, opened.decide(self._reader, self._base), num_bytes)
 
@@ -102,7 +103,8 @@ class AdapterValidator:
         from lorikeet.adapters.formats import layout
 
         with layout.open_adapter(folder, max_bytes, self._reader.skeleton) as opened:
-            self._tokenizers.check(folder)
+            skeleton = self._reader.skeleton
+            self._tokenizers.check(folder, skeleton.num_ids(opened.num_added(skeleton)))
             served, _ = opened.lay_out(self._reader, self._base)
             return _validation(opened, served, opened.num_bytes)
 
@@ -213,6 +215,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--local-adapter-root", action="append", help="folder of local adapters; repeatable")
     check.add_argument("--huggingface-hub-cache", help="cache folder of the hub library")
     check.add_argument("--max-adapter-size", type=int, default=DEFAULT_MAX_ADAPTER_BYTES, help="limit in bytes")
+    check.add_argument("--adapter-extra-vocab-size", type=int, default=0, help="as the server's flag; default 0")
     check.add_argument("--read-weights", action="store_true", help="read all weights, and download those of hubs")
     check.add_argument("--trust-remote-code", action="store_true", help="run code from the base model's repository")
     check.add_argument("--json", action="store_true", help="one JSON object per adapter")
@@ -296,7 +299,7 @@ def _settings(options: argparse.Namespace, folders: Sequence[str]) -> SourceSett
 
 
 def _validator(options: argparse.Namespace, token: str | None) -> AdapterValidator:
-    return AdapterValidator.load(_base(options, token), options.trust_remote_code)
+    return AdapterValidator.load(_base(options, token), options.trust_remote_code, options.adapter_extra_vocab_size)
 
 
 def _base(options: argparse.Namespace, token: str | None) -> Path:

@@ -41,6 +41,8 @@ class RouterConfig(ConfigFile):
     """`--pooling` of the shards."""
     embedding_dim: int | None = None
     """`--embedding-dim` of the shards."""
+    adapter_extra_vocab_size: int = 0
+    """`--adapter-extra-vocab-size` of the shards."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     root_path: str = ""

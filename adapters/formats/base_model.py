@@ -97,6 +97,10 @@ class Skeleton:
                 delattr(self._network, name)
             self._is_borrowed = False
 
+    def num_ids(self, num_added: int) -> int:
+        """Where the ids of an adapter with so many tokens of its own end; 0 if none may have any."""
+        return self.vocab_size + num_added if self.num_extra else 0
+
     @cached_property
     def output_shape(self) -> tuple[int, int] | None:
         """Rows and columns of the output head, [V, H]; None if the network has none."""

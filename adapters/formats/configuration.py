@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
+from lorikeet.adapters.formats import added_tokens
 from lorikeet.adapters.formats.kinds import KINDS, VARIANTS, is_set, kind_of
 from lorikeet.adapters.sources.base import CONFIG, MAX_CONFIG_BYTES, MAX_SMALL_BYTES
 from lorikeet.proto import pooling
@@ -347,21 +348,24 @@ class Tokenizers:
         self._model_path = model_path
         self._differences: dict[bytes, str | None] = {}
 
-    def check(self, folder: Path) -> None:
-        """Raises AdapterInvalid with the first token that differs."""
+    def check(self, folder: Path, num_ids: int = 0) -> None:
+        """As `check_files`, of the files in a folder."""
         files = {name: _read(folder / name) for name in (_WHOLE, _ADDED, _SETTINGS)}
-        self.check_files({name: content for name, content in files.items() if content is not None})
+        self.check_files({name: content for name, content in files.items() if content is not None}, num_ids)
 
-    def check_files(self, files: dict[str, bytes]) -> None:
-        """Check files by name; other files are ignored. Raises AdapterInvalid with the first token that differs."""
+    def check_files(self, files: dict[str, bytes], num_ids: int = 0) -> None:
+        """Check files by name; other files are ignored. Raises AdapterInvalid with the first token that differs. Tokens
+        with ids below `num_ids` may be added to the base's; none where it is 0.
+        """
         files = {name: content for name, content in files.items() if name in (_WHOLE, _ADDED, _SETTINGS)}
         if not files or files.get(_WHOLE) == self._own_file:
             return
-        key = hashlib.sha256(b"\0".join(files.get(name, b"") for name in (_WHOLE, _ADDED, _SETTINGS))).digest()
+        contents = [files.get(name, b"") for name in (_WHOLE, _ADDED, _SETTINGS)]
+        key = hashlib.sha256(b"\0".join([str(num_ids).encode(), *contents])).digest()
         if key not in self._differences:
             if len(self._differences) >= _MAX_CACHED:
                 self._differences.clear()
-            self._differences[key] = self._difference(files)
+            self._differences[key] = self._difference(files, num_ids)
         if (difference := self._differences[key]) is not None:
             raise AdapterInvalid(difference)
 
@@ -381,8 +385,8 @@ class Tokenizers:
         except (ValueError, OSError, KeyError, ImportError):
             return {}
 
-    def _difference(self, files: dict[str, bytes]) -> str | None:
-        """The end of a sentence, or None if every token of the adapter is one of the base."""
+    def _difference(self, files: dict[str, bytes], num_ids: int) -> str | None:
+        """The end of a sentence, or None if every token of the adapter is one of the base, or may be added to them."""
         base_tokens = self._own
         if not base_tokens:
             return None
@@ -390,9 +394,17 @@ class Tokenizers:
             settings = json.loads(files.get(_SETTINGS, b"{}"))
             tokens = _all_tokens(files, settings)
             padding = _content(settings.get("pad_token"))
+            added = added_tokens.read(files, base_tokens).tokens if num_ids else ()
+        except AdapterInvalid as error:
+            return str(error)
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return "its tokenizer files cannot be read"
+        if added and added[-1].id >= num_ids:
+            return f"its token {added[-1].content[:40]!r} has the id {added[-1].id}, but its last row is {num_ids - 1}"
+        own = {token.content: token.id for token in added}
         for token, number in tokens.items():
+            if own.get(token) == number:
+                continue
             # a token that is only used for padding in training never reaches the adapter
             if base_tokens.get(token) != number and (token != padding or token in base_tokens):
                 has = f"{base_tokens[token]} in the base's" if token in base_tokens else "is not in the base's"

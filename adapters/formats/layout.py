@@ -234,9 +234,9 @@ def _changed_rows(change: ModuleChange, base: Base) -> ModuleChange:
         own = base.values[f"{change.module}.weight"]
     except NotServed:
         return change
-    saved, types = change.weight.to(base.dtype), dict.fromkeys((own.dtype, *_TRAINED_IN))
-    differing = [(own.to(dtype).to(change.weight.dtype).to(base.dtype) != saved).any(1).nonzero()[:, 0] for dtype in types]
-    ids = min(differing, key=len).tolist()
+    saved, given = change.weight.to(base.dtype), change.weight.dtype
+    rounded = (own.to(dtype).to(given).to(base.dtype) for dtype in dict.fromkeys((own.dtype, *_TRAINED_IN)))
+    ids = min(((value != saved).any(1).nonzero()[:, 0] for value in rounded), key=len).tolist()
     if len(ids) >= min(saved.shape):
         return change
     return replace(change, weight=change.weight[ids], row_ids=tuple(ids), num_rows=saved.shape[0])
@@ -449,8 +449,8 @@ class Contents:
             if fields := configuration.unknown(self.values):
                 names = ", ".join(f"`{field[:60]}`" for field in fields[:5])
                 warnings.append(f"{names} of {CONFIG}: not a setting of PEFT, without effect")
-        added = 0 if self.changes is None else vocabulary.num_added(reader.skeleton, self.changes.tensors)
-        return ServedContents(decision, parsed, ids, tuple(warnings), 0 if decision is None else decision.rank, added)
+        rank = 0 if decision is None else decision.rank
+        return ServedContents(decision, parsed, ids, tuple(warnings), rank, self.num_added(reader.skeleton))
 
     def lay_out(self, reader: PlannedReader, base: Base) -> tuple[ServedContents, ServedLayout]:
         """What was decided, and the served layout. Raises AdapterInvalid or NotServed."""
@@ -465,6 +465,10 @@ class Contents:
         if layout.changes_nothing:
             served = replace(served, warnings=(*served.warnings, CHANGES_NOTHING))
         return served, layout
+
+    def num_added(self, skeleton: Skeleton) -> int:
+        """Tokens that it adds to the base's. Raises AdapterInvalid."""
+        return 0 if self.changes is None else vocabulary.num_added(skeleton, self.changes.tensors)
 
     def _parsed_heads(self, reader: PlannedReader, kinds: frozenset[str]) -> ParsedHeads | None:
         """Raises AdapterInvalid or NotServed."""

@@ -52,8 +52,9 @@ def num_added(skeleton: Skeleton, tensors: Tensors) -> int:
     if counts <= {0}:
         return 0
     if len(counts) > 1 or len(found) < len(skeleton.ends):
-        lacking = next(module for module in skeleton.ends if not found.get(module))
-        raise AdapterInvalid(f"it adds {max(counts)} tokens, but has no rows of {lacking} for them")
+        module = min(skeleton.ends, key=lambda module: found.get(module, 0))
+        problem = f"it adds {max(counts)} tokens, but has {found.get(module, 0)} rows of {module} for them"
+        raise AdapterInvalid(problem)
     return counts.pop()
 
 

@@ -120,12 +120,14 @@ class WorkerJobs:
         """Store the served layout of the files in a folder."""
         folder = Path(job["folder"])
         with self._limited_memory([folder]), self._opened(folder) as opened:
-            digest = opened.digest
-            if (stored := self._stored(digest)) is not None:
+            digest, skeleton = opened.digest, self._context.reader.skeleton
+            stored = self._stored(digest)
+            if stored is None or skeleton.num_extra:  # equal weights may come with other tokens
+                self._limit_cpu(opened.num_bytes, opened.has_patterns, opened.is_folded)
+                self._context.tokenizers.check(folder, skeleton.num_ids(opened.num_added(skeleton)))
+            if stored is not None:
                 self._check_effect(stored.changes_nothing)
                 return {"entry": stored.as_dict()}
-            self._limit_cpu(opened.num_bytes, opened.has_patterns, opened.is_folded)
-            self._context.tokenizers.check(folder)
             served, layout = opened.lay_out(self._context.reader, self._context.base)
             for warning in served.warnings:
                 log.warning("adapter_warning", adapter=job.get("name"), warning=warning)

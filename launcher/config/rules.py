@@ -68,6 +68,7 @@ def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
     if settings["quantize-activations"] == "int8" and device != "cpu" and not settings["shard-address"]:
         origin = settings.origins["quantize-activations"]
         refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
+    _check_extra_rows(settings, device, num_ranks)
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.origins['learn-heads']} is refused on {device}: heads are learned on the CPU only")
     attention, is_cpu = settings["attention"], device == "cpu"
@@ -80,6 +81,17 @@ def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
             refuse(f"{origin} is refused on the CPU: only CUDA devices have symmetric memory")
         if num_ranks == 1:
             refuse(f"{origin} is refused: a model on one device has nothing to add up; it needs --num-shard 2 or more")
+
+
+def _check_extra_rows(settings: Settings, device: str, num_ranks: int) -> None:
+    if not settings["adapter-extra-vocab-size"] or settings["shard-address"]:
+        return
+    origin = settings.origins["adapter-extra-vocab-size"]
+    if device != "cpu" or num_ranks > 1:
+        refuse(f"{origin} is refused on {device} with {num_ranks} ranks: adapters may add tokens on one CPU only")
+    for name in ("quantize", "learn-heads"):
+        if settings[name]:
+            refuse(f"{origin} is refused together with {settings.origins[name]}")
 
 
 def kv_cache_dtype(settings: Settings) -> str:
@@ -125,7 +137,7 @@ def check_pooled(settings: Settings, pooled: PooledModel | None, config: dict[st
     if pooled is None:
         return
     kind = f"a model of the task {pooled.task}"
-    for name in ("draft-model-id", "speculative-tokens", "learn-heads"):
+    for name in ("draft-model-id", "speculative-tokens", "learn-heads", "adapter-extra-vocab-size"):
         if name in settings.origins and settings[name]:
             refuse(f"{settings.origins[name]} is refused: {kind} generates no text")
     if settings["shard-address"]:

@@ -28,7 +28,6 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken
 from lorikeet.router.schemas.model import MAX_IGNORED
 from lorikeet.router.schemas.openai import OpenAIRequest
-from lorikeet.router.text.tokenizer import Tokenizer
 
 
 class VisibleTokens:
@@ -276,9 +275,9 @@ def token_counts(num_prompt: int, num_completion: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "total_tokens": total, "completion_tokens": num_completion}
 
 
-async def count_reasoning(tokenizer: Tokenizer, texts: Sequence[str], generations: Sequence[Generation]) -> int:
+async def count_reasoning(texts: Sequence[str], generations: Sequence[Generation]) -> int:
     """Tokens of the reasoning in all outputs, counted apart from the rest; notes those of each generation."""
-    ids = await tokenizer.encode_each(list(texts)) if any(texts) else []
+    ids = await generations[0].tokenizer.encode_each(list(texts)) if any(texts) else []
     for generation, reasoning_ids in zip(generations, ids, strict=False):
         generation.num_reasoning = len(reasoning_ids)
     return sum(map(len, ids))

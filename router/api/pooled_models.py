@@ -36,7 +36,7 @@ from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, FinishReason
 from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
-from lorikeet.router.text.tokenizer import Encoded, Input
+from lorikeet.router.text.tokenizer import Encoded, Input, Tokenizer
 
 ROUTES_OF = {
     pooling.EMBED: "/v1/embeddings, /embed, /score, /rerank or /pooling",
@@ -89,7 +89,7 @@ class PooledTexts(Prompts):
         self._caller = caller
         self._field = field
 
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
         service, cut, field = self._service, self._cut, self._field
         written: list[Input] = [text for text in self._texts if not isinstance(text, list)]
         if cut.most is None:
@@ -99,7 +99,7 @@ class PooledTexts(Prompts):
         prompts = []
         for text in self._texts:
             if isinstance(text, list):
-                check_ids(service, text, field)
+                check_ids(service, text, field, tokenizer)
                 kept = text if cut.most is None else text[: cut.most] if cut.side == "right" else text[-cut.most :]
                 encoded = Encoded(kept)
             else:

@@ -23,7 +23,7 @@ from lorikeet.router.requests.generation import Generation, Timeline
 from lorikeet.router.requests.request import Adapter, Caller, FinishReason, GenerationRequest, Heads
 from lorikeet.router.schemas.generation import RequestFields, check_min_tokens, resolve_speculation, takes_history
 from lorikeet.router.schemas.grammar import GrammarFields
-from lorikeet.router.text.tokenizer import Encoded, bad_word_ids
+from lorikeet.router.text.tokenizer import Encoded, Tokenizer, bad_word_ids
 
 log = structlog.get_logger()
 
@@ -58,8 +58,12 @@ class Prompts(ABC):
     """Whether the adapter determines the prompt: a conversation is rendered with its adapter's chat template."""
 
     @abstractmethod
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
-        """`adapter` is None without `needs_adapter`. Raises RouterError."""
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
+        """`adapter` is None without `needs_adapter`; `tokenizer` is the adapter's. Raises RouterError."""
+
+    def naming_field(self) -> str:
+        """The request's field that asks for the texts of single tokens next to those of the output; "" without one."""
+        return ""
 
     @abstractmethod
     def max_tokens(self, num_prompt: int) -> int:
@@ -88,15 +92,19 @@ async def prepare(
     caller = service.caller(request)
     check_room(service, caller)
     # a chat template may be the adapter's; else lengths are checked first, because an adapter may take seconds to load
-    adapter = await service.selection.choose(fields.adapter, caller) if prompts.needs_adapter else None
-    tokenized = await prompts.tokenize(adapter)
+    needs_adapter = prompts.needs_adapter or service.tokenizers.is_used
+    adapter = await service.selection.choose(fields.adapter, caller) if needs_adapter else None
+    tokenizer = await service.tokenizers.of(adapter)
+    if tokenizer is not service.tokenizer:
+        check_added_tokens(fields, prompts)
+    tokenized = await prompts.tokenize(adapter, tokenizer)
     max_tokens = [prompts.max_tokens(len(prompt.ids)) for prompt in tokenized]
     check_min_tokens(fields.constraints.min_tokens, 0 if fields.is_probe else min(max_tokens))
-    if not prompts.needs_adapter:
+    if not needs_adapter:
         adapter = await service.selection.choose(fields.adapter, caller)
-    speculation = await _speculation(service, fields, caller)
+    speculation = await _speculation(service, fields, caller, tokenizer)
     check_receipt(fields.receipt, speculation, len(tokenized) * fields.num_sequences)
-    shared = await _resolved(service, fields, caller, adapter, speculation)
+    shared = await _resolved(service, fields, caller, adapter, speculation, tokenizer)
     shared, left_out = await _with_grammar(service, shared, fields, tokenized[0].conversation)
     requests = _sequences(service, shared, fields, tokenized, max_tokens)
     timing.validated_at = now()
@@ -110,13 +118,22 @@ def check_room(service: Service, caller: Caller) -> None:
     service.dispatcher.check_room(service.tokenizer.pool.num_pending, caller.identity)
 
 
-async def _speculation(service: Service, fields: RequestFields, caller: Caller) -> Speculation:
+def check_added_tokens(fields: RequestFields, prompts: Prompts) -> None:
+    """Raises UnsupportedField for what knows the base's tokens only. The adapter of the request adds some."""
+    if field := "receipt" if fields.receipt else prompts.naming_field():
+        raise UnsupportedField(field, NOT_WITH_ADDED)
+
+
+NOT_WITH_ADDED = "is not available with an adapter that adds tokens"
+
+
+async def _speculation(service: Service, fields: RequestFields, caller: Caller, tokenizer: Tokenizer) -> Speculation:
     """How draft tokens are proposed. Lookup reads the tokens of `prediction`, up to the length of the context."""
     speculation = resolve_speculation(fields.speculation, service.offer, is_seeded=fields.seed is not None)
     prediction = fields.speculation.prediction
     if not prediction or not speculation.num_tokens:
         return speculation
-    tokenizer, limit = service.tokenizer, service.config.max_total_tokens
+    limit = service.config.max_total_tokens
     least = tokenizer.length.least_tokens([prediction], limit)
     if least > limit:
         raise ValidationError(
@@ -127,14 +144,20 @@ async def _speculation(service: Service, fields: RequestFields, caller: Caller) 
 
 
 async def _resolved(
-    service: Service, fields: RequestFields, caller: Caller, adapter: Adapter | None, speculation: Speculation
+    service: Service,
+    fields: RequestFields,
+    caller: Caller,
+    adapter: Adapter | None,
+    speculation: Speculation,
+    tokenizer: Tokenizer,
 ) -> GenerationRequest:
     """What all sequences of a request have in common; prompts, lengths and seeds are their own."""
     constraints = fields.constraints
     return GenerationRequest(
         prompt_ids=[],
         max_new_tokens=0,
-        sampling=await _sampling(service, fields, caller.identity),
+        sampling=await _sampling(service, fields, caller.identity, tokenizer),
+        tokenizer=None if tokenizer is service.tokenizer else tokenizer,
         logprobs=fields.logprobs,
         stop_strings=fields.stop,
         include_stop=fields.include_stop if constraints.include_stop is None else constraints.include_stop,
@@ -220,6 +243,8 @@ async def _following(
         return request
     if (masks := fields.constraints.masks) is not None:
         raise ValidationError(f"`{masks}` and `{grammar.field}` cannot be set together: no token might be left", masks)
+    if request.tokenizer is not None:
+        raise UnsupportedField(grammar.field, NOT_WITH_ADDED)
     info = service.dispatcher.info
     if info is not None and not info.grammars:
         raise UnsupportedField(grammar.field, "needs a model with a fast tokenizer (tokenizer.json)")
@@ -228,19 +253,22 @@ async def _following(
     return replace(request, grammar=followed, grammar_kind=grammar.kind, grammar_value=grammar.value)
 
 
-def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
-    """Raises ValidationError if one of the ids is not in the vocabulary."""
-    if ids and (info := service.dispatcher.info) is not None and max(ids) >= info.vocab_size:
-        raise ValidationError(f"`{field}` has a token id that is not below {info.vocab_size}", field)
+def check_ids(service: Service, ids: Sequence[int], field: str, tokenizer: Tokenizer) -> None:
+    """Raises ValidationError if one of the ids is not in the vocabulary of the model, or of the adapter."""
+    if not ids or (info := service.dispatcher.info) is None:
+        return
+    size = info.vocab_size if tokenizer is service.tokenizer else max(info.vocab_size, tokenizer.vocabulary.size)
+    if max(ids) >= size:
+        raise ValidationError(f"`{field}` has a token id that is not below {size}", field)
 
 
-async def _sampling(service: Service, fields: RequestFields, caller: str) -> SamplingParams:
+async def _sampling(service: Service, fields: RequestFields, caller: str, tokenizer: Tokenizer) -> SamplingParams:
     """With what the client asks for of the output's tokens. Raises ValidationError."""
-    constraints, tokenizer = fields.constraints, service.tokenizer
-    check_ids(service, fields.logprobs.alternative_ids, "logprob_token_ids")
-    check_ids(service, constraints.stop_token_ids, "stop_token_ids")
-    check_ids(service, constraints.allowed_token_ids, "allowed_token_ids")
-    check_ids(service, [token_id for token_id, _ in fields.sampling.logit_bias], "logit_bias")
+    constraints, biased = fields.constraints, [token_id for token_id, _ in fields.sampling.logit_bias]
+    check_ids(service, fields.logprobs.alternative_ids, "logprob_token_ids", tokenizer)
+    check_ids(service, constraints.stop_token_ids, "stop_token_ids", tokenizer)
+    check_ids(service, constraints.allowed_token_ids, "allowed_token_ids", tokenizer)
+    check_ids(service, biased, "logit_bias", tokenizer)
     if constraints.masks is None:
         return fields.sampling
     _check_masks(service, constraints.masks)
@@ -275,7 +303,8 @@ def _sequences(
     """`num_sequences` of each prompt, in the order of the prompts. Those of a prompt share its KV, not the seed."""
     requests = list[GenerationRequest]()
     for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
-        text = prompt.text or (text_of(service, prompt.ids) if service.config.log_texts else "")
+        own = shared.tokenizer or service.tokenizer
+        text = prompt.text or (text_of(own, prompt.ids) if service.config.log_texts else "")
         request_id = f"{shared.request_id}/{index}" if len(prompts) > 1 else shared.request_id
         pooling = shared.pooling
         if pooling is not None and prompt.encoded is not None:
@@ -296,9 +325,9 @@ def _sequences(
     return requests
 
 
-def text_of(service: Service, ids: list[int]) -> str:
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of a prompt that came as token ids, without special tokens."""
-    detokenizer, hidden_ids = service.tokenizer.detokenizer(()), service.tokenizer.special_ids
+    detokenizer, hidden_ids = tokenizer.detokenizer(()), tokenizer.special_ids
     return "".join(detokenizer.push(token_id) for token_id in ids if token_id not in hidden_ids) + detokenizer.flush()
 
 

@@ -12,6 +12,7 @@ from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.preload import AdapterPreloader, Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Directory, Selection
+from lorikeet.router.adapters.tokenizers import AdapterTokenizers
 from lorikeet.router.api.authentication import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
@@ -44,6 +45,7 @@ class Service:
     metrics: Metrics
     selection: Selection
     templates: Templates
+    tokenizers: AdapterTokenizers
     outputs: OutputPreparer
     preloader: AdapterPreloader | None
     """None if only the base model is served."""
@@ -173,6 +175,7 @@ def make_service(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterCon
         metrics=metrics,
         selection=selection,
         templates=templates,
+        tokenizers=AdapterTokenizers(tokenizer, sources, config.adapter_extra_vocab_size),
         outputs=OutputPreparer(templates, tokenizer),
         preloader=preloader,
         reloading=Reloading(config, selection, preloader),

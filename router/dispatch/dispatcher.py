@@ -179,9 +179,8 @@ class Dispatcher:
         if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
             self.fail(newest, Overloaded(self._retry_after()))
         self.in_flight.arrived(request.caller, request.share, time.monotonic())
-        generation = Generation(
-            next(self._numbers), request, self._tokenizer, timeline, on_cancel=self._on_cancel, memory=self.memory
-        )
+        tokenizer, number = request.tokenizer or self._tokenizer, next(self._numbers)
+        generation = Generation(number, request, tokenizer, timeline, on_cancel=self._on_cancel, memory=self.memory)
         if generation.is_admitted:
             generation.adapters.check()
             self._enqueue(generation)

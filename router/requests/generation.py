@@ -300,7 +300,7 @@ class Generation:
         self.is_over = False
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it is over."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._choose_ids(request, tokenizer)
         self.stop_reason: int | str | None = None
         """The stop token or the stop string that ended the output."""
@@ -563,7 +563,7 @@ class Generation:
         return 0
 
     def _scored(self, ids: Iterable[int], logprobs: Iterable[float]) -> list[tuple[int, str, float]]:
-        text = self._tokenizer.token_text
+        text = self.tokenizer.token_text
         return [(token_id, text(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
 
     def _end_at_stop(self, is_last: bool) -> None:
@@ -608,7 +608,7 @@ class Generation:
 
     def _add_prefill(self, chunk: OutputChunk, prefill: pb.RequestOutput) -> None:
         """Put the prompt's log probabilities into the first chunk."""
-        text = self._tokenizer.token_text
+        text = self.tokenizer.token_text
         ids = self.request.prompt_ids
         values: list[float | None] = [None, *prefill.prefill_logprobs]
         chunk.prefill = [(token_id, text(token_id), value) for token_id, value in zip(ids, values, strict=False)]

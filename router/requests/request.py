@@ -19,6 +19,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.proto.params import NO_SPECULATION, Grammar, LogprobParams, Pooling, SamplingParams, Speculation
 from lorikeet.router.text.stop import ReasoningSyntax
+from lorikeet.router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ class GenerationRequest:
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams = field(default_factory=partial(LogprobParams, wanted=True))
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+    """The base's with the tokens that the adapter adds; None for the base's."""
     text: str = field(default="", repr=False)
     """The prompt before tokenization; empty for one that came as token ids."""
     stop_strings: tuple[str, ...] = ()

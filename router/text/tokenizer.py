@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -17,6 +17,8 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from lorikeet.adapters.errors import AdapterInvalid
+from lorikeet.adapters.formats.added_tokens import Added
 from lorikeet.proto.digest import of_files
 from lorikeet.proto.shares import Turns
 from lorikeet.router.config import RouterConfig
@@ -510,7 +512,9 @@ class Tokenizer:
         num_workers: int = 1,
         digest: str = "",
         information: dict[str, Any] | None = None,
+        pool: TextPool | None = None,
     ) -> None:
+        """`pool`: another tokenizer's, whose threads are used too."""
         self._backend = backend
         self.template_source = template_source
         """The model's chat template."""
@@ -526,7 +530,7 @@ class Tokenizer:
         """Digest of the files that the tokenizer was read from."""
         self.information = information or {}
         """The tokenizer's configuration, with the chat template in use."""
-        self.pool = TextPool(num_workers)
+        self.pool = pool or TextPool(num_workers)
         self.length = token_length(backend)
         """How long the text of a token can be."""
         self._cuts = Cuts(backend)
@@ -570,6 +574,33 @@ class Tokenizer:
             named_tokens=named_tokens,
             num_workers=config.validation_workers,
             digest=of_files(folder, [name for name in FILES if (folder / name).is_file()]),
+        )
+
+    @property
+    def ids_by_token(self) -> dict[str, int]:
+        """The ids of all tokens."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def with_added(self, added: Added) -> Self:
+        """The same with an adapter's tokens, of which `added.eos` ends a text too. Takes as long as reading it."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        for token in added.tokens:
+            flags = {name: value for name, value in asdict(token).items() if name not in ("content", "id")}
+            backend.add_tokens([AddedToken(token.content, **flags)])
+        ids = {token.content: token.id for token in added.tokens}
+        if any(backend.token_to_id(content) != token_id for content, token_id in ids.items()):
+            raise AdapterInvalid("the tokens that it adds do not get the ids that it gives them")
+        return type(self)(
+            backend,
+            eos_ids=self.eos_ids | {ids[added.eos]} if added.eos else self.eos_ids,
+            special_ids=self.special_ids,
+            template_source=self.template_source,
+            tool_template_source=self.tool_template_source,
+            response_template=self.response_template,
+            named_tokens=self.named_tokens,
+            digest=self.digest,
+            information=self.information,
+            pool=self.pool,
         )
 
     async def encode(self, text: str, add_special_tokens: bool = True, *, caller: str = "") -> list[int]:

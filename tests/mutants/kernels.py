@@ -35,6 +35,20 @@ MUTANTS = [
         f"{ADAPTERS}::test_equals_the_specification",
     ),
     Mutant(
+        "requests without an adapter may choose the tokens that adapters add",
+        "shard/model/adapters/added_tokens.py",
+        'logits[:, self._first :] = float("-inf")',
+        "pass",
+        "tests/shard/engine/test_added_tokens.py::test_other_requests_get_the_bits_of_a_server_without_such_tokens",
+    ),
+    Mutant(
+        "an adapter may choose the tokens of another one, which has more",
+        "shard/model/adapters/added_tokens.py",
+        "self._first : self._first + self._counts[slot]]",
+        "self._first :]",
+        "tests/shard/engine/test_added_tokens.py::test_other_requests_get_the_bits_of_a_server_without_such_tokens",
+    ),
+    Mutant(
         "the weights of a sum's second factors are ignored",
         "shard/model/lora/targets.c",
         "u[p][k] = expands[p] * end[k]",

@@ -23,6 +23,7 @@ from lorikeet.router.requests.request import Adapter, Caller, FinishReason, Outp
 from lorikeet.router.schemas.chat import Conversation, ToolFields
 from lorikeet.router.schemas.grammar import GrammarFields
 from lorikeet.router.schemas.openai import ChatCompletionRequest, ChatFields, check_texts
+from lorikeet.router.text.tokenizer import Tokenizer
 
 
 async def render(
@@ -47,12 +48,12 @@ class ChatPrompt(OpenAIPrompts):
         super().__init__(service, params, caller)
         self._chat = params
 
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
         params, service, conversation = self._chat, self._service, self._chat.conversation
         if not params.prompt.keeps_last:
             check_texts(conversation.texts, service.tokenizer.length, service.config, "messages")
         prepared = await render(service, conversation, params.tools, params.fields.grammar, adapter, self._caller)
-        ids = await self._tokenized(prepared.prompt.text, "messages")
+        ids = await self._tokenized(prepared.prompt.text, "messages", tokenizer)
         if not ids:
             raise ChatTemplateError("the prompt has no tokens")
         return [Prompt(ids, prepared.prompt.text, prepared, tuple(conversation.ignored(prepared.prompt.unread)))]

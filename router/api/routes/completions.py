@@ -12,6 +12,7 @@ from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
 from lorikeet.router.requests.request import Adapter, Caller, OutputChunk, OutputToken
 from lorikeet.router.schemas.openai import CompletionFields, CompletionRequest
+from lorikeet.router.text.tokenizer import Tokenizer
 
 Logprobs = dict[str, list[Any] | None]
 """Four lists with an entry per token."""
@@ -24,22 +25,22 @@ class CompletionPrompts(OpenAIPrompts):
         super().__init__(service, params, caller)
         self._completion = params
 
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
-        return [await self._prompt(written) for written in self._completion.prompts]
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
+        return [await self._prompt(written, tokenizer) for written in self._completion.prompts]
 
-    async def _prompt(self, written: str | list[int]) -> Prompt:
+    async def _prompt(self, written: str | list[int], tokenizer: Tokenizer) -> Prompt:
         params = self._completion
         if isinstance(written, str):
             text = self._with_suffix(written, params.suffix)
-            ids = await self._tokenized(text, "prompt")
+            ids = await self._tokenized(text, "prompt", tokenizer)
             if not ids:
                 raise ValidationError("`prompt` cannot be empty", "prompt")
             if params.prompt.num_kept is None or not params.echo:
                 return Prompt(ids, text)
         else:
-            check_ids(self._service, written, "prompt")
+            check_ids(self._service, written, "prompt", tokenizer)
             ids = written
-        return Prompt(ids, text_of(self._service, ids) if params.echo else "")
+        return Prompt(ids, text_of(tokenizer, ids) if params.echo else "")
 
     def _with_suffix(self, text: str, suffix: str) -> str:
         """Raises UnsupportedField where the model cannot fill in."""

@@ -82,7 +82,8 @@ class DialectRoute(ChatRoute):
         async with ClientWatch(request.receive):
             with in_words_of(self.names):
                 adapter = await service.selection.choose(params.fields.adapter, caller)
-                prompts = await self._prompts(params, caller).tokenize(adapter)
+                tokenizer = await service.tokenizers.of(adapter)
+                prompts = await self._prompts(params, caller).tokenize(adapter, tokenizer)
         return json_response({**self._counted(), "input_tokens": len(prompts[0].ids)})
 
     def _counted(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class DialectRoute(ChatRoute):
         logprobs = self._logprobs(params, whole.tokens, whole.text, whole.finish_reason, VisibleTokens())
         writer.begin()
         writer.add(_events_of(whole), logprobs["content"] if logprobs is not None else [])
-        num_reasoning = await count_reasoning(self._service.tokenizer, [whole.message.reasoning], generations)
+        num_reasoning = await count_reasoning([whole.message.reasoning], generations)
         counts = usage(params, len(prompts[0].ids), generations, num_reasoning)
         writer.end(counts, receipts | metrics(generations))
         return writer.answer
@@ -147,7 +148,7 @@ class DialectRoute(ChatRoute):
                 if lines := writer.add(events, logprobs["content"] if logprobs is not None else []):
                     yield b"".join(map(named_event, lines))
             receipts = await self._receipt(generations)
-            num_reasoning = await count_reasoning(self._service.tokenizer, ["".join(reasoning)], generations)
+            num_reasoning = await count_reasoning(["".join(reasoning)], generations)
             counts = usage(params, len(prompts[0].ids), generations, num_reasoning)
             last = writer.end(counts, receipts | metrics(generations))
         except RouterError as error:

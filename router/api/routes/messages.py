@@ -25,6 +25,7 @@ from lorikeet.router.requests.request import Adapter, Caller
 from lorikeet.router.schemas import anthropic
 from lorikeet.router.schemas.model import Translated
 from lorikeet.router.schemas.openai import ChatFields
+from lorikeet.router.text.tokenizer import Tokenizer
 
 _STOP_REASONS = {FinishKind.STOP: "end_turn", FinishKind.LENGTH: "max_tokens", FinishKind.TOOL_CALLS: "tool_use"}
 _DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
@@ -33,8 +34,8 @@ _DELTAS = {"thinking": "thinking_delta", "text": "text_delta"}
 class MessagesPrompt(ChatPrompt):
     """The prompt of a conversation; ignored fields have the names of this API."""
 
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
-        [prompt] = await super().tokenize(adapter)
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
+        [prompt] = await super().tokenize(adapter, tokenizer)
         return [replace(prompt, ignored=tuple(anthropic.applied_thinking(prompt.ignored)))]
 
 

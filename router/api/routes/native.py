@@ -50,6 +50,7 @@ from lorikeet.router.schemas.native import (
     check_text,
 )
 from lorikeet.router.schemas.openai import ReportFields
+from lorikeet.router.text.tokenizer import Tokenizer
 
 _TOKEN_EVENT = (
     b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
@@ -71,11 +72,11 @@ class LoraxPrompt(Prompts):
         self._native = native
         self._caller = caller
 
-    async def tokenize(self, adapter: Adapter | None) -> list[Prompt]:
-        native, tokenizer, truncate = self._native, self._service.tokenizer, self._native.parameters.truncate
+    async def tokenize(self, adapter: Adapter | None, tokenizer: Tokenizer) -> list[Prompt]:
+        native, truncate = self._native, self._native.parameters.truncate
         with_special = native.parameters.add_special_tokens
         if native.input_ids is not None:
-            check_ids(self._service, native.input_ids, "inputs")
+            check_ids(self._service, native.input_ids, "inputs", tokenizer)
             return [Prompt(native.input_ids if truncate is None else native.input_ids[-truncate:])]
         if truncate is not None:
             ids = await tokenizer.encode_tail(native.text, truncate, with_special, caller=self._caller)
@@ -85,6 +86,9 @@ class LoraxPrompt(Prompts):
         if not ids:
             raise ValidationError("`inputs` has no tokens", "inputs")
         return [Prompt(ids, native.text)]
+
+    def naming_field(self) -> str:
+        return "top_n_tokens" if self._native.parameters.top_n_tokens else ""
 
     def max_tokens(self, num_prompt: int) -> int:
         return check_lengths(num_prompt, self._native.parameters.max_new_tokens, self._service.config)

@@ -49,6 +49,7 @@ from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Caller, FinishReason, OutputChunk
 from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
+from lorikeet.router.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {
     None: None,
@@ -70,14 +71,19 @@ class OpenAIPrompts(Prompts):
         self._wanted = params
         self._caller = caller
 
+    def naming_field(self) -> str:
+        if self._wanted.num_logprobs is not None:
+            return "logprobs"
+        return "" if self._wanted.report.num_prompt_logprobs is None else "prompt_logprobs"
+
     def max_tokens(self, num_prompt: int) -> int:
         # Scoring a prompt needs a step like any other: its one token is dropped.
         limit = 1 if self._wanted.only_prompt else self._wanted.max_tokens
         return check_lengths(num_prompt, limit, self._service.config)
 
-    async def _tokenized(self, text: str, field: str) -> list[int]:
+    async def _tokenized(self, text: str, field: str, tokenizer: Tokenizer) -> list[int]:
         """The token ids of a prompt that are kept; `field` is the request's field with the text."""
-        tokenizer, config, fields = self._service.tokenizer, self._service.config, self._wanted.prompt
+        config, fields = self._service.config, self._wanted.prompt
         special, limit, caller = fields.add_special_tokens, config.max_input_length, self._caller.identity
         if fields.keeps_last:
             num_kept = fields.most(limit) or limit
@@ -181,7 +187,7 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
     ) -> dict[str, Any]:
         """The body of an answer."""
         reasoning = [sequence.message.reasoning for sequence in sequences]
-        num_reasoning = await count_reasoning(self._service.tokenizer, reasoning, generations)
+        num_reasoning = await count_reasoning(reasoning, generations)
         counts = usage(params, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
         frame = self._envelope(self.object_name, params)
         whole = frame.around(self._choices(params, prompts, sequences), counts) | receipts
@@ -294,7 +300,7 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
             yield event(openai_body(error))
             return
         is_counted = report.usage or generations[0].timeline is not None  # traces have the number
-        num_reasoning = await count_reasoning(self._service.tokenizer, reasoning if is_counted else [], generations)
+        num_reasoning = await count_reasoning(reasoning if is_counted else [], generations)
         if report.usage:
             last = usage(params, num_prompt, generations, num_reasoning)
             yield event(frame.around([], last) | receipts | metrics(generations) | repeated(params))

@@ -56,7 +56,7 @@ class TokenRoutes(Routes):
         """The text of token ids, special tokens included."""
         body, tokenizer = DetokenizeRequest.read(await self._service.body(request)), self._service.tokenizer
         ids = body.token_ids(self._service.config)
-        check_ids(self._service, ids, "tokens")
+        check_ids(self._service, ids, "tokens", tokenizer)
         text = await self._in_pool(request, ids, lambda: tokenizer.decode(ids))
         return _json(orjson.dumps({"prompt": text}), body.ignored())
 

@@ -48,7 +48,8 @@ def extend(network: Any, text_config: Any, num_extra: int) -> None:
     """
     size = int(text_config.vocab_size)
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    if type(ends[0]) is not nn.Embedding or type(ends[1]) is not nn.Linear or any(len(end.weight) != size for end in ends):
+    kinds = [type(end) for end in ends]
+    if kinds != [nn.Embedding, nn.Linear] or any(len(end.weight) != size for end in ends):
         raise ValueError("its embedding and output head cannot get rows for tokens of adapters")
     network.resize_token_embeddings(size + num_extra, mean_resizing=False)
     text_config.vocab_size = size + num_extra

@@ -11,8 +11,9 @@ import torch
 
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats.heads import MedusaShape
-from lorikeet.proto.params import Method, Speculation
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request
 from tests import tiny
 from tests.adapters import making
@@ -30,7 +31,7 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "whole embedding": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=ENDS[:1]),
     "trained tokens": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, trainable_token_indices=[5, *ADDED]),
     "trained tokens of both": lambda: peft.LoraConfig(
-        r=4, target_modules=TARGETS, trainable_token_indices=dict.fromkeys(ENDS, [5, *ADDED])
+        r=4, target_modules=TARGETS, trainable_token_indices={end: [5, *ADDED] for end in ENDS}
     ),
     "no trained tokens": lambda: peft.LoraConfig(r=4, target_modules=TARGETS),
     "LoRA on ends": lambda: peft.LoraConfig(r=4, target_modules=[*TARGETS, *ENDS]),
@@ -98,3 +99,48 @@ def test_added_tokens_in_a_mixed_batch(is_tied: bool, tmp_path: Path) -> None:
     compare(tried, expected, [output.token_ids for output in outputs], names)
     assert not tried.differences, tried
     assert tried.num_ties <= 1, tried
+
+
+def test_other_requests_get_the_bits_of_a_server_without_such_tokens(tmp_path: Path) -> None:
+    """Hot samples, penalties and log probabilities would show an id behind the base's, and any weight on one."""
+    warnings.simplefilter("ignore")
+    base = tiny.make("llama", tmp_path / "base", seed=1)
+    plain = making.make_adapter(base, tmp_path / "plain", peft.LoraConfig(r=4, target_modules=TARGETS))
+    adding = make("trained tokens", base, tmp_path / "adding")
+    given = []
+    for num_extra, adapters in ((0, {"plain": plain}), (EXTRA, {"plain": plain, "adding": adding})):
+        store = tmp_path / f"store-{num_extra}"
+        digests = lay_out(base, store, adapters, num_extra=num_extra)
+        names = ["", "plain"] * 4 + ["adding"] * 4 * (num_extra > 0)
+        requests = []
+        for index, (prompt, name) in enumerate(zip(prompts_of("llama", (9,) * len(names)), names, strict=True)):
+            request = Request((1, index), list(prompt), len(prompt), 40, adapter_digest=digests.get(name, ""))
+            bias = tuple((token, 300.0) for token in range(SIZE, SIZE + EXTRA)) if name == "adding" else ()
+            typical = 0.99 if index % 2 else 1.0
+            request.sampling = SamplingParams(
+                True, 50.0, seed=index, repetition_penalty=1.5, typical_p=typical, logit_bias=bias
+            )
+            request.logprobs = LogprobParams(wanted=True, alternatives=5)
+            requests.append(request)
+        config = ShardConfig(
+            "llama", str(base), "unix:/dev/null", dtype="float32", max_total_tokens=128, adapter_store=str(store),
+            max_active_adapters=4, adapter_extra_vocab_size=num_extra,
+        )  # fmt: skip
+        given.append(outputs_of(config, requests))
+    without, together = given
+    for before, after in zip(without, together, strict=False):
+        assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+        assert after.details == before.details and before.details is not None
+    own = [token for output in together[len(without) :] for token in output.token_ids]
+    assert set(ADDED) <= set(own) and max(own) < SIZE + 2, "all tokens of the adapter, and no others"
+
+
+@pytest.mark.parametrize(("name", "changes"), [("int8", {"quantize": "int8"}), ("CUDA", {"device": "cuda"})])
+def test_where_rows_cannot_be_added_the_server_does_not_start(
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    base = tiny.make("llama", tmp_path / "base", seed=1)
+    config = ShardConfig("llama", str(base), "unix:/dev/null", adapter_extra_vocab_size=EXTRA, **changes)
+    with pytest.raises(ValueError, match="plain weights on one CPU"):
+        load_model(config)
