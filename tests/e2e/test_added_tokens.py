@@ -142,7 +142,7 @@ def test_ids_are_those_of_the_adapter(scene: Scene) -> None:
             assert status == 200 or f"not below {last + 1}" in answer["error"]["message"]
 
 
-def test_what_is_not_served_is_refused_by_name(scene: Scene) -> None:
+def test_what_is_not_served_is_rejected(scene: Scene) -> None:
     status, answer = scene.post("/v1/completions", {"model": "many", "prompt": "a", "max_tokens": 1})
     assert status == 422 and "--adapter-extra-vocab-size 5 or more" in answer["error"]["message"]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
