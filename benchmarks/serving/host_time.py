@@ -25,6 +25,8 @@ from benchmarks.evidence import arguments
 
 STEPS, WARM_UP, ROUNDS = 200, 8, 3
 MAX_NEW_TOKENS = 2400
+STEP_SECONDS = 0.01
+"""What the schedule `auto` is told that a step takes, so that it always takes drafts."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,6 +42,10 @@ class HostCase:
     def name(self) -> str:
         return f"{self.kind}-{self.num_requests}"
 
+    @property
+    def has_drafts(self) -> bool:
+        return self.kind in ("drafts", "auto")
+
 
 CASES = (
     HostCase("greedy", 1, 0.4),
@@ -48,13 +54,19 @@ CASES = (
     HostCase("sampled", 1, 0.52),
     HostCase("sampled", 64, 0.78),
     HostCase("sampled", 256, 1.69),
+    HostCase("drafts", 1, 0.8),
+    HostCase("drafts", 64, 1.2),
     HostCase("drafts", 256, 2.0),
+    HostCase("auto", 1, 0.8),
+    HostCase("auto", 64, 1.2),
+    HostCase("auto", 256, 2.0),
     HostCase("logprobs", 256, 2.5),
     HostCase("greedy", 1024, 3.0),
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
-all accepted; `logprobs`: log probabilities of each token and of five alternatives, whose operators are not
-launched: on a device without values each takes tens of microseconds of Python that a launch does not.
+all accepted; `auto`: the same with the schedule `auto`; `logprobs`: log probabilities of each token and of five
+alternatives, whose operators are not launched: on a device without values each takes tens of microseconds of Python
+that a launch does not.
 """
 
 
@@ -66,7 +78,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
 
     from benchmarks.cuda.setup import LLAMA_8B
     from lorikeet.proto import shard_pb2 as pb
-    from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
+    from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
     from lorikeet.shard.batch.padding import Padding
     from lorikeet.shard.batch.transfer import HostCopy
     from lorikeet.shard.engine.engine import Engine, LoopConfig
@@ -94,7 +106,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         inputs.device_tokens, inputs.graph_sampling = sampler.device_tokens, sampler.in_graph
         inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
         drafts = None
-        if case.kind == "drafts":
+        if case.has_drafts:
             drafts = DraftSettings(max_batch_size=batch, most_on_device=16)
             inputs.num_accepted = sampler.device_drafts.num_accepted
         num_pages = batch * (MAX_NEW_TOKENS // PAGE + 2)
@@ -106,8 +118,9 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         fields: dict[str, Any] = {}
         if case.kind == "sampled":
             fields["sampling"] = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
-        if case.kind == "drafts":
-            fields["speculation"] = Speculation(Method.LOOKUP, 3)
+        if case.has_drafts:
+            schedule = Schedule.AUTO if case.kind == "auto" else Schedule.CONSTANT
+            fields["speculation"] = Speculation(Method.LOOKUP, 3, schedule=schedule)
         if case.kind == "logprobs":
             fields["logprobs"] = LogprobParams(wanted=True, alternatives=5)
         requests = [make_request(number, [1, 2, 3], MAX_NEW_TOKENS, **fields) for number in range(batch)]
@@ -117,7 +130,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
             return torch.empty(1, inputs.num_logits + 1, vocab_size, device=META)[0]
 
         def found_match(values: torch.Tensor) -> torch.Tensor:
-            if case.kind == "drafts" and values.ndim == 2 and values.shape[1] == MOST_DRAFTS + 1:
+            if case.has_drafts and values.ndim == 2 and values.shape[1] == MOST_DRAFTS + 1:
                 values[:, -1] = 8  # tokens of the match that the next drafts continue
             return values
 
@@ -129,6 +142,10 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
         patch.setattr(model, "compute", compute)
         patch.setattr(JITFunction, "run", lambda *_, **__: None)
+        if case.kind == "auto":
+            lengths = scheduler.proposer.draft_length
+            observe = lengths.observe
+            patch.setattr(lengths, "observe", lambda step, _, *others: observe(step, STEP_SECONDS, *others))
         if case.kind == "logprobs":
             patch.setattr(Sampler, "_sample_chunk", lambda *_: None)
 

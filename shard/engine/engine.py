@@ -331,6 +331,7 @@ class Engine:
             verified = VerifiedDrafts(results.draft_ids[: len(drafting)], results.match_lengths[: len(drafting)])
         token_ids, is_bad = sampled.token_ids[:num_tokens], sampled.bad[:num_tokens]
         committed = self.scheduler.decoding.commit(decode, token_ids, is_bad, verified)
+        self.scheduler.proposer.committed_rows(decode, committed)
         continues = committed.continues
         do_all = bool(continues.all())
         for group in decode.members.groups:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import NO_SPECULATION, Composition, Grammar, LogprobParams, SamplingParams, Speculation
-from lorikeet.shard.speculation.costs import DraftState, Load
+from lorikeet.shard.speculation.costs import Load
+from lorikeet.shard.speculation.states import NO_STATE
 
 
 class Unconstrained:
@@ -152,6 +153,8 @@ class Request:
     finish_reason: FinishReason = FinishReason.NONE
     order: int = 0
     """First come, first served: lower goes first."""
+    admission: int = 0
+    """Number of its newest admission: running requests are in this order."""
     row: int = -1
     """Index of the request's row of device state, -1 while it waits."""
     slot: int = -1
@@ -246,8 +249,8 @@ class ScheduledRequest:
     """
     source: int = Source.TARGET
     """What proposed them."""
-    draft_state: DraftState | None = None
-    """What chose their number; None with a constant schedule."""
+    draft_state: int = NO_STATE
+    """Row of `DraftStates` by which their number was chosen; NO_STATE with a constant schedule."""
     draft_start: int = 0
     draft_end: int = 0
     """The draft model takes in the request's tokens from `draft_start` up to `draft_end` before it drafts."""

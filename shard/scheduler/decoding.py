@@ -1,10 +1,10 @@
 """The running requests that only decode, as arrays: a step of them costs no Python per request.
 
 A request decodes if its next step is its newest token and nothing about it is decided by the host: no grammar, and no
-prompt to score. It has no drafts, or those of prompt lookup that the device makes, always as many as it asked for. It
-joins after a commit, and leaves when it ends or when something else is to be done with it. While it is here its counts
-are those of the arrays, and those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and
-their numbers of owners are always current. Imports no torch.
+prompt to score. It has no drafts, or those of prompt lookup that the device makes. It joins after a commit, and leaves
+when it ends or when something else is to be done with it. While it is here its counts are those of the arrays, and
+those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers of owners are
+always current. Imports no torch.
 """
 
 from collections import deque
@@ -19,10 +19,13 @@ import numpy.typing as npt
 from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest, Source
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import Load
+from lorikeet.shard.speculation.drafter import RowOffers
+from lorikeet.shard.speculation.states import NO_STATE
 
 MAX_ALTERNATIVES = 20
 """A request with more alternatives per token is not here: its outputs may need several messages."""
 NO_TOKEN = -1
+NO_STATES = (NO_STATE, NO_STATE)
 
 Numbers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -57,6 +60,8 @@ class Members:
     """[n] slot of the adapter, -1 for none."""
     slot_starts: Numbers
     """[n] position of the first token that the adapter applies to."""
+    admissions: Indices
+    """[n] as `Request.admission`."""
     drafting: Indices
     """[m] indices of those whose drafts the device makes."""
     groups: Sequence[OutputGroup] = field(default_factory=list)
@@ -82,6 +87,8 @@ class DecodeStep:
     """[n] drafts that the step before may accept: each moves `starts` by one."""
     widths: Numbers
     """[n] draft tokens."""
+    draft_states: Indices
+    """[n] as `ScheduledRequest.draft_state`."""
     has_drafts: bool = False
     is_dissolved: bool = False
     """Whether its requests left before it was launched, and are planned like others."""
@@ -113,13 +120,6 @@ class DecodeStep:
         num_attended = self.counts * (2 * self.starts + 2 + self.widths) // 2
         return Load(num_requests, self.num_tokens, int(num_attended.sum()))
 
-    @property
-    def load_with_fixed_drafts(self) -> Load:
-        """The same where the number of other drafts is chosen."""
-        num_requests = len(self.starts)
-        num_attended = num_requests + int((self.starts * self.counts).sum()) + int(self.widths.sum())
-        return Load(num_requests, num_requests, num_attended, int(self.widths.sum()))
-
     def item(self, index: int) -> ScheduledRequest:
         """One request's part, when the step before is committed."""
         item = self.made_items.get(index)
@@ -130,6 +130,7 @@ class DecodeStep:
         item = ScheduledRequest(self.members.requests[index], start, start + 1, True, num_uncertain=num_uncertain)
         if width := int(self.widths[index]):
             item.draft_ids, item.source, item.is_on_device = [0] * width, Source.LOOKUP, True
+            item.draft_state = int(self.draft_states[index])
         return item
 
     def index_of(self, request: Request) -> int:
@@ -189,6 +190,10 @@ class DecodingRequests:
         """Draft tokens that the device makes in a step, 0 for a request without."""
         self._match_lengths: Indices = np.zeros(max_running, np.int64)
         """As `Request.match_length`."""
+        self._draft_states: Indices = np.full((max_running, 2), NO_STATE, np.int64)
+        """[max_running, 2] rows of `DraftStates` for drafts after a match that is not long, and after a long one."""
+        self._admissions: Indices = np.zeros(max_running, np.int64)
+        """As `Request.admission`."""
         self._num_uncertain: Indices = np.zeros(max_running, np.int64)
         """Draft tokens of the launched step that is not committed, 0 without one."""
         self._members: Members | None = None
@@ -205,8 +210,10 @@ class DecodingRequests:
             self._members = self._members_of(np.flatnonzero(self._is_member))
         return self._members
 
-    def join(self, request: Request, num_uncertain: int = 0) -> None:
-        """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts."""
+    def join(self, request: Request, num_uncertain: int = 0, draft_states: tuple[int, int] = NO_STATES) -> None:
+        """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts.
+        draft_states: as `_draft_states`.
+        """
         row = request.row
         request.is_decoding = True
         self._requests[row] = request
@@ -220,6 +227,7 @@ class DecodingRequests:
         self._end_ids[row, : len(request.stop_ids)] = list(request.stop_ids)
         self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device else 0
         self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
+        self._draft_states[row], self._admissions[row] = draft_states, request.admission
         self._set_pages(request, 0)
         self._members = None
 
@@ -275,18 +283,20 @@ class DecodingRequests:
         self._num_uncertain[rows] = 0
         starts, uncertain = (known - 1).astype(np.int32), num_uncertain.astype(np.int32)
         pages = self._pages(rows, known + num_uncertain)
-        no_drafts = np.zeros_like(uncertain)
-        step = DecodeStep(members, starts, pages, self._newest_ids[rows], is_ahead, uncertain, no_drafts)
+        no_drafts, no_states = np.zeros_like(uncertain), np.full(len(rows), NO_STATE)
+        step = DecodeStep(members, starts, pages, self._newest_ids[rows], is_ahead, uncertain, no_drafts, no_states)
         self._launched.append(step)
         return step
 
-    def draft_widths(self, step: DecodeStep) -> Indices:
-        """[n] draft tokens of each request of a planned step, if there are pages for them."""
+    def offers(self, step: DecodeStep, ngram_long: int) -> RowOffers:
+        """[n] the drafts that each request of a planned step may have. A match of `ngram_long` tokens is a long one."""
         rows = step.members.rows
         num_left = self._limits[rows] - step.starts - 2 - step.num_uncertain
         widths: Indices = np.minimum(self._most_drafts[rows], num_left).clip(min=0)
-        widths[(self._match_lengths[rows] == 0) | ~self._is_member[rows]] = 0
-        return widths
+        lengths = self._match_lengths[rows]
+        widths[(lengths == 0) | ~self._is_member[rows]] = 0
+        states = self._draft_states[rows, (lengths >= ngram_long).astype(np.int64)]
+        return RowOffers(step.members.admissions, widths, states, self._lengths[rows])
 
     def num_missing_for(self, step: DecodeStep, widths: Indices) -> int:
         """Pages that these drafts need in addition to those that the requests have."""
@@ -294,12 +304,12 @@ class DecodingRequests:
         num_covered = self._num_covered[step.members.rows]
         return int(np.maximum(-(-(num_tokens - num_covered) // self._cache.page_size), 0).sum())
 
-    def add_drafts(self, step: DecodeStep, widths: Indices) -> None:
-        """Add drafts to a step that was just planned. There are enough pages for them."""
+    def add_drafts(self, step: DecodeStep, widths: Indices, draft_states: Indices) -> None:
+        """Add drafts to a step that was just planned, [n] each. There are enough pages for them."""
         rows, num_tokens = step.members.rows, step.starts + 1 + step.num_uncertain + widths
         self._grow(step.members, num_tokens)
         self._num_uncertain[rows] = widths
-        step.widths, step.has_drafts = widths.astype(np.int32), True
+        step.widths, step.draft_states, step.has_drafts = widths.astype(np.int32), draft_states, True
         step.page_table = self._pages(rows, num_tokens)
 
     def _grow(self, members: Members, num_tokens: Indices) -> None:
@@ -432,6 +442,7 @@ class DecodingRequests:
             frozenset(request.key for request in requests),
             np.array([request.slot for request in requests], np.int32),
             np.array([request.adapter_start for request in requests], np.int32),
+            self._admissions[rows],
             np.flatnonzero(self._most_drafts[rows]),
             groups,
         )

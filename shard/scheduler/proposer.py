@@ -6,13 +6,15 @@ Drafts preempt no request: they take free pages and what is left of the budget.
 from collections.abc import Sequence
 
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request, ScheduledRequest, load_of
+from lorikeet.shard.requests.request import Request, ScheduledRequest, Source, load_of
 from lorikeet.shard.scheduler.budget import Budget
+from lorikeet.shard.scheduler.decoding import Committed, DecodeStep
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
-from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
+from lorikeet.shard.speculation.drafter import NO_ROWS, Drafter, DraftSettings, Offer, Pages, RowOffers, kind_of
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
 from lorikeet.shard.speculation.length import DraftLengthController
+from lorikeet.shard.speculation.states import NO_STATE, Indices
 
 
 class Proposer:
@@ -32,20 +34,38 @@ class Proposer:
         return any(not is_idle(request, kind) for drafter in drafters for kind in drafter.kinds(request))
 
     def propose(
-        self, scheduled: Sequence[ScheduledRequest], num_running: int, budget: Budget, decoding: Load = NO_LOAD
-    ) -> None:
-        """Add drafts to the requests of a step that can use them. decoding: what the step computes besides."""
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        num_running: int,
+        budget: Budget,
+        decoding: Load = NO_LOAD,
+        of_decoding: RowOffers = NO_ROWS,
+    ) -> Indices:
+        """Add drafts to the requests of a step that can use them. decoding: what the step computes besides, of requests
+        that only decode; of_decoding: what these may have. Returns how many drafts each of them has.
+        """
         self.drafters.begin()
         offers: list[tuple[ScheduledRequest, Offer]] = []
         for item in scheduled:
             drafters = self._trying(item.request, num_running)
             if drafters and (offer := self._offer(item, drafters, budget)) is not None:
                 offers.append((item, offer))
-        if not offers:
-            return
-        widths = self.draft_length.choose([offer for _, offer in offers], load_of(scheduled) + decoding)
+        if not (offers or of_decoding.widths.any()):
+            return of_decoding.widths
+        load = load_of(scheduled) + decoding
+        widths, row_widths = self.draft_length.choose([offer for _, offer in offers], load, of_decoding)
         for (item, offer), width in zip(offers, widths, strict=True):
             self._add(item, offer, width)
+        return row_widths
+
+    def lookup_states(self, request: Request) -> tuple[int, int]:
+        """Rows of `DraftStates` for drafts of prompt lookup after a match that is not long, and after a long one."""
+        if request.speculation.schedule is not Schedule.AUTO or not request.drafts_on_device:
+            return NO_STATE, NO_STATE
+        short, long = (
+            self.draft_length.row_of(request, kind_of(request, Source.LOOKUP, is_long)) for is_long in (False, True)
+        )
+        return short, long
 
     def committed(
         self, item: ScheduledRequest, token_ids: Sequence[int], head_ids: Sequence[int], has_ended: bool
@@ -56,6 +76,14 @@ class Proposer:
             was_rejected = num_accepted < len(item.draft_ids) and not has_ended
             self.draft_length.verified(item, num_accepted, was_rejected)
         self.drafters.committed(item, token_ids, head_ids)
+
+    def committed_rows(self, step: DecodeStep, committed: Committed) -> None:
+        """Record how many of the drafts of requests that only decode, and continue, were accepted."""
+        is_verified = committed.continues & (committed.num_drafted > 0) & (step.draft_states != NO_STATE)
+        if is_verified.any():
+            num_accepted, num_drafted = committed.num_taken[is_verified] - 1, committed.num_drafted[is_verified]
+            admissions, states = step.members.admissions[is_verified], step.draft_states[is_verified]
+            self.draft_length.verified_rows(admissions, states, num_accepted, num_accepted < num_drafted)
 
     def release(self, request: Request) -> None:
         """The request lost its pages."""

@@ -21,7 +21,7 @@ from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
-from lorikeet.shard.speculation.drafter import DraftSettings
+from lorikeet.shard.speculation.drafter import NO_ROWS, DraftSettings, RowOffers
 from lorikeet.shard.speculation.medusa import Pair, pair_of
 
 
@@ -75,6 +75,7 @@ class Scheduler:
         """Launched, with drafts that the device made: how many it accepts is not known."""
         self.num_arrived = 0
         """Requests that were added so far."""
+        self._num_admitted = 0
         self._capped_adapters_skipped = False
         self.is_isolated = False
         """Whether the newest step computes a single request because that may have crashed a shard."""
@@ -188,30 +189,30 @@ class Scheduler:
             if item.draft_ids:
                 self._drafted[request] = item
 
-    def _add_drafts_to_decoding(self, decode: DecodeStep, scheduled: list[ScheduledRequest]) -> None:
-        """Add the drafts of requests that only decode. If pages are short, these are planned like others, so that the
-        earlier ones get the pages.
+    def _offers_of_decoding(self, decode: DecodeStep, scheduled: list[ScheduledRequest]) -> RowOffers:
+        """The drafts that requests that only decode may have. If pages are short, these are planned like others, so
+        that the earlier ones get the pages.
         """
-        if len(self.running) > self.proposer.drafters.settings.max_batch_size:
-            return
-        widths = self.decoding.draft_widths(decode)
-        if not widths.any():
-            return
-        num_missing = self.decoding.num_missing_for(decode, widths)
+        settings = self.proposer.drafters.settings
+        if len(self.running) > settings.max_batch_size:
+            return NO_ROWS
+        offers = self.decoding.offers(decode, settings.ngram_long)
+        if not offers.widths.any():
+            return NO_ROWS
+        num_missing = self.decoding.num_missing_for(decode, offers.widths)
         for item in scheduled:
             num_tokens = item.end_of_pages + MAX_DRAFT_TOKENS
             num_missing += max(0, self.cache.num_needed(num_tokens) - len(item.request.page_ids))
         if num_missing <= self.cache.num_available:
-            self.decoding.add_drafts(decode, widths)
-            return
+            return offers
         for index, request in enumerate(decode.members.requests):
             if request.is_decoding:
                 self._leave_decoding(request)
             scheduled.append(decode.item(index))
         decode.is_dissolved = True
         self.decoding.forget(decode)
-        order = {request: index for index, request in enumerate(self.running)}
-        scheduled.sort(key=lambda item: order[item.request])
+        scheduled.sort(key=lambda item: item.request.admission)
+        return NO_ROWS
 
     def decode(self, request: Request) -> None:
         """After a commit: count the request among those that only decode, if it is one."""
@@ -219,7 +220,8 @@ class Scheduler:
         if not may_decode(request) or is_short or not self.proposer.drafters.may_decode(request):
             return
         drafted = self._drafted.get(request)
-        self.decoding.join(request, 0 if drafted is None else len(drafted.draft_ids))
+        num_drafts = 0 if drafted is None else len(drafted.draft_ids)
+        self.decoding.join(request, num_drafts, self.proposer.lookup_states(request))
         if drafted is not None and any(drafted is item for item in self.decoding.launched_items(request)):
             del self._drafted[request]
 
@@ -287,12 +289,16 @@ class Scheduler:
 
     def _add_drafts(self, scheduled: list[ScheduledRequest], decode: DecodeStep | None, budget: Budget) -> None:
         """Add drafts to a planned step."""
+        offers, decoding = NO_ROWS, NO_LOAD
         if decode is not None and len(decode.members.drafting):
-            self._add_drafts_to_decoding(decode, scheduled)
-        if not scheduled:
+            offers = self._offers_of_decoding(decode, scheduled)
+        if decode is not None and not decode.is_dissolved:
+            decoding = decode.load
+        if not (scheduled or len(offers.widths)):
             return
-        decoding = NO_LOAD if decode is None or decode.is_dissolved else decode.load_with_fixed_drafts
-        self.proposer.propose(scheduled, len(self.running), budget, decoding)
+        widths = self.proposer.propose(scheduled, len(self.running), budget, decoding, offers)
+        if decode is not None and widths.any():
+            self.decoding.add_drafts(decode, widths, offers.states)
         drafted = (item for item in scheduled if item.is_on_device)
         self._drafted.update((item.request, item) for item in drafted)
 
@@ -582,6 +588,8 @@ class Scheduler:
                 request.num_cached = max(0, min(request.num_computed, request.num_prompt) - request.num_virtual)
             request.drafts_on_device = self.proposer.drafters.draft_on_device(request)
             request.row = self._rows.pop()
+            self._num_admitted += 1
+            request.admission = self._num_admitted
             self.running.append(request)
             self.admitted.append(request)
             num_tokens = budget.grant(request)

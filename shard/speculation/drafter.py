@@ -6,12 +6,14 @@ entry in `DRAFTERS` of `drafters.py`. Sources only propose: the same rule verifi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
+
+import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.shard.requests.request import Request, ScheduledRequest
-from lorikeet.shard.speculation.costs import DraftKind, DraftState
 from lorikeet.shard.speculation.history_index import HistoryIndex
+from lorikeet.shard.speculation.states import NO_STATE, DraftKind, Indices
 
 
 @dataclass(slots=True)
@@ -25,12 +27,28 @@ class Offer:
     """How many tokens at most."""
     draft_ids: list[int]
     """These tokens; empty if a network has yet to draw them."""
-    draft_state: DraftState | None = None
-    """What chooses how many of them are taken; None with a constant schedule."""
+    draft_state: int = NO_STATE
+    """Row of `DraftStates` by which their number is chosen; NO_STATE with a constant schedule."""
     is_long: bool = False
     """Whether texts had a long match. It comes before the offers of all other sources, and has its own statistics."""
     match_length: int = 0
     """Tokens of the match that the draft tokens continue; of several offers from texts, the longest match counts."""
+
+
+class RowOffers(NamedTuple):
+    """Draft tokens of prompt lookup that the device makes, for requests that only decode: arrays of n."""
+
+    admissions: Indices
+    """As `Request.admission`."""
+    widths: Indices
+    """How many tokens at most, 0 for none."""
+    states: Indices
+    """Rows of `DraftStates`; NO_STATE with a constant schedule."""
+    lengths: Indices
+    """Known tokens of the request."""
+
+
+NO_ROWS = RowOffers(*np.empty((4, 0), np.int64))
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,14 @@ class Drafters:
         return 0 < num_tokens <= most and all(drafter.drafts_on_device(request) for drafter in drafters)
 
     def may_decode(self, request: Request) -> bool:
-        """Whether nothing about the request's drafts is decided by the host: it has none, or takes all that the device
-        finds by prompt lookup.
+        """Whether the request may be one of `DecodingRequests`: it has no drafts, or those that the device finds by
+        prompt lookup.
         """
         drafters = self.of(request)
         if not drafters:
             return True
-        is_constant = request.speculation.schedule == Schedule.CONSTANT
-        return request.drafts_on_device and is_constant and [each.value for each in drafters] == [LookupDrafter.value]
+        is_known = request.speculation.schedule is not Schedule.HEURISTIC
+        return request.drafts_on_device and is_known and [each.value for each in drafters] == [LookupDrafter.value]
 
     def begin(self) -> None:
         """A step is planned."""

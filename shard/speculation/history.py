@@ -7,10 +7,10 @@ from typing import Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.requests.request import Request
-from lorikeet.shard.speculation.costs import DraftKind
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
 from lorikeet.shard.speculation.history_index import CONTEXT, HistoryIndex, Pair
 from lorikeet.shard.speculation.lookup import reads_texts
+from lorikeet.shard.speculation.states import NO_STATE, DraftKind
 
 
 class HistoryDrafter(Drafter):
@@ -32,7 +32,7 @@ class HistoryDrafter(Drafter):
         num_tokens = min(request.speculation.num_tokens, room)
         draft_ids, length = self._index.propose(_pair_of(request), request.token_ids, num_tokens)
         is_long = length >= self._ngram_long
-        return Offer(request, self.value, len(draft_ids), draft_ids, None, is_long, length) if draft_ids else None
+        return Offer(request, self.value, len(draft_ids), draft_ids, NO_STATE, is_long, length) if draft_ids else None
 
     def kinds(self, request: Request) -> Iterable[DraftKind]:
         return [kind_of(request, self.value, is_long) for is_long in (False, True)]

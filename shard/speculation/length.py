@@ -4,37 +4,54 @@
 rule). `auto`: the widths with the most expected tokens per second, from measured acceptance rates and step times. Only
 committed steps count: a width that depended on its own step's target would bias the distribution of the output.
 
-Three constants are tuned, all in `acceptance.py`: DECAY, PRIOR_WEIGHT and RETRY.
+Three constants are tuned, all in `states.py`: DECAY, PRIOR_WEIGHT and RETRY.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import Request, ScheduledRequest, load_of
-from lorikeet.shard.speculation.costs import (
-    CERTAIN,
-    NO_LOAD,
+from lorikeet.shard.speculation.costs import NO_LOAD, Candidates, DraftCosts, Load, Speed, StepCosts
+from lorikeet.shard.speculation.drafter import NO_ROWS, Offer, RowOffers, kind_of
+from lorikeet.shard.speculation.states import (
+    NO_STATE,
     PRIOR_WEIGHT,
     RETRY,
-    Acceptance,
-    AcceptanceRates,
-    Candidates,
-    DraftCosts,
     DraftKind,
-    DraftState,
-    Load,
-    Speed,
-    StepCosts,
+    DraftStates,
+    Flags,
+    Indices,
+    Values,
 )
-from lorikeet.shard.speculation.drafter import Offer, kind_of
 
 MAX_GROUPS = 4096
 """Bound of the memory for groups; the oldest are dropped."""
+
+NONE_VERIFIED = np.empty((0, 4), np.int64)
+
+
+@dataclass(frozen=True)
+class _AutoOffers:
+    """Offers of one step whose numbers of draft tokens are chosen together, in the order of admission: arrays of n."""
+
+    states: Indices
+    """Rows of `DraftStates`."""
+    widths: Indices
+    """How many tokens at most."""
+    lengths: Indices
+    """Known tokens of the request."""
+    is_drawn: Flags
+    """Whether a draft model draws them."""
+    needs_heads: Flags
+
+    def take(self, order: Indices) -> "_AutoOffers":
+        """Some of them, or in another order."""
+        numbers = self.states[order], self.widths[order], self.lengths[order]
+        return _AutoOffers(*numbers, self.is_drawn[order], self.needs_heads[order])
 
 
 class DraftLengthController:
@@ -47,81 +64,192 @@ class DraftLengthController:
         self.plain, self.with_heads, self.with_prompts = StepCosts(speed), StepCosts(speed), StepCosts(speed)
         """Costs of steps with newest tokens and drafts only, without and with heads, and of steps with prompts."""
         self.drafting = DraftCosts()
-        self._groups: dict[DraftKind, DraftState] = {}
-        self._states: dict[Request, dict[DraftKind, DraftState]] = {}
+        self.states = DraftStates()
+        self._groups: dict[DraftKind, int] = {}
+        """Rows of groups."""
+        self._rows: dict[Request, dict[DraftKind, int]] = {}
+        """Rows of requests."""
         self._load, self._step = 1, 0
         """Requests in the newest step, and its number."""
-        self._decided: tuple[object, list[int], int] = (None, [], 0)
-        """The newest decision: its inputs, the widths, and the steps for which it has held."""
+        self._verified: list[tuple[int, int, int, int]] = []
+        """Drafts of the step that is being committed: `Request.admission`, row, accepted ones, whether one was not."""
+        self._verified_rows: Indices = NONE_VERIFIED
+        """[n, 4] the same of requests that only decode."""
+        self._forgotten: list[int] = []
+        """Rows of requests that have ended since it was committed."""
+        self._decided: tuple[Indices, Indices, Load] | None = None
+        """What the newest decision was made for: serial numbers of states, offered widths, and the load."""
+        self._widths: Indices = np.zeros(0, np.int64)
+        """The newest decision."""
+        self._kept: tuple[RowOffers, Load] | None = None
+        """What it was made for, if that were only requests that only decode."""
+        self._kept_widths: Indices = self._widths
+        """The decision for each of them."""
+        self._num_kept = 0
+        """Steps for which it has held."""
         self._num_chosen = 0
 
     def is_idle(self, request: Request, kind: DraftKind) -> bool:
         """Whether the request's next step has no drafts of a kind. A request that had none so far is as its group."""
-        state = self._states.get(request, {}).get(kind) or self._groups.get(kind)
-        return state is not None and state.is_idle(self._step, self._load)
+        self._settle()
+        row = self._rows.get(request, {}).get(kind, NO_STATE)
+        if row == NO_STATE or self.states.follows[row]:
+            row = self._groups.get(kind, NO_STATE)
+        return row != NO_STATE and bool(self.states.is_idle(row, self._step, self._load))
 
     def may_try(self, request: Request, kind: DraftKind) -> bool:
         """Whether a request may try a draft source that costs something. A new request follows its group. When the
         group has rested, and of every RETRY new requests, one tries drafts by itself.
         """
         self.is_used = True
-        states, group = self._states.setdefault(request, {}), self._groups.get(kind)
-        state = states.get(kind)
-        if group is not None and group.idle_until and state in (None, group):
-            group.num_followers += state is None
-            states[kind] = group
-            has_rested = self._step >= group.idle_until
-            if has_rested or (state is None and group.num_followers % RETRY == 0):
-                del states[kind]
-                self._state(request, kind, 0).idle_until = max(1, self._step)  # as after a rest
-                if has_rested:
-                    group.rest(self._step, group.load, group.is_expensive)
+        self._settle()
+        states, group = self.states, self._groups.get(kind, NO_STATE)
+        if group != NO_STATE and states.idle_until[group]:
+            is_new = kind not in self._rows.get(request, {})
+            row = self.row_of(request, kind)
+            if states.follows[row]:
+                states.num_followers[group] += is_new
+                has_rested = self._step >= states.idle_until[group]
+                if has_rested or (is_new and states.num_followers[group] % RETRY == 0):
+                    self._begin(np.array([row]), 0)
+                    states.idle_until[row] = max(1, self._step)  # as after a rest
+                    if has_rested:
+                        states.rest(group, self._step, states.loads[group], states.is_expensive[group])
         return not self.is_idle(request, kind)
+
+    def row_of(self, request: Request, kind: DraftKind) -> int:
+        """The row of `states` for the request's drafts of a kind."""
+        rows = self._rows.setdefault(request, {})
+        row = rows.get(kind)
+        if row is None:
+            row = rows[kind] = self.states.add(kind, self._group(kind))
+        return row
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self._states.pop(request, None)
+        self._forgotten += self._rows.pop(request, {}).values()
 
-    def choose(self, offers: Sequence[Offer], load: Load) -> list[int]:
-        """The number of draft tokens to take of each offer."""
-        widths = [offer.width for offer in offers]
-        auto: dict[int, DraftState] = {}
+    def choose(self, offers: Sequence[Offer], load: Load, of_rows: RowOffers = NO_ROWS) -> tuple[list[int], Indices]:
+        """The number of draft tokens to take of each offer, and of those for requests that only decode."""
+        self._settle()
         self._load = load.num_sampled
+        if not offers and self._is_kept(of_rows, load):
+            return [], self._deviated(self._kept_widths, of_rows.widths, load)
+        self._kept = None
+        widths, row_widths = [offer.width for offer in offers], of_rows.widths.copy()
+        auto = self._find_auto(offers, widths)
+        auto_rows = np.flatnonzero((of_rows.states != NO_STATE) & (row_widths > 0))
+        are_idle = self._are_idle(of_rows.states[auto_rows])
+        row_widths[auto_rows[are_idle]] = 0
+        auto_rows = auto_rows[~are_idle]
+        if not (auto or len(auto_rows)):
+            return widths, row_widths
+        self.is_used = True
+        is_all = not offers and len(auto_rows) == np.count_nonzero(of_rows.widths)
+        asked = [offers[index] for index in auto]
+        joint, order = self._join(asked, of_rows, auto_rows)
+        self._begin(joint.states, joint.widths)
+        for index in auto:
+            widths[index] = 0  # as yet
+        row_widths[auto_rows] = 0
+        num_attended = sum(width * len(offer.request.token_ids) for width, offer in zip(widths, offers, strict=True))
+        num_fixed = load.num_fixed + sum(widths) + int(row_widths.sum())
+        num_attended += load.num_attended + int((row_widths * of_rows.lengths).sum())
+        chosen = np.empty_like(joint.widths)
+        chosen[order] = self._choose_auto(joint, replace(load, num_fixed=num_fixed, num_attended=num_attended))
+        for index, width in zip(auto, chosen[: len(auto)].tolist(), strict=True):
+            widths[index] = width
+        row_widths[auto_rows] = chosen[len(auto) :]
+        are_known = (self.states.counts[joint.states, 1, 0] > PRIOR_WEIGHT).all()
+        if is_all and are_known and self._decided is not None:
+            self._kept, self._kept_widths = (of_rows, load), np.zeros_like(row_widths)
+            self._kept_widths[auto_rows] = self._widths[np.argsort(order)]
+        return widths, row_widths
+
+    def _is_kept(self, of_rows: RowOffers, load: Load) -> bool:
+        """Whether the newest decision still holds, and was for the same requests that only decode, and for these only.
+        Counts it as one more decision then.
+        """
+        if self._kept is None or self._num_kept >= RETRY:
+            return False
+        rows, for_load = self._kept
+        is_same = load == for_load and np.array_equal(rows.admissions, of_rows.admissions)
+        if not is_same or (rows.states != of_rows.states).any() or (rows.widths != of_rows.widths).any():
+            return False
+        self._num_kept += 1
+        self._num_chosen += 1
+        return True
+
+    def _find_auto(self, offers: Sequence[Offer], widths: list[int]) -> list[int]:
+        """Indices of the offers whose numbers of draft tokens are to be chosen; others are put into `widths`."""
+        auto: list[int] = []
         for index, offer in enumerate(offers):
             request, schedule = offer.request, offer.request.speculation.schedule
             if schedule == Schedule.CONSTANT or BY_VALUE[offer.source].prior is None:
                 continue
-            kind = kind_of(request, offer.source, offer.is_long)
-            if schedule == Schedule.HEURISTIC:
-                offer.draft_state = self._state(request, kind, _bound(request))
-                widths[index] = min(offer.width, offer.draft_state.width)
-            elif self.is_idle(request, kind):
-                widths[index] = 0
-            else:
-                auto[index] = offer.draft_state = self._state(request, kind, offer.width)
-        if auto:
-            self.is_used = True
-            fixed = {index: width for index, width in enumerate(widths) if index not in auto}
-            num_attended = sum(width * len(offers[index].request.token_ids) for index, width in fixed.items())
-            num_fixed = load.num_fixed + sum(fixed.values())
-            load = replace(load, num_fixed=num_fixed, num_attended=load.num_attended + num_attended)
-            chosen = self._choose_auto([offers[index] for index in auto], list(auto.values()), load)
-            for index, width in zip(auto, chosen, strict=True):
-                widths[index] = width
-        return widths
+            row = offer.draft_state = self.row_of(request, kind_of(request, offer.source, offer.is_long))
+            if schedule == Schedule.AUTO:
+                auto.append(index)
+                continue
+            self._begin(np.array([row]), _bound(request))
+            widths[index] = min(offer.width, int(self.states.widths[row]))
+        are_idle = self._are_idle(np.array([offers[index].draft_state for index in auto], np.int64)).tolist()
+        for index, is_idle in zip(auto, are_idle, strict=True):
+            if is_idle:
+                offers[index].draft_state, widths[index] = NO_STATE, 0
+        return [index for index, is_idle in zip(auto, are_idle, strict=True) if not is_idle]
+
+    def _join(self, offers: Sequence[Offer], of_rows: RowOffers, rows: Indices) -> tuple[_AutoOffers, Indices]:
+        """Offers and those of some rows, in the order of admission, and that order."""
+        costs = [BY_VALUE[offer.source].cost for offer in offers]
+        of_offers = np.array(
+            [
+                (offer.request.admission, offer.draft_state, offer.width, len(offer.request.token_ids))
+                for offer in offers
+            ],
+            np.int64,
+        ).reshape(-1, 4)
+        admissions, states, widths, lengths = (
+            np.concatenate([column, array[rows]])
+            for column, array in zip(
+                of_offers.T, (of_rows.admissions, of_rows.states, of_rows.widths, of_rows.lengths), strict=True
+            )
+        )
+        is_drawn, needs_heads = np.zeros((2, len(states)), bool)
+        is_drawn[: len(offers)] = [cost is Cost.PASSES for cost in costs]
+        needs_heads[: len(offers)] = [cost is Cost.STEP for cost in costs]
+        order = np.argsort(admissions, kind="stable")
+        return _AutoOffers(states, widths, lengths, is_drawn, needs_heads).take(order), order
 
     def verified(self, item: ScheduledRequest, num_accepted: int, was_rejected: bool) -> None:
         """Record the acceptance of a committed step's drafts."""
-        state = item.draft_state
-        if state is None:
+        row = item.draft_state
+        if row == NO_STATE:
             return
         if item.request.speculation.schedule == Schedule.HEURISTIC:
-            state.width = max(1, state.width - 1) if was_rejected else min(state.width + 2, _bound(item.request))
+            width = int(self.states.widths[row])
+            self.states.widths[row] = max(1, width - 1) if was_rejected else min(width + 2, _bound(item.request))
             return
-        state.acceptance.observe(num_accepted, was_rejected)
-        self._group(state.kind).acceptance.observe(num_accepted, was_rejected)
-        if num_accepted and not state.is_expensive:
-            state.idle_until = min(state.idle_until, self._step)  # after a rest: the next one may be right too
+        self._verified.append((item.request.admission, row, num_accepted, int(was_rejected)))
+
+    def verified_rows(self, admissions: Indices, rows: Indices, num_accepted: Indices, was_rejected: Flags) -> None:
+        """Record the same of requests with schedule `auto`, [n] each. rows: of `states`."""
+        self._verified_rows = np.stack([admissions, rows, num_accepted, was_rejected], axis=1)
+
+    def _settle(self) -> None:
+        """Count what a committed step verified, in the order of admission."""
+        if self._verified or len(self._verified_rows):
+            verified = np.concatenate([self._verified_rows, np.array(self._verified, np.int64).reshape(-1, 4)])
+            self._verified, self._verified_rows = [], NONE_VERIFIED
+            _, rows, num_accepted, _ = verified.T
+            states, twice = self.states, np.tile(verified, (2, 1))
+            twice[len(rows) :, 1] = self._groups_of(rows)
+            states.observe(twice[:, 1], twice[:, 0], twice[:, 2], twice[:, 3])
+            # after a rest the next one may be right too
+            resumed = rows[(num_accepted > 0) & ~states.is_expensive[rows]]
+            states.idle_until[resumed] = np.minimum(states.idle_until[resumed], self._step)
+        while self._forgotten:
+            self.states.remove(self._forgotten.pop())
 
     def observe(
         self,
@@ -133,6 +261,9 @@ class DraftLengthController:
         """Record the time of a committed step: `seconds` in all, of them `draft_seconds` in the draft model's first
         pass and in its others. decoding: what the step computed besides, of requests that only decode.
         """
+        self._settle()
+        while len(self._groups) > MAX_GROUPS:
+            self.states.remove(self._groups.pop(next(iter(self._groups))))
         self._step += 1
         self._load = len(step) + decoding.num_sampled
         load = load_of(step) + decoding
@@ -145,105 +276,129 @@ class DraftLengthController:
             num_passes = max(item.num_drawn for item in drawn)
             self.drafting.observe(len(drawn), sum(item.end for item in drawn), draft_seconds, num_passes)
 
-    def _state(self, request: Request, kind: DraftKind, width: int = 1) -> DraftState:
-        states, group = self._states.setdefault(request, {}), self._group(kind)
-        if states.get(kind, group) is group:
-            states[kind] = DraftState(kind, width)
-        return states[kind]
+    def _begin(self, rows: Indices, widths: Indices | int) -> None:
+        """These requests decide by themselves from now on, with these numbers of draft tokens at first."""
+        states = self.states
+        begins = states.follows[rows]
+        if begins.any():
+            states.widths[rows[begins]] = np.broadcast_to(widths, rows.shape)[begins]
+            states.follows[rows[begins]] = False
 
-    def _group(self, kind: DraftKind) -> DraftState:
+    def _are_idle(self, rows: Indices) -> Flags:
+        """[n] as `is_idle`, for requests by rows of `states`."""
+        states = self.states
+        deciding = np.where(states.follows[rows], self._groups_of(rows), rows)
+        idle: Flags = states.is_idle(deciding, self._step, self._load)
+        return idle
+
+    def _group(self, kind: DraftKind) -> int:
         if kind not in self._groups:
-            self._groups[kind] = DraftState.of_group(kind)
-            if len(self._groups) > MAX_GROUPS:
-                del self._groups[next(iter(self._groups))]
+            self._groups[kind] = self.states.add_group(kind)
         return self._groups[kind]
 
-    def _choose_auto(self, offers: list[Offer], states: list[DraftState], load: Load) -> list[int]:
-        """The widths of these offers, each with its state."""
-        best = self._kept_or_best(offers, states, load)
+    def _groups_of(self, rows: Indices) -> Indices:
+        """[n] rows of the groups of these requests."""
+        groups = self.states.groups[rows]
+        if (groups == NO_STATE).any():
+            for row in rows[groups == NO_STATE].tolist():
+                self.states.groups[row] = self._group(self.states.kinds[row])
+            groups = self.states.groups[rows]
+        return groups
+
+    def _choose_auto(self, offers: _AutoOffers, load: Load) -> Indices:
+        """The widths of these offers."""
+        states, rows = self.states, offers.states
+        best = self._kept_or_best(offers, load)
         self._num_chosen += 1
-        widths = list(best)
-        if self._num_chosen % RETRY == 0 and not load.has_prompts:
-            widths = _deviate(best, offers, (1, -1, 2, -2)[self._num_chosen // RETRY % 4])
+        widths = self._deviated(best, offers.widths, load)
         # those whose last decision was to have drafts decide once more: what a step without costs may not be known
-        resting = [index for index, width in enumerate(best) if not (width or states[index].width)]
-        if resting:
-            certain = self._best(offers, states, load, dict.fromkeys(resting, CERTAIN))
-            typical = {index: Acceptance().rates(self._group(states[index].kind).acceptance) for index in resting}
-            of_others = self._best(offers, states, load, typical)
-        for index in resting:
-            widths[index] = self._rest(states[index], load, not certain[index], rests_group=not of_others[index])
-        for state, width in zip(states, best, strict=True):
-            state.width = width
-            if width:
-                state.wake()
-                self._group(state.kind).wake()
+        resting = np.flatnonzero((best == 0) & (states.widths[rows] == 0))
+        if len(resting):
+            widths = widths.copy()
+            widths[resting] = self._rest_or_try(offers, resting, load)
+        states.widths[rows] = best
+        woken = rows[best > 0]
+        states.wake(woken)
+        states.wake(self._groups_of(woken))
         return widths
 
-    def _rest(self, state: DraftState, load: Load, is_expensive: bool, rests_group: bool) -> int:
+    def _deviated(self, widths: Indices, offered: Indices, load: Load) -> Indices:
+        """The widths that were chosen, or in every RETRY-th step others within the offers, fewer where all are at their
+        limit: measured costs of other widths grow old, and one draft more may be worse where two are better.
+        """
+        if self._num_chosen % RETRY or load.has_prompts:
+            return widths
+        change = (1, -1, 2, -2)[self._num_chosen // RETRY % 4]
+        if (widths >= offered).all():
+            change = -abs(change)
+        changed: Indices = np.where(widths > 0, np.minimum(np.maximum(widths + change, 1), offered), 0)
+        return changed
+
+    def _rest_or_try(self, offers: _AutoOffers, resting: Indices, load: Load) -> list[int]:
+        """The widths of requests for which no drafts look best: indices of their offers."""
+        rates = self._rates(offers.states)
+        certain, typical = rates.copy(), rates.copy()
+        certain[resting] = 1.0
+        typical[resting] = self.states.prior_rates(self._groups_of(offers.states[resting]))
+        if_certain, of_others = self._best(offers, load, certain), self._best(offers, load, typical)
+        return [
+            self._rest(int(offers.states[index]), load, not if_certain[index], rests_group=not of_others[index])
+            for index in resting.tolist()
+        ]
+
+    def _rest(self, row: int, load: Load, is_expensive: bool, rests_group: bool) -> int:
         """The width of a request for which no drafts look best: one after a rest, and 0 if that changes nothing.
         rests_group: whether drafts would not pay for a new request either.
         """
-        if state.idle_until and not state.is_tried:
-            state.is_tried = True
+        states = self.states
+        if states.idle_until[row] and not states.is_tried[row]:
+            states.is_tried[row] = True
             return 1
-        group = self._group(state.kind)
-        if state.is_tried:
-            state.retry_after = min(2 * state.retry_after, RETRY**2)
-        state.rest(self._step, load.num_sampled, is_expensive)
+        if states.is_tried[row]:
+            states.retry_after[row] = min(2 * states.retry_after[row], RETRY**2)
+        states.rest(row, self._step, load.num_sampled, is_expensive)
         if rests_group:
-            group.retry_after = state.retry_after
-            group.rest(self._step, load.num_sampled, is_expensive)
+            group = self._groups_of(np.array([row]))[0]
+            states.retry_after[group] = states.retry_after[row]
+            states.rest(group, self._step, load.num_sampled, is_expensive)
         return 0
 
-    def _kept_or_best(self, offers: list[Offer], states: list[DraftState], load: Load) -> list[int]:
+    def _kept_or_best(self, offers: _AutoOffers, load: Load) -> Indices:
         """The last decision while nothing changes, else a new one. In steps with prompts, the widths of the last step
         that had none.
         """
-        asked = [(offer.request.order, state.kind, offer.width) for offer, state in zip(offers, states, strict=True)]
-        key = (asked, load)
-        decided, widths, num_kept = self._decided
-        is_known = all(state.acceptance.first.num_verified > PRIOR_WEIGHT for state in states)
-        if decided == key and num_kept < RETRY and is_known:
-            self._decided = (key, widths, num_kept + 1)
-            return widths
-        if load.has_prompts and all(state.acceptance.first.num_verified for state in states):
-            widths = [min(state.width, offer.width) for state, offer in zip(states, offers, strict=True)]
+        states, decided = self.states, self._decided
+        serials, num_verified = states.serials[offers.states], states.counts[offers.states, 1, 0]
+        if decided is not None and decided[2] == load and self._num_kept < RETRY:
+            is_same = np.array_equal(decided[0], serials) and np.array_equal(decided[1], offers.widths)
+            if is_same and (num_verified > PRIOR_WEIGHT).all():
+                self._num_kept += 1
+                return self._widths
+        if load.has_prompts and num_verified.all():
+            self._widths = np.minimum(states.widths[offers.states], offers.widths)
         else:
-            widths = self._best(offers, states, load)
+            self._widths = self._best(offers, load, self._rates(offers.states))
         # width 0 may have looked best because its cost was not known: after the next step it is
-        self._decided = (key if all(widths) else None, widths, 0)
-        return widths
+        self._decided = (serials, offers.widths, load) if self._widths.all() else None
+        self._num_kept = 0
+        return self._widths
 
-    def _rates(self, state: DraftState) -> AcceptanceRates:
-        return state.acceptance.rates(self._group(state.kind).acceptance)
+    def _rates(self, rows: Indices) -> Values:
+        return self.states.rates(rows, self._groups_of(rows))
 
-    def _best(
-        self,
-        offers: list[Offer],
-        states: list[DraftState],
-        load: Load,
-        assumed: Mapping[int, AcceptanceRates] = MappingProxyType({}),
-    ) -> list[int]:
+    def _best(self, offers: _AutoOffers, load: Load, rates: Values) -> Indices:
         """The widths with the most expected tokens per second; all that is offered before any step was measured.
-        assumed: rates by index of the offer, in place of those that were measured.
+        rates: [n, 2] as of `DraftStates.rates`.
         """
-        rates = [assumed.get(index) or self._rates(state) for index, state in enumerate(states)]
-        table = np.array([(rate.first, rate.further) for rate in rates])
-        is_drawn = np.array([BY_VALUE[offer.source].cost is Cost.PASSES for offer in offers])
-        needs_heads = [BY_VALUE[offer.source].cost is Cost.STEP for offer in offers]
-        lengths = np.array([len(offer.request.token_ids) for offer in offers])
-        best_rate, best = 0.0, [0] * len(offers)
-        for with_heads in {False, any(needs_heads)}:
-            some = [
-                offer.width if with_heads or not needs else 0 for offer, needs in zip(offers, needs_heads, strict=True)
-            ]
+        best_rate, best = 0.0, np.zeros_like(offers.widths)
+        for with_heads in {False, bool(offers.needs_heads.any())}:
+            some = offers.widths if with_heads else np.where(offers.needs_heads, 0, offers.widths)
             costs = self._costs(load, with_heads)
             if costs is None:
-                return [offer.width for offer in offers]
-            rate, widths = Candidates.of(table, np.array(some), is_drawn, lengths).best(load, costs, self.drafting)
+                return offers.widths
+            rate, widths = Candidates.of(rates, some, offers.is_drawn, offers.lengths).best(load, costs, self.drafting)
             if rate > best_rate:
-                best_rate, best = rate, widths.tolist()
+                best_rate, best = rate, widths
         return best
 
     def _costs(self, load: Load, with_heads: bool) -> StepCosts | None:
@@ -251,17 +406,6 @@ class DraftLengthController:
         alike = (self.with_prompts,) if load.has_prompts else ()
         others = (self.with_heads, self.plain) if with_heads else (self.plain, self.with_heads)
         return next((costs for costs in (*alike, *others) if costs.is_known), None)
-
-
-def _deviate(widths: Sequence[int], offers: Sequence[Offer], change: int) -> list[int]:
-    """Change the widths of those that have drafts, within the offers; reduce them where all are at their limit.
-
-    Measured costs of other widths grow old, and one draft more may be worse where two are better.
-    """
-    pairs = [(width, offer.width) for width, offer in zip(widths, offers, strict=True)]
-    if all(width >= most for width, most in pairs):
-        change = -abs(change)
-    return [min(max(width + change, 1), most) if width else 0 for width, most in pairs]
 
 
 def _bound(request: Request) -> int:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method
 from lorikeet.shard.requests.request import Request, ScheduledRequest
-from lorikeet.shard.speculation.costs import DraftKind
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
+from lorikeet.shard.speculation.states import NO_STATE, DraftKind
 
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -51,13 +51,14 @@ class LookupDrafter(Drafter):
             return None
         if request.drafts_on_device:
             length, is_long = request.match_length, request.match_length >= self._settings.ngram_long
-            return Offer(request, self.value, num_tokens, [0] * num_tokens, None, is_long, length) if length else None
+            draft_ids = [0] * num_tokens
+            return Offer(request, self.value, num_tokens, draft_ids, NO_STATE, is_long, length) if length else None
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = self.index(request)
         draft_ids, length = index.propose(num_tokens), index.match_length
         is_long = length >= self._settings.ngram_long
-        return Offer(request, self.value, len(draft_ids), draft_ids, None, is_long, length) if draft_ids else None
+        return Offer(request, self.value, len(draft_ids), draft_ids, NO_STATE, is_long, length) if draft_ids else None
 
     def kinds(self, request: Request) -> Iterable[DraftKind]:
         index = self._indices.get(request)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
+from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output, TokenColumns
-from lorikeet.shard.requests.request import FinishReason, Request
+from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
+from lorikeet.shard.speculation.costs import NO_LOAD, Load
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
@@ -24,6 +25,9 @@ KINDS = (
     {"logprobs": LogprobParams(alternatives=21)},
     {"logprobs": LogprobParams(alternatives=2)},
     {"speculation": Speculation(Method.LOOKUP, 3)},
+    {"speculation": Speculation(Method.LOOKUP, 4, schedule=Schedule.AUTO)},
+    {"speculation": Speculation(Method.LOOKUP, 2, schedule=Schedule.AUTO), "adapter_digest": "a"},
+    {"speculation": Speculation(Method.AUTO, 3, schedule=Schedule.HEURISTIC)},
     {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))},
     {"stop_ids": frozenset((1, 5)), "isolation_steps": 2},
 )
@@ -66,9 +70,24 @@ def values(outputs: dict[int, Output]) -> dict[int, Output]:
     return {number: replace(output, seconds=(0.0, 0.0, 0.0)) for number, output in outputs.items()}
 
 
-def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool) -> list[object]:
+def time_steps(rig: Rig, seconds_per_token: float) -> None:
+    """Let each step take a time that depends on its tokens alone, so that schedule `auto` chooses the same."""
+    lengths = rig.scheduler.proposer.draft_length
+    observe = lengths.observe
+
+    def timed(
+        step: Sequence[ScheduledRequest], _: float, draft_seconds: tuple[float, float], decoding: Load = NO_LOAD
+    ) -> None:
+        num_tokens = load_of(step).num_tokens + decoding.num_tokens
+        observe(step, 1 + seconds_per_token * num_tokens, draft_seconds, decoding)
+
+    lengths.observe = timed  # type: ignore[method-assign]
+
+
+def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool, seconds_per_token: float) -> list[object]:
     """What is seen of each step: outputs so far, preemptions, pages, and who runs."""
     rig = Rig(setup)
+    time_steps(rig, seconds_per_token)
     rig.watches_kv = True
     if one_by_one:
         rig.scheduler.decode = lambda request: None  # type: ignore[method-assign]
@@ -94,9 +113,11 @@ def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool) -> list[obj
 
 
 @settings(max_examples=60, deadline=None)
-@given(SETUPS, ARRIVALS)
-def test_arrays_give_what_requests_one_by_one_give(setup: Setup, arrivals: list[Arrival]) -> None:
-    expected, found = run(setup, arrivals, one_by_one=True), run(setup, arrivals, one_by_one=False)
+@given(SETUPS, ARRIVALS, st.sampled_from([0.01, 0.2, 2.0]))
+def test_arrays_give_what_requests_one_by_one_give(
+    setup: Setup, arrivals: list[Arrival], seconds_per_token: float
+) -> None:
+    expected, found = (run(setup, arrivals, each, seconds_per_token) for each in (True, False))
     assert len(found) == len(expected)
     for before, after in zip(expected, found, strict=True):
         assert before == after
@@ -129,17 +150,21 @@ def test_no_columns_are_sent_for_requests_that_have_all_ended() -> None:
     assert ended == [0, 1]
 
 
+@pytest.mark.parametrize("schedule", [Schedule.CONSTANT, Schedule.AUTO])
 @pytest.mark.parametrize("chance", [1.0, 0.6])
-def test_requests_whose_drafts_the_device_makes_are_arrays(chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_whose_drafts_the_device_makes_are_arrays(
+    chance: float, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of them makes no object for each either, whether drafts are accepted or not."""
     prompts = [[number, 2, 3] for number in range(4)]
-    texts = {number: prompt + generate_alone(prompt, 40) for number, prompt in enumerate(prompts)}
+    texts = {number: prompt + generate_alone(prompt, 150) for number, prompt in enumerate(prompts)}
     rig = Rig(Setup(commit_lag=1, drafts=ScriptedDrafts(texts=texts, chance=chance), drafts_on_device=True))
     script_device(rig, texts, chance)
-    speculation = Speculation(Method.LOOKUP, 3)
-    requests = [make_request(number, prompt, 40, speculation=speculation) for number, prompt in enumerate(prompts)]
+    time_steps(rig, 0.001)
+    speculation = Speculation(Method.LOOKUP, 3, schedule=schedule)
+    requests = [make_request(number, prompt, 150, speculation=speculation) for number, prompt in enumerate(prompts)]
     rig.submit(*requests)
-    rig.step(4)
+    rig.step(4 if schedule is Schedule.CONSTANT else 26)  # it has rested, because no step without drafts was measured
     assert all(request.is_decoding for request in requests)
     decode = rig.engine._launched[-1].plan.decode
     assert decode is not None and decode.widths.tolist() == decode.num_uncertain.tolist() == [3] * 4

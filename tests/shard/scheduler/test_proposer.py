@@ -1,19 +1,28 @@
 """The load that a proposer passes to the draft lengths."""
 
+from collections.abc import Sequence
+
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.requests.request import ScheduledRequest
 from lorikeet.shard.scheduler.budget import Budget, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.costs import Load
-from lorikeet.shard.speculation.drafter import DraftSettings
+from lorikeet.shard.speculation.drafter import NO_ROWS, DraftSettings, Offer, RowOffers
+from lorikeet.shard.speculation.states import Indices
 from tests.shard.rig import make_request
 
 
 def test_the_load_counts_all_scheduled_requests() -> None:
     proposer = Proposer(KvCache(9, 4), DraftSettings())
     loads: list[Load] = []
-    proposer.draft_length.choose = lambda offers, load: loads.append(load) or [0] * len(offers)  # type: ignore[method-assign,func-returns-value]
+    choose = proposer.draft_length.choose
+
+    def noted(offers: Sequence[Offer], load: Load, of_rows: RowOffers = NO_ROWS) -> tuple[list[int], Indices]:
+        loads.append(load)
+        return choose(offers, load, of_rows)
+
+    proposer.draft_length.choose = noted  # type: ignore[method-assign]
     wanted = Speculation(Method.LOOKUP, 3, schedule=Schedule.AUTO)
     drafting = make_request(1, [5, 6, 7, 5], 10, speculation=wanted)
     drafting.is_fresh = False

@@ -1,14 +1,16 @@
 """Schedules: what they learn, and that they end where the best fixed width is, by exact arithmetic over known costs."""
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
 from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
 from lorikeet.shard.speculation import length
-from lorikeet.shard.speculation.costs import AcceptanceRates, DraftCosts, Load, StepCosts
-from lorikeet.shard.speculation.drafter import Offer, kind_of
+from lorikeet.shard.speculation.costs import DraftCosts, Load, StepCosts
+from lorikeet.shard.speculation.drafter import Offer, RowOffers, kind_of
 from lorikeet.shard.speculation.length import DraftLengthController
 from tests.shard.rig import make_request
 
@@ -18,6 +20,10 @@ MOST = 8
 def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
     method = Speculation(Method.DRAFT, MOST, schedule=schedule)
     return make_request(number, [1, 2, 3], 10_000, speculation=method, order=number)
+
+
+def choose(draft_length: DraftLengthController, offers: Sequence[Offer], load: Load) -> list[int]:
+    return draft_length.choose(offers, load)[0]
 
 
 def skips(draft_length: DraftLengthController, request: Request) -> bool:
@@ -47,7 +53,7 @@ class World:
         for _ in range(num_steps):
             wanting = [request for request in self.requests if not skips(self.draft_length, request)]
             offers = [Offer(request, Source.DRAFT, MOST, []) for request in wanting]
-            widths = self.draft_length.choose(offers, Load(len(self.requests), len(self.requests))) if offers else []
+            widths = choose(self.draft_length, offers, Load(len(self.requests), len(self.requests))) if offers else []
             scheduled = [ScheduledRequest(request, 9, 10, samples=True) for request in self.requests]
             for offer, width in zip(offers, widths, strict=True):
                 item = scheduled[self.requests.index(offer.request)]
@@ -146,7 +152,7 @@ def test_auto_finds_the_best_width_behind_a_stair(monkeypatch: pytest.MonkeyPatc
     world = Stairs(0.94, 0.0, 0.05, num_requests=8)
     world.run(300)
     monkeypatch.setattr(
-        world.draft_length, "_rates", lambda _: AcceptanceRates(0.94, 0.94)
+        world.draft_length, "_rates", lambda rows: np.full((len(rows), 2), 0.94)
     )  # else widths differ, and try more
     world.draft_length.plain = StepCosts()
     for num_drafts in 10 * (0, 24, 32, 40, 48, 64):
@@ -185,7 +191,7 @@ def test_a_long_text_has_fewer_drafts_where_attention_is_expensive() -> None:
         for num_known in range(10, 510, 10):
             request.token_ids = [0] * num_known
             offer = Offer(request, Source.DRAFT, MOST, [])
-            (width,) = draft_length.choose([offer], Load(1, 1, num_known))
+            (width,) = choose(draft_length, [offer], Load(1, 1, num_known))
             item = ScheduledRequest(
                 request, num_known - 1, num_known, True, [0] * width, Source.DRAFT, offer.draft_state
             )
@@ -219,12 +225,30 @@ def test_decisions_hold_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 90 / (length.RETRY + 1) - 1 <= len(thought) <= 90 / length.RETRY + 1
 
 
+def test_a_decision_is_not_kept_for_another_request() -> None:
+    """It decides itself, even where its row of statistics was another one's."""
+    draft_length, lengths = DraftLengthController(), np.array([10])
+    rows: list[int] = []
+    for number in range(1, 9):
+        request = make(number=number)
+        rows.append(draft_length.row_of(request, kind_of(request, Source.LOOKUP)))
+        offers = RowOffers(np.array([number]), np.array([MOST]), np.array(rows[-1:]), lengths)
+        for _ in range(20 + 3 * number):
+            _, widths = draft_length.choose([], Load(1, 1), offers)
+            draft_length.verified_rows(offers.admissions, offers.states, widths, np.array([False]))
+            draft_length.observe([], 1 + 0.01 * int(widths[0]), (0.0, 0.0), Load(1, 1 + int(widths[0])))
+            assert not draft_length.states.follows[rows[-1]]
+        draft_length.forget(request)
+        draft_length.observe([], 1.0, (0.0, 0.0), Load(1, 1))
+    assert len({*rows}) == 1
+
+
 def test_nothing_is_explored_in_steps_with_prompts() -> None:
     world = World(0.9, 0.01, 0.1)
     world.run(300)
     (request,) = world.requests
     offers = [Offer(request, Source.DRAFT, MOST, []) for _ in range(40)]
-    assert len({tuple(world.draft_length.choose([offer], Load(2, 50))) for offer in offers}) == 1
+    assert len({tuple(choose(world.draft_length, [offer], Load(2, 50))) for offer in offers}) == 1
 
 
 def test_fixed_drafts_of_long_texts_count_as_load() -> None:
@@ -238,7 +262,7 @@ def test_fixed_drafts_of_long_texts_count_as_load() -> None:
         fixed = make(Schedule.CONSTANT, number=2)
         fixed.token_ids = [0] * num_known
         offers = [Offer(make(number=1), Source.LOOKUP, MOST, [5] * MOST), Offer(fixed, Source.LOOKUP, 2, [5] * 2)]
-        chosen.append(draft_length.choose(offers, Load(2, 2))[0])
+        chosen.append(choose(draft_length, offers, Load(2, 2))[0])
     assert chosen[0] < chosen[1] == MOST
 
 
@@ -253,7 +277,7 @@ def test_drafts_of_other_requests_count() -> None:
         if num_constant:
             fixed = make(Schedule.CONSTANT, number=2)
             offers.append(Offer(fixed, Source.LOOKUP, num_constant, [5] * num_constant))
-        chosen.append(draft_length.choose(offers, Load(2, 2))[0])
+        chosen.append(choose(draft_length, offers, Load(2, 2))[0])
     assert chosen == [7, 0]
 
 
@@ -264,7 +288,7 @@ def test_steps_with_prompts_have_separate_costs(with_prompts: bool) -> None:
         draft_length.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
         draft_length.with_prompts.observe(num_tokens, 0, 1.0)
     offer = Offer(make(), Source.LOOKUP, MOST, [5] * MOST)
-    assert draft_length.choose([offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
+    assert choose(draft_length, [offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
 
 
 def test_long_texts_make_the_draft_model_expensive() -> None:
@@ -275,7 +299,7 @@ def test_long_texts_make_the_draft_model_expensive() -> None:
         draft_length.drafting.observe(1, length, (0.05 + length / 20_000, 0.05 + length / 20_000), 2)
     short, long = make(number=1), make(number=2)
     short.token_ids, long.token_ids = [0] * 10, [0] * 20_000
-    widths = [draft_length.choose([Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
+    widths = [choose(draft_length, [Offer(each, Source.DRAFT, MOST, [])], Load(1, 1))[0] for each in (short, long)]
     assert widths[0] > 2 and widths[1] == 0
 
 
@@ -288,7 +312,7 @@ def test_further_drafts_cost_what_further_passes_do() -> None:
     for step in range(40):
         item = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
         draft_length.observe([item], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
-    assert draft_length.choose([Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert choose(draft_length, [Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert draft_length.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
 
 
@@ -312,7 +336,7 @@ def test_heuristic_follows_its_rule() -> None:
     widths = []
     for right in (0, 0, 99, 99, 0):
         offer = Offer(request, Source.DRAFT, MOST, [])
-        (width,) = draft_length.choose([offer], Load(1, 1))
+        (width,) = choose(draft_length, [offer], Load(1, 1))
         widths.append(width)
         item = ScheduledRequest(
             request, 9, 10, samples=True, draft_ids=[0] * width, source=Source.DRAFT, draft_state=offer.draft_state
@@ -323,7 +347,7 @@ def test_heuristic_follows_its_rule() -> None:
 
 def test_constant_takes_all() -> None:
     draft_length, request = DraftLengthController(), make(Schedule.CONSTANT)
-    assert draft_length.choose([Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
+    assert choose(draft_length, [Offer(request, Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert not draft_length.is_used
 
 
@@ -333,7 +357,7 @@ def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
     request = make_request(1, [1, 2], 100, speculation=Speculation(Method.AUTO, 4, schedule=Schedule.AUTO))
     for _ in range(30):
         offer = Offer(request, Source.DRAFT, 4, [])
-        widths = [] if skips(draft_length, request) else draft_length.choose([offer], Load(1, 1))
+        widths = [] if skips(draft_length, request) else choose(draft_length, [offer], Load(1, 1))
         item = ScheduledRequest(
             request,
             9,
@@ -348,7 +372,7 @@ def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
             draft_length.verified(item, 0, was_rejected=True)
     assert skips(draft_length, request)
     found = Offer(request, Source.LOOKUP, 4, [1, 2, 3, 4], is_long=True)
-    assert draft_length.choose([found], Load(1, 1))[0] > 0
+    assert choose(draft_length, [found], Load(1, 1))[0] > 0
 
 
 def test_expensive_drafts_are_retried_under_a_lighter_load() -> None:
@@ -359,7 +383,7 @@ def test_expensive_drafts_are_retried_under_a_lighter_load() -> None:
     assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) == 15
     del world.requests[1:]
     found = Offer(world.requests[0], Source.LOOKUP, 1, [5])
-    world.draft_length.choose([found], Load(1, 1))  # a step of one request
+    choose(world.draft_length, [found], Load(1, 1))  # a step of one request
     assert not skips(world.draft_length, world.requests[0])
 
 
@@ -392,12 +416,12 @@ def test_a_request_once_disabled_by_a_prior_decides_for_itself_later() -> None:
     newcomer = make(number=100)
     kind = kind_of(newcomer, Source.DRAFT)
     assert all(skips(world.draft_length, newcomer) for _ in range(100))
-    world.draft_length._group(kind).wake()
+    world.draft_length.states.wake(np.array([world.draft_length._group(kind)]))
     assert not skips(world.draft_length, newcomer)
     offer = Offer(newcomer, Source.DRAFT, MOST, [])
     for _ in range(2):  # it thinks it over once
         assert not skips(world.draft_length, newcomer)
-        assert world.draft_length.choose([offer], Load(32, 32)) == [0]
+        assert choose(world.draft_length, [offer], Load(32, 32)) == [0]
     assert skips(world.draft_length, newcomer)
 
 
@@ -406,7 +430,8 @@ def test_after_a_rest_one_new_request_tries_for_all() -> None:
     world.run(300)
     newcomers = [make(number=100 + i) for i in range(8)]
     assert all(skips(world.draft_length, newcomer) for newcomer in newcomers)
-    world.draft_length._step = world.draft_length._group(kind_of(newcomers[0], Source.DRAFT)).idle_until
+    group = world.draft_length._group(kind_of(newcomers[0], Source.DRAFT))
+    world.draft_length._step = int(world.draft_length.states.idle_until[group])
     assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) == 7
 
 
@@ -420,10 +445,10 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
 
 def test_drafts_that_pay_for_one_request_are_too_expensive_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     draft_length, requests = DraftLengthController(), [make(number=1), make(number=2)]
-    monkeypatch.setattr(draft_length, "_best", lambda offers, *_: [4, 0][: len(offers)])
+    monkeypatch.setattr(draft_length, "_best", lambda offers, *_: np.array([4, 0])[: len(offers.states)])
     for _ in range(8):
         wanting = [request for request in requests if not skips(draft_length, request)]
-        draft_length.choose([Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
+        choose(draft_length, [Offer(request, Source.DRAFT, MOST, []) for request in wanting], Load(2, 2))
     assert not skips(draft_length, make(number=3))
 
 
@@ -436,7 +461,7 @@ def test_statistics_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < len(world.draft_length._groups) <= 5
     for request in world.requests:
         world.draft_length.forget(request)
-    assert not world.draft_length._states
+    assert not world.draft_length._rows
 
 
 def test_plain_steps_show_that_steps_with_heads_are_fast_again() -> None:

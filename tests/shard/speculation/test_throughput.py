@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.shard.requests.request import Source
-from lorikeet.shard.speculation.costs import AcceptanceRates, Candidates, Load
-from lorikeet.shard.speculation.drafter import Offer, kind_of
+from lorikeet.shard.speculation.costs import Candidates, Load
+from lorikeet.shard.speculation.drafter import NO_ROWS, Offer, kind_of
 from lorikeet.shard.speculation.length import DraftLengthController
 from tests.shard.speculation.test_length import make
 
@@ -50,26 +50,19 @@ def test_no_other_widths_give_more(
     draft_length.drafting.observe(max(1, num_drawn), 0, (first, further), 2)
     drafting = [0.0, *(first + further * depth for depth in range(9))]
     offers = [Offer(make(number=i), source, width, []) for i, (source, width, _, _) in enumerate(offered)]
-    rates = [AcceptanceRates(first, further) for _, _, first, further in offered]
-    rates_of = {
-        id(draft_length._state(offer.request, kind_of(offer.request, offer.source))): each
-        for offer, each in zip(offers, rates, strict=True)
-    }
-    draft_length._rates = lambda draft_state: rates_of[id(draft_state)]  # type: ignore[method-assign]
+    rows = [draft_length.row_of(offer.request, kind_of(offer.request, offer.source)) for offer in offers]
+    rates = np.array([each[2:] for each in offered])
 
     def rate(widths: tuple[int, ...]) -> float:
         tokens, depth = float(len(offers)), 0
         for offer, each, width in zip(offers, rates, widths, strict=True):
-            tokens += sum(each.first * each.further**depth for depth in range(width))
+            tokens += sum(each[0] * each[1] ** depth for depth in range(width))
             depth = max(depth, width if offer.source == Source.DRAFT else 0)
         return tokens / (float(draft_length.plain.expected([len(offers) + sum(widths)])[0]) + drafting[depth])
 
-    found = tuple(
-        draft_length._best(
-            offers,
-            [draft_length._state(offer.request, kind_of(offer.request, offer.source)) for offer in offers],
-            Load(len(offers), len(offers)),
-        )
-    )
+    for offer, row in zip(offers, rows, strict=True):
+        offer.draft_state = row
+    joint, _ = draft_length._join(offers, NO_ROWS, np.empty(0, np.int64))
+    found = tuple(draft_length._best(joint, Load(len(offers), len(offers)), rates).tolist())
     best = max(map(rate, itertools.product(*(range(offer.width + 1) for offer in offers))))
     assert rate(found) == pytest.approx(best)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from lorikeet.proto.draft_sources import BY_VALUE
@@ -39,5 +40,7 @@ def test_its_draft_length_is_learned() -> None:
     ToyDrafter.texts = {1: [4] * 250}
     output = drafter.run(make_request(1, [1, 2, 3], 200, speculation=speculation))[1]
     assert sum(output.num_drafted) > 0
-    (group,) = drafter.scheduler.proposer.draft_length._groups.values()
-    assert group.kind == ("", TOY.value, False) and group.acceptance.first.mean < 0.8 * (TOY.prior or 0)
+    draft_length = drafter.scheduler.proposer.draft_length
+    [(kind, group)] = draft_length._groups.items()
+    assert kind == ("", TOY.value, False)
+    assert draft_length.states.prior_rates(np.array([group]))[0, 0] < 0.8 * (TOY.prior or 0)

@@ -87,7 +87,7 @@ def test_first_passes_and_further_ones_are_timed_apart() -> None:
     observed: list[tuple[float, float]] = []
     assert rig.engine.scheduler.proposer is not None
     draft_length = rig.engine.scheduler.proposer.draft_length
-    draft_length._best = lambda offers, *_: [offer.width for offer in offers]  # type: ignore[method-assign] # independent of time
+    draft_length._best = lambda offers, *_: offers.widths  # type: ignore[method-assign] # independent of time
     learn = draft_length.drafting
     learn.observe = lambda *of: observed.append(of[2])  # type: ignore[method-assign,func-returns-value]
     rig.run(request)
