@@ -30,6 +30,9 @@ from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
+GC_OBJECTS = 50_000
+"""New objects between two garbage collections. With Python's 700 they took 15 % of the time of 256 streams."""
+
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
 
@@ -80,6 +83,7 @@ class RouterServer:
         # Objects that exist now live as long as the process: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GC_OBJECTS)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         warming = asyncio.create_task(service.outputs.start())
         watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener))

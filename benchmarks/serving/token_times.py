@@ -229,7 +229,7 @@ def main() -> None:
                 statistics.median(getattr(times, name) for times in of) for name in Times.__dataclass_fields__
             )
             cells = [num_streams, label, f"{tokens_per_s:.0f}", f"{router_us:.1f}", f"{median_ms:.2f}"]
-            cells += [f"{late_ms:.2f}", f"{late_ms / median_ms:.2f}", f"{delay_ms:.2f}"]
+            cells += [f"{late_ms:.2f}", f"{late_ms / median_ms:.2f}" if median_ms else "–", f"{delay_ms:.2f}"]
             print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 

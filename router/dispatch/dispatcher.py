@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
@@ -36,7 +36,7 @@ from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
 from lorikeet.router.requests.generation import Generation, Timeline
-from lorikeet.router.requests.output_memory import OutputMemory
+from lorikeet.router.requests.output_memory import SMALL_BYTES, OutputMemory
 from lorikeet.router.requests.request import ColumnRows, GenerationRequest, Loaded, ShardOutput
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message
@@ -607,6 +607,16 @@ class SendLoop:
         self._send()
 
 
+_Work = dict[tuple[str, str, str], tuple[Generation, int]]
+"""Tokens that came, with one of their requests, by flow, caller and adapter's digest."""
+
+
+def _add(work: _Work, generation: Generation, num_tokens: int) -> None:
+    key = generation.routing.flow, generation.request.caller, generation.digest
+    first, num_earlier = work.get(key) or (generation, 0)
+    work[key] = first, num_earlier + num_tokens
+
+
 class Delivery:
     """Gives each request its part of a shard's message. Readers are woken once no further message is at hand."""
 
@@ -618,51 +628,57 @@ class Delivery:
 
     def deliver(self, link: ShardLink, output: pb.StepOutput, now: float) -> int:
         """Take a message of a shard; return the number of its tokens that count."""
-        num_tokens = 0
-        charged = Counter[tuple[str, str]]()  # by flow and caller
-        for generation, num_fed in self._feed_all(link, output, now):
-            num_tokens += num_fed
-            request = generation.request
-            charged[generation.routing.flow, request.caller] += num_fed
-            if request.adapter is not None and num_fed:
-                self._metrics.adapters.received(request.adapter, generation.digest, num_fed)
-            if generation.is_over or generation.routing.is_queued:
-                continue
-            if (failure := generation.charge.failure()) is not None:
-                self._dispatcher.fail(generation, failure)
-            elif generation.is_behind:
-                self._dispatcher.hold(link, generation, now)
-        for (flow, caller), num_charged in charged.items():
-            self._dispatcher.queue.charge(flow, num_charged, caller)
-            self._metrics.caller_worked(caller, num_charged)
-        return num_tokens
-
-    def _feed_all(self, link: ShardLink, output: pb.StepOutput, now: float) -> Iterator[tuple[Generation, int]]:
-        """Each request with an output, and the number of its tokens that count, in the order of steps."""
-        running, gaps = link.running, Counter[float]()
+        work: _Work = {}
         for columns in output.columns:
             try:
                 rows = ColumnRows(columns)
             except ValueError as error:
-                for wire_id in set(columns.ids) & running.keys():
-                    self._dispatcher.fail(running[wire_id], self._malformed(running[wire_id], error))
+                for wire_id in set(columns.ids) & link.running.keys():
+                    self._dispatcher.fail(link.running[wire_id], self._malformed(link.running[wire_id], error))
+            else:
+                self._deliver_rows(link, output, rows, now, work)
+        for part in output.outputs:
+            if (receiver := link.running.get(part.id)) is not None:
+                _add(work, receiver, self._feed(link, receiver, output, part, now))
+                self._check_memory(link, receiver, now)
+        return sum(self._charge(generation, num_tokens) for generation, num_tokens in work.values())
+
+    def _deliver_rows(self, link: ShardLink, output: pb.StepOutput, rows: ColumnRows, now: float, work: _Work) -> None:
+        """Every row is a step's output of one request. Runs for every token, so it does little for each."""
+        running, updated, gaps = link.running, self.updated, dict[float, int]()
+        for index, (wire_id, token_id, logprob) in enumerate(rows):
+            if (receiver := running.get(wire_id)) is None:
                 continue
-            for index, (wire_id, token_id, logprob) in enumerate(rows):
-                if (receiver := running.get(wire_id)) is None:
-                    continue
-                gap = now - (receiver.last_token_at or now)
-                is_apart = rows.has_drafts or receiver.routing.poison_tracker.isolation_steps
-                if is_apart or not receiver.feed_token(token_id, logprob, now):
-                    yield receiver, self._feed(link, receiver, output, rows.token(index), now)
-                else:
-                    gaps[gap] += 1
-                    self.updated.append(receiver)
-                    yield receiver, 1
+            gap = now - (receiver.last_token_at or now)
+            is_apart = rows.has_drafts or receiver.routing.poison_tracker.isolation_steps
+            if is_apart or not receiver.feed_token(token_id, logprob, now):
+                _add(work, receiver, self._feed(link, receiver, output, rows.token(index), now))
+            else:
+                gaps[gap] = gaps.get(gap, 0) + 1
+                updated.append(receiver)
+                _add(work, receiver, 1)
+            if receiver.charge.num_bytes > SMALL_BYTES:
+                self._check_memory(link, receiver, now)
         for gap, count in gaps.items():
             self._metrics.tokens_arrived(gap, 1, count)
-        for part in output.outputs:
-            if (receiver := running.get(part.id)) is not None:
-                yield receiver, self._feed(link, receiver, output, part, now)
+
+    def _check_memory(self, link: ShardLink, generation: Generation, now: float) -> None:
+        """A request whose output takes too much memory fails, or waits for its reader."""
+        if generation.is_over or generation.routing.is_queued:
+            return
+        if (failure := generation.charge.failure()) is not None:
+            self._dispatcher.fail(generation, failure)
+        elif generation.is_behind:
+            self._dispatcher.hold(link, generation, now)
+
+    def _charge(self, generation: Generation, num_tokens: int) -> int:
+        """Charge the tokens that came for the caller and the adapter of a request; returns their number."""
+        request = generation.request
+        self._dispatcher.queue.charge(generation.routing.flow, num_tokens, request.caller)
+        self._metrics.caller_worked(request.caller, num_tokens)
+        if request.adapter is not None and num_tokens:
+            self._metrics.adapters.received(request.adapter, generation.digest, num_tokens)
+        return num_tokens
 
     def _malformed(self, generation: Generation, error: Exception) -> GenerationFailed:
         """What one request fails with. Neither the error's text nor its locals are logged: both may hold a prompt."""

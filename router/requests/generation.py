@@ -306,6 +306,8 @@ class Generation:
         """The stop token or the stop string that ended the output."""
         self._detokenizer = tokenizer.detokenizer(request.prompt_ids)
         self._choose_stops(request, tokenizer)
+        self._needs_outputs = bool(self._stop is not None or request.logprobs.alternatives or timeline is not None)
+        """Whether more is to be found out of each token than its text."""
         self._on_cancel = on_cancel
         self.charge = OutputCharge(memory or OutputMemory())
         self._tokens, self._text = list[OutputToken](), ""
@@ -451,20 +453,22 @@ class Generation:
         """As `feed`, of a further token of a step without drafts. False, and nothing happened, if more than its text is
         to be found out; `feed` does that.
         """
-        needs_more = self._stop is not None or self.request.logprobs.alternatives or self.timeline is not None
-        if needs_more or self._is_mid_step or self.speculation_stats is not None or not self.emitted_ids:
+        if self._needs_outputs or self._is_mid_step or not self.emitted_ids:
             return False
         detokenizer = self._detokenizer
         text = detokenizer.push(token_id)
         token = OutputToken(token_id, text, logprob, token_id in self._special_ids, False, pb.SOURCE_TARGET)
-        token.num_earlier = detokenizer.num_earlier
+        if detokenizer.num_earlier:
+            token.num_earlier = detokenizer.num_earlier
         if token_id in self._hidden_ids:
             token.hidden = True
             text = text[: token.num_earlier]
         self._tokens.append(token)
         self._text += text
         self.emitted_ids.append(token_id)
-        self.charge.arrived(1, 0, 0, 0)
+        self.charge.token_arrived()
+        if self.speculation_stats is not None:
+            self.speculation_stats.sources[pb.SOURCE_TARGET] += 1
         self.last_token_at = now
         return True
 

@@ -15,6 +15,8 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_BYTES = 256 << 20
 """Outputs of all sequences: above it, a sequence with more than LEAST_KEPT_BYTES fails when it gets more."""
 LEAST_KEPT_BYTES = 4 << 20
+SMALL_BYTES = 16 << 10
+"""Output of one sequence that is within every limit."""
 
 
 class OutputMemory:
@@ -55,6 +57,12 @@ class OutputCharge:
             self.num_unread += num_bytes
             self._memory.num_bytes += num_bytes
 
+    def token_arrived(self) -> None:
+        """As `arrived`, of one token without alternatives."""
+        if not self._is_released:
+            self.num_unread += TOKEN_BYTES
+            self._memory.num_bytes += TOKEN_BYTES
+
     @property
     def is_too_much_unread(self) -> bool:
         """Whether the sequence has to wait for its reader."""
@@ -66,6 +74,11 @@ class OutputCharge:
         self._memory.num_bytes -= num_bytes
         return num_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Everything that it takes."""
+        return self.num_unread + self._num_kept
+
     def keep(self, num_bytes: int) -> None:
         """What was read stays in memory until the request ends. Raises AnswerTooLarge."""
         if not self._is_released:
@@ -76,10 +89,10 @@ class OutputCharge:
 
     def failure(self) -> AnswerTooLarge | None:
         """Why the sequence cannot go on, if it cannot."""
-        return self._memory.failure(self.num_unread + self._num_kept)
+        return self._memory.failure(self.num_bytes)
 
     def release(self) -> None:
         """The request is over."""
-        self._memory.num_bytes -= self.num_unread + self._num_kept
+        self._memory.num_bytes -= self.num_bytes
         self.num_unread = self._num_kept = 0
         self._is_released = True

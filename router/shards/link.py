@@ -324,25 +324,26 @@ class ShardClient:
         Writing to many clients costs far more than reading a message. So while this process is busy and many readers
         wait, it waits a moment for the next message: outputs of several steps reach each client as one write.
         """
-        woken_at, woken_cpu = time.monotonic(), time.process_time()
-        reading = asyncio.ensure_future(call.read())
+        woken_at, woken_cpu, num_joined = time.monotonic(), time.process_time(), 0
+        reading: asyncio.Future[Any] | None = None
+        """A message that was waited for, and has not come."""
         try:
-            num_joined = 0
-            while (output := await reading) is not grpc.aio.EOF:
+            while (output := await (reading or call.read())) is not grpc.aio.EOF:
+                reading = None
                 self._on_message(output)
-                reading = asyncio.ensure_future(call.read())
                 num_readers = listener.on_output(output)
                 num_joined += 1
                 is_busy = time.process_time() - woken_cpu > JOIN_LOAD * (time.monotonic() - woken_at)
                 if is_busy and num_readers >= JOIN_READERS and num_joined < MAX_JOINED:
-                    done, _ = await asyncio.wait((reading,), timeout=JOIN_SECONDS)
-                    if done:
+                    reading = asyncio.ensure_future(call.read())
+                    await asyncio.wait((reading,), timeout=JOIN_SECONDS)
+                    if reading.done():
                         continue
-                woken_at, woken_cpu = time.monotonic(), time.process_time()
+                woken_at, woken_cpu, num_joined = time.monotonic(), time.process_time(), 0
                 listener.on_quiet()
-                num_joined = 0
         finally:
-            reading.cancel()
+            if reading is not None:
+                reading.cancel()
             listener.on_quiet()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:

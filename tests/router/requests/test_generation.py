@@ -378,9 +378,10 @@ def test_a_stop_string_matches_a_hidden_token_and_its_letters(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=2, max_size=12))
-def test_a_token_of_columns_is_as_one_of_an_output(tokenizer: Tokenizer, token_ids: list[int]) -> None:
-    one, other = Fed(tokenizer), Fed(tokenizer)
+@given(st.lists(st.integers(0, 300), min_size=2, max_size=12), st.booleans())
+def test_a_token_of_columns_is_as_one_of_an_output(tokenizer: Tokenizer, token_ids: list[int], may_draft: bool) -> None:
+    speculation = Speculation(method=Method.LOOKUP, num_tokens=3) if may_draft else Speculation()
+    one, other = (Fed(tokenizer, speculation=speculation) for _ in range(2))
     assert not other.generation.feed_token(token_ids[0], -0.5, 1.0), "the first token says more than its text"
     for fed in (one, other):
         fed.feed(token_ids[:1], sources=b"\0", step_ends=b"\1")
@@ -392,6 +393,7 @@ def test_a_token_of_columns_is_as_one_of_an_output(tokenizer: Tokenizer, token_i
     made, expected = other.generation, one.generation
     assert (made.emitted_ids, made.last_token_at) == (expected.emitted_ids, expected.last_token_at)
     assert made.charge.num_unread == expected.charge.num_unread
+    assert made.speculation_stats == expected.speculation_stats
     assert one.chunk() == other.chunk()
 
 
