@@ -8,8 +8,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import structlog
@@ -159,7 +158,7 @@ class Dispatcher:
         return len(self._queued) + sum(len(link.running) for link in self.links)
 
     @property
-    def queued(self) -> Iterable[Generation]:
+    def queued(self) -> Collection[Generation]:
         """Requests that no shard has."""
         return self._queued.values()
 
@@ -176,7 +175,9 @@ class Dispatcher:
         check_size(request, self.info.vocab_size if self.info is not None else 1 << 31)
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
-        if self.num_active >= self._config.max_concurrent_requests and (newest := self._displaced_by(request.caller)):
+        if self.num_active >= self._config.max_concurrent_requests and (
+            newest := self.in_flight.displaced_by(request.caller, self.queued)
+        ):
             self.fail(newest, Overloaded(self._retry_after()))
         self.in_flight.arrived(request.caller, request.share, time.monotonic())
         tokenizer, number = request.tokenizer or self._tokenizer, next(self._numbers)
@@ -203,22 +204,8 @@ class Dispatcher:
     def check_load(self, num_coming: int = 0, caller: str = "") -> None:
         """Whether the limit of concurrent requests leaves room. Raises Overloaded."""
         is_full = self.num_active + num_coming >= self._config.max_concurrent_requests
-        if is_full and self._displaced_by(caller) is None:
+        if is_full and self.in_flight.displaced_by(caller, self.queued) is None:
             raise Overloaded(self._retry_after())
-
-    def _displaced_by(self, caller: str) -> Generation | None:
-        """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
-        the caller that has the most requests. None where that one has hardly more than `caller`.
-        """
-        waiting = [generation for generation in self._queued.values() if generation.routing.sent_at is None]
-        running = [generation for link in self.links for generation in link.running.values()]
-        numbers = Counter(generation.request.caller for generation in [*self._queued.values(), *running])
-        newest = max(
-            waiting,
-            key=lambda generation: (numbers[generation.request.caller], generation.routing.number),
-            default=None,
-        )
-        return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
     def _enqueue(self, generation: Generation) -> None:
         """Queue a request whose adapters are loaded. Raises Overloaded."""
@@ -399,7 +386,7 @@ class Dispatcher:
         if generation.digest and not routing.num_retries:
             routing.adapter_tier = link.residency.tier(generation.adapters.adapter_digests, generation.adapters.tier)
         if generation.timeline is not None:
-            self._note_dispatch(generation.timeline, generation, link)
+            generation.timeline.dispatched(routing)
         waited = now - routing.queued_at
         self._queue_seconds += 0.1 * (waited - self._queue_seconds)
         if is_first:
@@ -409,13 +396,6 @@ class Dispatcher:
             self.admission.record_sent(request.adapter, generation, link)
         deadline_ms = 0 if routing.deadline is None else max(1, round(1000 * (routing.deadline - now)))
         return submit_message(generation, deadline_ms)
-
-    @staticmethod
-    def _note_dispatch(timeline: Timeline, generation: Generation, link: ShardLink) -> None:
-        fields: dict[str, str | int] = {"shard": link.address, "attempt": generation.routing.num_retries + 1}
-        if generation.routing.adapter_tier:
-            fields["tier"] = generation.routing.adapter_tier
-        timeline.enter("dispatch", **fields)
 
     # Shards
 

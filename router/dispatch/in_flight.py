@@ -7,7 +7,7 @@ caller has beyond its limit is taken back: those sequences wait again, and conti
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 
 from lorikeet.proto.shares import MAX_UNSTARTED_TOKENS, limits_of, short_room
 from lorikeet.router.dispatch.fair_queue import FairQueue
@@ -94,6 +94,18 @@ class InFlight:
                 number -= 1
                 if number:
                     yield link, generation
+
+    def displaced_by(self, caller: str, queued: Collection[Generation]) -> Generation | None:
+        """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
+        the caller that has the most requests. None where that one has hardly more than `caller`.
+        """
+        numbers = self.running + Counter(generation.request.caller for generation in queued)
+        newest = max(
+            (generation for generation in queued if generation.routing.sent_at is None),
+            key=lambda generation: (numbers[generation.request.caller], generation.routing.number),
+            default=None,
+        )
+        return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
     def _newest(self, callers: Container[str]) -> list[tuple[ShardLink, Generation]]:
         """Sequences of these callers in shards, the last one sent first; none that runs alone because of crashes."""

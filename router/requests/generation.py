@@ -221,6 +221,11 @@ class Timeline:
         self.leave("")
         self.periods.append(Period(name, time.monotonic(), fields))
 
+    def dispatched(self, routing: Routing) -> None:
+        """The request is sent to a shard."""
+        tier = {"tier": routing.adapter_tier} if routing.adapter_tier else {}
+        self.enter("dispatch", shard=routing.shard_address, attempt=routing.num_retries + 1, **tier)
+
     def leave(self, outcome: str) -> None:
         """The current period ends. Does nothing where none lasts."""
         if self.periods and self.periods[-1].ended_at is None:
@@ -249,6 +254,12 @@ class Timeline:
 
 
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}
+
+
+def _may_draft(request: GenerationRequest) -> bool:
+    """Whether draft tokens can be proposed, before its adapter is known."""
+    may_draft = request.speculation.is_possible(has_heads=bool(request.learning_tenant))
+    return may_draft or (request.grammar is not None and request.grammar.proposes)
 
 
 class Generation:
@@ -289,9 +300,7 @@ class Generation:
         """Tokens of the reasoning in its text, once a route has counted them."""
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
-        may_draft = request.speculation.is_possible(has_heads=bool(request.learning_tenant))
-        may_draft = may_draft or (request.grammar is not None and request.grammar.proposes)
-        self.speculation_stats = SpeculationStats() if may_draft else None
+        self.speculation_stats = SpeculationStats() if _may_draft(request) else None
         """None where no draft token can be proposed."""
         self.read_texts: list[str] | None = None
         """The texts that were read, where the operator logs them."""
