@@ -247,6 +247,7 @@ def pooled_rows(item: ScheduledRequest) -> range:
     return range(position, position + 1)
 
 
+NO_INDICES = np.empty(0, np.int64)
 NO_DRAFTS, NO_LENGTHS = np.empty((0, MOST_DRAFTS), np.int64), np.empty(0, np.int64)
 
 
@@ -329,42 +330,70 @@ class Step:
         return self.results.to_host()
 
 
+class _Columns(NamedTuple):
+    """The flat row of some requests of a step: T of its tokens, S of which logits are wanted."""
+
+    segments: Segments
+    input_ids: npt.NDArray[np.int64]
+    """[T] as far as the host knows them."""
+    logits_rows: npt.NDArray[np.int64]
+    """[S] indices into the T tokens of the step."""
+    device_indices: npt.NDArray[np.int64]
+    """[n] indices into the T tokens of the step, of tokens that only the device knows."""
+    device_places: npt.NDArray[np.int64]
+    """[n] where it has them."""
+
+    def then(self, later: "_Columns") -> "_Columns":
+        """These, and `later` after them."""
+        arrays = (np.concatenate(both) for both in zip(self[1:], later[1:], strict=True))
+        return _Columns(self.segments.then(later.segments), *arrays)
+
+
 def fill_inputs(inputs: StepInputs, layout: Layout, sampler: Sampler, is_masked: bool) -> None:
     """Describe the step to the model: one flat row of tokens, those of the last step straight from the device.
     is_masked: whether a grammar masks some of its logits.
     """
-    decode, num_decoding = layout.decode, layout.num_decoding
-    drafts, on_device = layout.on_device.inputs, None
-    segments = Segments.of([_segment(part.item) for part in layout.parts], inputs.page_size)
-    host_rows = np.array(layout.sample_indices + layout.score_indices + layout.pooled_indices, np.int64)
-    input_ids = np.array(layout.input_ids, np.int64)
-    indices = np.array(layout.device_indices + [index for index, *_ in drafts], np.int64)
-    places = layout.device_rows + [sampler.device_drafts.place(*draft) for _, *draft in drafts]
-    device_places = np.array(places, np.int64)
-    if decode is not None:
-        members = decode.members
-        segments = _decoding_segments(decode).then(segments)
-        host_rows = np.concatenate([np.arange(num_decoding), host_rows])
-        ids = decode.input_ids
-        if decode.has_drafts:
-            ids = np.zeros(num_decoding, np.int64)
-            ids[decode.firsts] = decode.input_ids
-            owners = np.repeat(np.arange(len(members)), decode.counts)
-            depths = np.arange(num_decoding) - decode.firsts[owners] - 1
-            drafted = np.flatnonzero(depths >= 0)
-            draft_places = sampler.device_drafts.place(0, members.rows[owners[drafted]], depths[drafted])
-            indices, device_places = np.concatenate([drafted, indices]), np.concatenate([draft_places, device_places])
-        input_ids = np.concatenate([ids, input_ids])
-        if decode.is_ahead:
-            indices = np.concatenate([decode.firsts, indices])
-            device_places = np.concatenate([members.rows, device_places])
-    if len(indices):
-        on_device = DeviceTokens(indices, device_places, sampler.device_tokens)
+    if layout.decode is None:
+        columns = _listed_columns(layout, sampler, inputs.page_size)
+    else:
+        columns = _decoding_columns(layout.decode, sampler)
+        if layout.parts:
+            columns = columns.then(_listed_columns(layout, sampler, inputs.page_size))
+    segments, input_ids, logits_rows, indices, places = columns
+    on_device = DeviceTokens(indices, places, sampler.device_tokens) if len(indices) else None
     sampled_rows = layout.all_sampled_rows
     if is_masked or layout.has_drafts or not sampler.can_sample_in_graph(sampled_rows):
         sampled_rows = []
-    logits_rows = torch.from_numpy(host_rows)
-    inputs.fill(segments, torch.from_numpy(input_ids), logits_rows, host_rows, layout.heads, on_device, sampled_rows)
+    ids, rows = torch.from_numpy(input_ids), torch.from_numpy(logits_rows)
+    inputs.fill(segments, ids, rows, logits_rows, layout.heads, on_device, sampled_rows)
+
+
+def _listed_columns(layout: Layout, sampler: Sampler, page_size: int) -> _Columns:
+    """Of the requests that do not only decode."""
+    drafts = layout.on_device.inputs
+    places = layout.device_rows + [sampler.device_drafts.place(*draft) for _, *draft in drafts]
+    return _Columns(
+        Segments.of([_segment(part.item) for part in layout.parts], page_size),
+        np.array(layout.input_ids, np.int64),
+        np.array(layout.sample_indices + layout.score_indices + layout.pooled_indices, np.int64),
+        np.array(layout.device_indices + [index for index, *_ in drafts], np.int64),
+        np.array(places, np.int64),
+    )
+
+
+def _decoding_columns(decode: DecodeStep, sampler: Sampler) -> _Columns:
+    """Of those that do. The device may know newer tokens than the host, and has all drafts."""
+    rows, ids, every = decode.members.rows, decode.input_ids, np.arange(decode.num_tokens)
+    indices, places = (decode.firsts, rows) if decode.is_ahead else (NO_INDICES, NO_INDICES)
+    if decode.has_drafts:
+        ids = np.zeros(decode.num_tokens, np.int64)
+        ids[decode.firsts] = decode.input_ids
+        owners = np.repeat(np.arange(len(rows)), decode.counts)
+        depths = every - decode.firsts[owners] - 1
+        drafted = np.flatnonzero(depths >= 0)
+        draft_places = sampler.device_drafts.place(0, rows[owners[drafted]], depths[drafted])
+        indices, places = np.concatenate([indices, drafted]), np.concatenate([places, draft_places])
+    return _Columns(_decoding_segments(decode), ids, every, indices, places)
 
 
 def _decoding_segments(decode: DecodeStep) -> Segments:
@@ -403,10 +432,13 @@ def verify(
     drafts = None
     if layout.on_device and sampled is not None:
         drafts = sampler.device_drafts.advance(layout.on_device, sampled.token_ids, sampled.bad, head_ids)
-    target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
+    scored = None
+    if layout.target_ids:
+        target_ids = to_device(torch.tensor(layout.target_ids, dtype=torch.long), logits.device)
+        scored = prompt_logprobs(scores, target_ids, layout.num_score_alternatives)
     return StepResults(
         sampled,
-        prompt_logprobs(scores, target_ids, layout.num_score_alternatives) if layout.target_ids else None,
+        scored,
         None if head_ids is None else HostCopy(head_ids),
         None if drafts is None else HostCopy(drafts),
         HostCopy(logits[num_sampled + num_scored :]) if layout.pooled_indices else None,

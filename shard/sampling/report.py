@@ -81,16 +81,17 @@ class SlowRows:
 
 
 @lru_cache(1024)
-def _like(num_rows: int, k_max: int) -> list[torch.Tensor]:
+def _like(num_rows: int, k_max: int) -> tuple[torch.Tensor, ...]:
     """Tensors without values, in shape and type those of `Sampled`."""
     shapes = ((num_rows,), torch.long), ((num_rows,), torch.bool), ((num_rows,), torch.uint8)
     of_logprobs = ((num_rows,), torch.float32), ((num_rows, k_max), torch.long), ((num_rows, k_max), torch.float32)
-    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (*shapes, *of_logprobs)]
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (*shapes, *of_logprobs))
 
 
-def result_bytes(num_rows: int) -> int:
-    """Memory of `Sampled` for so many rows without alternatives."""
-    return packed_size(_like(num_rows, 0))
+@lru_cache(1024)
+def result_bytes(num_rows: int, k_max: int = 0) -> int:
+    """Memory of `Sampled` for so many rows with as many alternatives."""
+    return packed_size(_like(num_rows, k_max))
 
 
 class Sampled:
@@ -112,7 +113,7 @@ class Sampled:
         num_rows, k_max = max(len(num_alternatives), num_places), max(num_alternatives, default=0)
         self._num_alternatives = num_alternatives
         self._like = _like(num_rows, k_max)
-        size = packed_size(self._like)
+        size = result_bytes(num_rows, k_max)
         # [bytes] all results, for one copy
         self._memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory[:size]
         if not is_fused:

@@ -289,13 +289,12 @@ class Scheduler:
 
     def _add_drafts(self, scheduled: list[ScheduledRequest], decode: DecodeStep | None, budget: Budget) -> None:
         """Add drafts to a planned step."""
-        offers, decoding = NO_ROWS, NO_LOAD
+        offers = NO_ROWS
         if decode is not None and len(decode.members.drafting):
             offers = self._offers_of_decoding(decode, scheduled)
-        if decode is not None and not decode.is_dissolved:
-            decoding = decode.load
         if not (scheduled or len(offers.widths)):
             return
+        decoding = NO_LOAD if decode is None or decode.is_dissolved else decode.load
         widths = self.proposer.propose(scheduled, len(self.running), budget, decoding, offers)
         if decode is not None and widths.any():
             self.decoding.add_drafts(decode, widths, offers.states)
