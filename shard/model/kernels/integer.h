@@ -65,7 +65,7 @@
 #define LEAST -128
 #endif
 enum { LOW = 4, MIDDLE = 2 };  // depths
-// Whether there is code for each depth, and for groups of one part. With large vectors it would take long to compile.
+// Whether there is code for each depth. With large vectors it would take long to compile.
 #if defined(WORDS) || VECTOR == 64
 #define HAS_KINDS 0
 #else
@@ -73,8 +73,8 @@ enum { LOW = 4, MIDDLE = 2 };  // depths
 #endif
 
 #define LANES (VECTOR / 4)
-#if VECTOR == 64
-#define OUTPUTS 64
+#if VECTOR == 64  // 32 registers hold the sums and totals of a tile
+#define OUTPUTS 32
 #define TILE 6  // rows of one pass
 #else
 #define OUTPUTS 16
@@ -251,7 +251,10 @@ INLINE void sum_8(const int rows, const int depth, const uint8_t *w, const int8_
         for (int v = 0; v < VECTORS; v++) weights[v] = *(const words *)(w + v * VECTOR);
         _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
             const words four = splat_word(x + r * stride + 4 * p);
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = add_words(sums[r][v], weights[v], four);
+            for (int v = 0; v < VECTORS; v++) {
+                sums[r][v] = add_words(sums[r][v], weights[v], four);
+                IN_ORDER(sums[r][v]);
+            }
         }
     }
 #else
@@ -309,6 +312,7 @@ INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t str
                 for (int v = 0; v < VECTORS; v++) {
 #ifdef WORDS
                     sums[r][v] = add_words(sums[r][v], weights[v], four);
+                    IN_ORDER(sums[r][v]);
 #else
                     pairs[r][v] += ADD_BYTES(weights[v], four);
                     IN_ORDER(pairs[r][v]);
@@ -389,7 +393,7 @@ INLINE void panel_rows(const int rows, const int bits, const int depth, const in
 #define PANEL(...) panel_rows(__VA_ARGS__, m, panel, x, stride, y)
 #define DEFINE_ROWS(R)                                                                                       \
     static void rows_##R(const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride, element *y) {     \
-        const int is_half = part_size(m) != BLOCK, is_part = HAS_KINDS && m->group == BLOCK;                 \
+        const int is_half = part_size(m) != BLOCK, is_part = m->group == BLOCK;                              \
         const int depth = HAS_KINDS ? m->depths[panel] : 0;                                                  \
         if (m->bits == 8 && is_half && depth)                                                                \
             PANEL(R, 8, MIDDLE, BLOCK / 2, 1, 1);                                                            \
