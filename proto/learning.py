@@ -9,11 +9,15 @@ same version before and after it has read a block has read consistent rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lorikeet.proto import shard_pb2 as pb
+
+Pair = tuple[str, str]
+"""The tenant, and the digest of the adapter: "" for the base model."""
 BLOCK_ROWS = 256
 """Rows of a block."""
 MIN_BLOCKS = 8
@@ -31,44 +35,24 @@ class RowsLayout:
     def within(cls, max_bytes: int, hidden_size: int) -> "RowsLayout":
         """The layout of as many blocks as fit into `max_bytes`. Raises ValueError if those are too few."""
         block_bytes = cls(hidden_size, 1).num_bytes
-        num_blocks = max_bytes // block_bytes
-        if num_blocks < MIN_BLOCKS:
+        if max_bytes < MIN_BLOCKS * block_bytes:
             raise ValueError(f"--learning-memory must be at least {MIN_BLOCKS * block_bytes} bytes for this model")
-        return cls(hidden_size, num_blocks)
+        return cls(hidden_size, max_bytes // block_bytes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
-        return self.num_blocks * (8 + BLOCK_ROWS * (2 * self.hidden_size + 12))
+        return self.num_blocks * (8 + BLOCK_ROWS * self._row.itemsize)
 
-    def arrays(self, memory: memoryview) -> "RowArrays":
-        """Views of `memory`, of `num_bytes` bytes."""
-        num_rows, start = self.num_blocks * BLOCK_ROWS, 0
-        arrays: list[npt.NDArray[Any]] = []
-        shapes: list[tuple[type[np.generic], tuple[int, ...]]] = [
-            (np.int64, (self.num_blocks,)),
-            (np.int64, (num_rows,)),
-            (np.int32, (num_rows,)),
-            (np.uint16, (num_rows, self.hidden_size)),
-        ]
-        for kind, shape in shapes:
-            array = np.ndarray(shape, kind, memory, start)
-            arrays.append(array)
-            start += array.nbytes
-        return RowArrays(*arrays)
+    @property
+    def _row(self) -> np.dtype[np.void]:
+        """`hidden` has the bits of bfloat16."""
+        return np.dtype([("text", "i8"), ("token_id", "i4"), ("hidden", "u2", (self.hidden_size,))])
 
-
-class RowArrays(NamedTuple):
-    """Rows of all blocks, block after block."""
-
-    # [blocks] version of each block
-    versions: npt.NDArray[np.int64]
-    # [rows] number of the text
-    texts: npt.NDArray[np.int64]
-    # [rows] token id
-    token_ids: npt.NDArray[np.int32]
-    # [rows, H] bits of bfloat16
-    hidden: npt.NDArray[np.uint16]
+    def arrays(self, memory: memoryview) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
+        """Views of `memory`: [blocks] version of each block; [rows] with fields `text`, `token_id` and `hidden`."""
+        versions = np.ndarray(self.num_blocks, np.int64, memory)
+        return versions, np.ndarray(self.num_blocks * BLOCK_ROWS, self._row, memory, versions.nbytes)
 
 
 class RowBlock(NamedTuple):
@@ -96,40 +80,27 @@ class TrainerSettings:
     log_level: str = "info"
 
 
-@dataclass(frozen=True)
-class TrainingJob:
-    """Train heads for one pair of tenant and adapter."""
+class TrainingJob(NamedTuple):
+    """Train heads for one pair. Training continues where the last job of the same pair ended."""
 
-    pair: int
-    """Its number; training continues where the last job of the same pair ended."""
+    pair: Pair
     blocks: tuple[RowBlock, ...]
     """Oldest first."""
     num_new: int
     """Rows that came since the last job of the pair."""
-    adapter_digest: str
     heads_digest: str
     """The heads in use, "" for none."""
     min_gain: float
-    """Heads with fewer tokens per step than this multiple of those in use are not stored."""
+    """Heads with fewer tokens per step than this multiple of those in use are rejected, and not stored."""
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """The answer to a job."""
 
-    pair: int
-    heads_digest: str = ""
-    """The new heads, in the adapter store; "" if they are not better."""
-    tokens_per_step: float = 0.0
-    """Tokens per step with the new heads, in a replay of the newest rows, which were not trained on."""
-    tokens_per_step_before: float = 0.0
-    """Tokens per step with the heads in use, in the same replay."""
-    num_rows: int = 0
-    """Rows that were trained on."""
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    error: str = ""
-    """Why there are none."""
+    pair: Pair
+    decision: pb.LearningDecision
+    """`adopted` with heads that are in the adapter store, `rejected` or `failed`, with the reason."""
+    cpu_seconds: float
 
 
 def row_indices(blocks: Sequence[RowBlock]) -> npt.NDArray[np.int64]:

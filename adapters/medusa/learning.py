@@ -1,10 +1,9 @@
 """The trainer of Medusa heads that a shard starts: `python -m lorikeet.adapters.medusa.learning`.
 
-A job is one round of training on the new
-rows of a pair and as many older ones, then a replay of the newest texts. A round has little time: the heads learn to
-choose among the frequent tokens of these texts, and the replay computes a later head only if the earlier ones are
-right. A pair's heads and their optimizer stay in memory between its rounds. Heads that a replay finds better than those
-in use are written to the adapter store under a digest of their own.
+A job is one round of training on the new rows of a pair and as many older ones, then a replay of the newest texts. A
+round has little time: the heads learn to choose among the frequent tokens of these texts, and the replay computes a
+later head only if the earlier ones are right. A pair's heads and their optimizer stay in memory between its rounds.
+Heads that a replay finds better than those in use are written to the adapter store under a digest of their own.
 """
 
 import hashlib
@@ -47,15 +46,9 @@ from lorikeet.adapters.medusa.texts import NOTHING, labels_of
 from lorikeet.adapters.medusa.training import HeadsOptimizer, HeadsRecipe, digest, replay_accepted
 from lorikeet.adapters.store import Store
 from lorikeet.proto import logs
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.digest import base_key
-from lorikeet.proto.learning import (
-    BLOCK_ROWS,
-    RowArrays,
-    Trained,
-    TrainerSettings,
-    TrainingJob,
-    row_indices,
-)
+from lorikeet.proto.learning import BLOCK_ROWS, Pair, RowsLayout, Trained, TrainerSettings, TrainingJob, row_indices
 from lorikeet.proto.process import signal_at_parent_death
 
 RECIPE = HeadsRecipe(num_heads=3, epochs=3, rows_per_step=128, lr=1e-2)
@@ -147,14 +140,14 @@ class JobRows:
     has taken for other rows since the job was sent is left out.
     """
 
-    def __init__(self, arrays: RowArrays, job: TrainingJob, num_heads: int) -> None:
-        self._arrays = arrays
+    def __init__(self, memory: memoryview, layout: RowsLayout, job: TrainingJob, num_heads: int) -> None:
+        self._versions_now, self._rows = layout.arrays(memory)
         # [blocks] version of each block of the job
-        self._versions = np.full(len(arrays.versions), -1)
+        self._versions = np.full(layout.num_blocks, -1)
         for block in job.blocks:
             self._versions[block.number] = block.version
         indices = row_indices(job.blocks)
-        texts, token_ids = arrays.texts[indices], arrays.token_ids[indices].astype(np.int64)
+        texts, token_ids = self._rows["text"][indices], self._rows["token_id"][indices].astype(np.int64)
         is_current = self._is_current(indices)
         indices, texts, token_ids = indices[is_current], texts[is_current], token_ids[is_current]
         newest = _newest(texts, min(int(HELD_OUT_SHARE * len(texts)), MAX_HELD_OUT))
@@ -190,12 +183,12 @@ class JobRows:
 
     def _hidden(self, indices: Indices) -> Tensor:
         """[S, H] bfloat16, a copy."""
-        return torch.from_numpy(self._arrays.hidden[indices].view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(self._rows["hidden"][indices].view(np.int16)).view(torch.bfloat16)
 
     def _is_current(self, indices: Indices) -> npt.NDArray[np.bool_]:
         """Read this after the rows themselves."""
         blocks = indices // BLOCK_ROWS
-        return self._arrays.versions[blocks] == self._versions[blocks]
+        return self._versions_now[blocks] == self._versions[blocks]
 
     def _held_out(self, indices: Indices, texts: Indices, token_ids: Indices, chosen: Indices) -> HeldOut:
         rows = self._hidden(indices[chosen])
@@ -243,11 +236,10 @@ class Rounds:
 
     def __init__(self, settings: TrainerSettings, is_abandoned: Callable[[], bool]) -> None:
         self._settings, self._is_abandoned = settings, is_abandoned
-        memory = mmap.mmap(settings.rows_fd, settings.layout.num_bytes, prot=mmap.PROT_READ)
-        self._arrays = settings.layout.arrays(memoryview(memory))
+        self._memory = memoryview(mmap.mmap(settings.rows_fd, settings.layout.num_bytes, prot=mmap.PROT_READ))
         self._key = base_key(settings.model_path, settings.dtype)
         self._store = Store(settings.adapter_store, settings.store_bytes, self._key)
-        self._pairs: OrderedDict[int, HeadsOptimizer] = OrderedDict()
+        self._pairs: OrderedDict[Pair, HeadsOptimizer] = OrderedDict()
         self._random = np.random.default_rng(0)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
@@ -269,21 +261,23 @@ class Rounds:
 
     def do(self, job: TrainingJob) -> Trained:
         """A job. Raises Abandoned."""
-        wall, cpu = time.monotonic(), time.process_time()
+        wall, cpu, decision = time.monotonic(), time.process_time(), pb.LearningDecision(decision="failed")
         try:
-            answer = self._do(job)
+            self._do(job, decision)
         except (AdapterError, HeadsError, OSError, ValueError) as error:
-            answer = {"error": str(error)}
+            decision.reason = str(error)
         except MemoryError:
-            answer = {"error": "there is no memory for training"}
-        return Trained(job.pair, **answer, seconds=time.monotonic() - wall, cpu_seconds=time.process_time() - cpu)
+            decision.reason = "there is no memory for training"
+        decision.seconds = time.monotonic() - wall
+        return Trained(job.pair, decision, time.process_time() - cpu)
 
-    def _do(self, job: TrainingJob) -> dict[str, Any]:
-        head, base, _ = self._shared
-        if job.adapter_digest and head.name in self._modules(job.adapter_digest):
+    def _do(self, job: TrainingJob, decision: pb.LearningDecision) -> None:
+        """Train heads, compare them with those in use, and complete the decision."""
+        (head, base, _), adapter_digest = self._shared, job.pair[1]
+        if adapter_digest and head.name in self._modules(adapter_digest):
             raise HeadsError("its adapter changes the output head: heads are not learned for it")
         optimizer = self._optimizer(job)
-        rows = JobRows(self._arrays, job, RECIPE.num_heads)
+        rows = JobRows(self._memory, self._settings.layout, job, RECIPE.num_heads)
         if not len(rows.candidates) or not rows.num_held_out:
             raise HeadsError("there are too few texts: some are held out of training")
         optimizer.output = head.logits_of(rows.candidates), len(rows.candidates)
@@ -294,12 +288,13 @@ class Rounds:
             earlier = _tokens_per_step(self._served(job.heads_digest), rows.held_out, head, throttle)
         as_served = MedusaHeads.of(HeadsFile(optimizer.heads.shape, optimizer.heads.tensors(base.dtype)))
         tokens_per_step = _tokens_per_step(as_served, rows.held_out, head, throttle)
-        return {
-            "heads_digest": self._write(optimizer.heads) if tokens_per_step >= job.min_gain * earlier else "",
-            "tokens_per_step": tokens_per_step,
-            "tokens_per_step_before": earlier,
-            "num_rows": len(rows.indices),
-        }
+        decision.tokens_per_step, decision.tokens_per_step_before = tokens_per_step, earlier
+        decision.num_rows = len(rows.indices)
+        if tokens_per_step >= job.min_gain * earlier:
+            decision.heads_digest = self._write(optimizer.heads)
+            decision.decision, decision.reason = "adopted", "more tokens per step in a replay of the newest outputs"
+        else:
+            decision.decision, decision.reason = "rejected", "no gain in a replay of the newest outputs"
 
     def _optimizer(self, job: TrainingJob) -> HeadsOptimizer:
         """The pair's heads as they are, else those in use if they have the recipe's shape, else untrained ones."""

@@ -415,6 +415,10 @@ class Network(Protocol):
         """Logits of `inputs.logits_rows`: [S, V] float32."""
         ...
 
+    def forward_with_hidden(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and [S, H] bfloat16 that the output head computes them of."""
+        ...
+
 
 class RankDesync(RuntimeError):
     """A step failed on one of several ranks: they are no longer in step and can compute nothing together any more."""

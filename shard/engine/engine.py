@@ -257,11 +257,12 @@ class Engine:
         states in bfloat16, if heads are learned from a request of the step.
         """
         self._idle.stop()
-        if self.learning is not None:
-            self.learning.prepare(scheduled)
-        logits = self._network.forward()
+        if self.learning is not None and self.learning.collects(scheduled):
+            logits, hidden = self._network.forward_with_hidden()
+        else:
+            logits, hidden = self._network.forward(), None
         timer.mark(Phase.VERIFY)
-        return logits, None if self.learning is None else self.learning.take_rows()
+        return logits, hidden
 
     def _verify(self, layout: Layout, logits: torch.Tensor, draws: DraftDraws | None, timer: PhaseTimer) -> StepResults:
         """Sample the target's tokens, with and without drafts by one rule, and start to copy them to the host."""

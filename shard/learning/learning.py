@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ import torch
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Trained, TrainingJob
-from lorikeet.shard.learning.rings import Pair, Rings
+from lorikeet.proto.learning import Pair, Trained, TrainingJob
+from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import Trainer
-from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.requests.request import ScheduledRequest, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.scheduler import Scheduler
@@ -43,7 +43,7 @@ MARGIN = 0.98
 FLOOR = 0.02
 """Acceptance that heads need which replaced none."""
 MAX_PAIRS = 1024
-"""Pairs that are known; those that were not used for longest are dropped."""
+"""Pairs that are known; those that were not used for longest are dropped. At a start the newest records are read."""
 MIN_ROWS = 2048
 """Rows of a pair that come between two of its trainings, at least."""
 ACCEPTANCE_STEPS = 256
@@ -52,8 +52,7 @@ KNOWN_STEPS = 64
 """Steps until acceptance is known."""
 MAX_DECISIONS = 20
 """Decisions that are kept of each pair."""
-MAX_RECORDS = 4096
-"""The newest records, which are read at start."""
+LOST = "the learned heads are no longer in the adapter store"
 FOLDER = "learning"
 """Folder of the records in the adapter store."""
 
@@ -61,8 +60,8 @@ FOLDER = "learning"
 class LearnedPair:
     """The requests of one tenant with one adapter."""
 
-    def __init__(self, key: Pair, number: int) -> None:
-        self.key, self.number = key, number
+    def __init__(self, key: Pair) -> None:
+        self.key = key
         self.state = pb.LearnedPair(tenant=key[0], adapter_digest=key[1])
         """What administrators see of it, and what survives a restart."""
         self.given_digest = ""
@@ -71,10 +70,8 @@ class LearnedPair:
         """Better heads that are being loaded."""
         self.locks: dict[str, int] = {}
         """Descriptor of the file of each learned heads that may be needed, locked in the adapter store."""
-        self.num_new, self.num_waits = 0, 1
-        """Rows since the last training, and the factor of MIN_ROWS for the next one."""
-        self.last_job = 0
-        """Number of its last training, over all pairs."""
+        self.num_new, self.num_waits, self.last_job = 0, 1, 0.0
+        """Rows since the last training, the factor of MIN_ROWS for the next one, and when the last one started."""
         self.num_observed = self.num_below = 0
         """Steps with drafts of the heads in use, and those in a row in which these were accepted less."""
 
@@ -138,7 +135,7 @@ class Records:
         self.flush()
         records = list[tuple[str, pb.LearnedPair]]()
         paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in paths if is_whole else paths[-MAX_RECORDS:]:
+        for path in paths if is_whole else paths[-MAX_PAIRS:]:
             try:
                 record = json.loads(path.read_bytes())
                 if record["base"] == self._base:
@@ -151,31 +148,15 @@ class Records:
         """Write the record of a pair, soon."""
         state = MessageToDict(pair.state, preserving_proto_field_name=True)
         record = json.dumps({"base": self._base, "given_digest": pair.given_digest, "pair": state})
-        self._thread.submit(self._write, self._path(pair.key), record)
+        self._change(partial(_replace, self._path(pair.key), record))
 
     def remove(self, digest: str) -> None:
         """Delete heads from the store, soon."""
-        self._thread.submit(self._remove, digest)
+        self._change(partial(self._heads(digest).unlink, missing_ok=True))
 
     def flush(self) -> None:
         """Wait until everything is written and deleted."""
         self._thread.submit(lambda: None).result()
-
-    @staticmethod
-    def _write(path: Path, record: str) -> None:
-        draft = path.with_suffix(".draft")
-        try:
-            draft.write_text(record)
-            draft.chmod(0o600)
-            draft.replace(path)
-        except OSError as failure:
-            log.warning("learning_record_not_written", file=path.name, reason=str(failure))
-
-    def _remove(self, digest: str) -> None:
-        try:
-            (self.store / f"{digest}.safetensors").unlink(missing_ok=True)
-        except OSError as failure:
-            log.warning("learned_heads_not_removed", digest=digest[:16], reason=str(failure))
 
     def purge(self) -> None:
         """Delete all records of this base, and the learned heads that they name. Raises OSError."""
@@ -183,40 +164,52 @@ class Records:
         for _, state in records:
             digests = {state.heads_digest, state.replaced_digest, *(each.heads_digest for each in state.decisions)}
             for digest in digests - {"", *(given_digest for given_digest, _ in records)}:
-                (self.store / f"{digest}.safetensors").unlink(missing_ok=True)
+                self._heads(digest).unlink(missing_ok=True)
             self._path((state.tenant, state.adapter_digest)).unlink(missing_ok=True)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        def logged() -> None:
+            try:
+                change()
+            except OSError as failure:
+                log.warning("learning_file_not_changed", reason=str(failure))
+
+        self._thread.submit(logged)
+
+    def _heads(self, digest: str) -> Path:
+        return self.store / f"{digest}.safetensors"
 
     def _path(self, key: Pair) -> Path:
         return self._folder / f"{hashlib.sha256(json.dumps([*self._base, *key]).encode()).hexdigest()}.json"
 
 
+def _replace(path: Path, record: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(record)
+    draft.chmod(0o600)
+    draft.replace(path)
+
+
 class Learning:
     """The learning of one shard."""
 
-    def __init__(
-        self, scheduler: Scheduler, heads: HeadsPool, rings: Rings, records: Records, trainer: Trainer
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, rings: Rings, records: Records, trainer: Trainer) -> None:
         self.rings, self.trainer = rings, trainer
         self.pairs: dict[Pair, LearnedPair] = {}  # least recently used first
-        self._scheduler, self._heads, self._records = scheduler, heads, records
+        self._scheduler, self._records = scheduler, records
         self.totals = pb.LearningTotals()
         """Since the shard's start."""
-        self._num_pairs = self._num_jobs = 0
         self._collected: dict[Pair, tuple[list[int], list[int], list[int]]] = {}
         """Of the step that is being committed: number of the request, index of the row, and token, of each row."""
-        self._due: dict[int, LearnedPair] = {}
+        self._due: set[Pair] = set()
         """Pairs that have rows for a training."""
         for given_digest, state in records.read():
             self._restore(given_digest, state)
 
-    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Before the forward pass of a step: keep its hidden rows if a request's output is collected."""
-        self._heads.keeps_rows = any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
-
-    def take_rows(self) -> torch.Tensor | None:
-        """After the forward pass: these rows, [S, H] in bfloat16."""
-        rows, self._heads.rows = self._heads.rows, None
-        return None if rows is None else rows.to(torch.bfloat16)
+    @staticmethod
+    def collects(scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether the output of a request of the step is collected, with its hidden rows."""
+        return any(pair_of(item.request) is not None for item in scheduled if item.num_sampled)
 
     def collect(self, item: ScheduledRequest, first: int, token_ids: Sequence[int]) -> None:
         """The committed tokens of a request: they came from the step's rows from index `first` on."""
@@ -243,25 +236,25 @@ class Learning:
         # numpy has no bfloat16
         bits = rows.view(torch.int16).numpy().view(np.uint16)
         for key, (texts, indices, token_ids) in collected.items():
-            self.rings.append(key, np.array(texts, np.int64), np.array(token_ids, np.int32), bits[indices])
+            self.rings.append(key, texts, token_ids, bits[indices])
             self.totals.num_rows += len(token_ids)
             if (pair := self.pairs.get(key)) is not None:
                 pair.state.num_collected += len(token_ids)
                 pair.num_new += len(token_ids)
                 if pair.is_due:
-                    self._due[pair.number] = pair
+                    self._due.add(key)
         self.totals.ring_bytes = self.rings.num_bytes
 
     def changed(self, digest: str, residency: Residency, reason: str) -> None:
         """An adapter is somewhere else now."""
         for pair in list(self.pairs.values()):
+            state = pair.state
             if residency is Residency.RESIDENT and digest == pair.candidate:
                 self._adopt(pair)
-            elif residency is Residency.RESIDENT and digest == pair.state.heads_digest:
+            elif residency is Residency.RESIDENT and digest == state.heads_digest:
                 self._scheduler.swap_heads(pair.key, digest)
-            elif residency is Residency.FAILED and digest in (pair.candidate, pair.state.heads_digest):
-                state = pair.state
-                self._decide(pair, "failed", f"the heads could not be loaded: {reason}", Trained(0, digest))
+            elif residency is Residency.FAILED and digest in (pair.candidate, state.heads_digest):
+                self._decide(pair, _failed(f"the heads could not be loaded: {reason}", digest))
                 if digest == pair.candidate:
                     pair.candidate = ""
                     self._draft_with(pair, state.heads_digest, state.replaced_digest, state.replaced_acceptance)
@@ -274,14 +267,13 @@ class Learning:
             return
         if (answer := self.trainer.answer()) is not None:
             self._take(answer)
-        due = [pair for pair in self._due.values() if pair.is_due] if self.trainer.state != "training" else []
-        if due:
+        due = [pair for key in self._due if (pair := self.pairs[key]).is_due] if self._due else []
+        if due and self.trainer.state != "training":
             pair = min(due, key=lambda pair: pair.last_job)  # pairs take turns, whatever their traffic
-            del self._due[pair.number]
-            self._num_jobs += 1
-            pair.last_job, num_new, pair.num_new = self._num_jobs, pair.num_new, 0
-            blocks = self.rings.blocks(pair.key)[-MAX_BLOCKS:]
-            self.trainer.train(TrainingJob(pair.number, blocks, num_new, pair.key[1], pair.heads, MIN_GAIN))
+            self._due.remove(pair.key)
+            blocks, num_new = self.rings.blocks(pair.key)[-MAX_BLOCKS:], pair.num_new
+            pair.last_job, pair.num_new = time.monotonic(), 0
+            self.trainer.train(TrainingJob(pair.key, blocks, num_new, pair.heads, MIN_GAIN))
 
     def answer(self, purge: bool) -> pb.LearningReply:
         """What is learned; with `purge` all rows, learned heads and decisions are deleted first."""
@@ -310,15 +302,11 @@ class Learning:
         log.info("learning_purged")
 
     def _pair(self, key: Pair) -> LearnedPair:
-        pair = self.pairs.pop(key, None)
-        if pair is None:
-            self._num_pairs += 1
-            pair = LearnedPair(key, self._num_pairs)
-        self.pairs[key] = pair
+        self.pairs[key] = pair = self.pairs.pop(key, None) or LearnedPair(key)
         if len(self.pairs) > MAX_PAIRS:  # the oldest starts anew when it is used again
             oldest = self.pairs.pop(next(iter(self.pairs)))
             self._scheduler.swap_heads(oldest.key, "")
-            self._due.pop(oldest.number, None)
+            self._due.discard(oldest.key)
             oldest.unlock_all()
         return pair
 
@@ -334,30 +322,28 @@ class Learning:
         if pair.lock(self._records.store, state.heads_digest):
             self._scheduler.swap_heads(pair.key, state.heads_digest)
         else:
-            lost = Trained(0, state.heads_digest)
-            self._decide(pair, "failed", "the learned heads are no longer in the adapter store", lost)
+            self._decide(pair, _failed(LOST, state.heads_digest))
             self._draft_with(pair, "")
 
     def _take(self, answer: Trained) -> None:
         """A training has ended."""
-        self.totals.train_seconds += answer.seconds
+        decision = answer.decision
+        self.totals.train_seconds += decision.seconds
         self.totals.cpu_seconds += answer.cpu_seconds
-        pair = next((pair for pair in self.pairs.values() if pair.number == answer.pair), None)
+        pair = self.pairs.get(answer.pair)
         if pair is None:
             return
-        digest = answer.heads_digest
-        if answer.error:
-            self._decide(pair, "failed", answer.error, answer)
-        elif not digest or not pair.lock(self._records.store, digest):
-            self._decide(pair, "rejected", "no gain in a replay of the newest outputs", answer)
-        else:
-            pair.num_waits, pair.candidate = 1, digest
-            self._decide(pair, "adopted", "more tokens per step in a replay of the newest outputs", answer)
-            self._scheduler.adapters.prefetch(digest)
-            if self._scheduler.adapters.is_resident(digest):
-                self._adopt(pair)
+        digest = decision.heads_digest
+        if digest and not pair.lock(self._records.store, digest):
+            decision.decision, decision.reason = "failed", LOST
+        self._decide(pair, decision)
+        if decision.decision != "adopted":
+            pair.num_waits = min(2 * pair.num_waits, MAX_WAITS)
             return
-        pair.num_waits = min(2 * pair.num_waits, MAX_WAITS)
+        pair.num_waits, pair.candidate = 1, digest
+        self._scheduler.adapters.prefetch(digest)
+        if self._scheduler.adapters.is_resident(digest):
+            self._adopt(pair)
 
     def _adopt(self, pair: LearnedPair) -> None:
         """The new heads are in a slot: they draft from the next step on."""
@@ -372,7 +358,8 @@ class Learning:
             f"the first draft was accepted in {state.acceptance:.2f} of the steps, with the heads before in "
             f"{state.replaced_acceptance:.2f}, for {REVERT_STEPS} steps in a row"
         )
-        self._decide(pair, "reverted", reason, Trained(0, state.heads_digest))
+        reverted = pb.LearningDecision(decision="reverted", reason=reason, heads_digest=state.heads_digest)
+        self._decide(pair, reverted)
         self._draft_with(pair, "" if state.replaced_digest == pair.given_digest else state.replaced_digest)
 
     def _draft_with(self, pair: LearnedPair, digest: str, replaced: str = "", replaced_acceptance: float = 0.0) -> None:
@@ -387,19 +374,16 @@ class Learning:
             self._records.remove(unneeded)
         self._records.write(pair)
 
-    def _decide(self, pair: LearnedPair, decision: str, reason: str, about: Trained) -> None:
-        count = f"num_{decision}"
+    def _decide(self, pair: LearnedPair, decision: pb.LearningDecision) -> None:
+        count = f"num_{decision.decision}"
         setattr(self.totals, count, getattr(self.totals, count) + 1)
-        pair.state.decisions.add(
-            time=time.time(),
-            decision=decision,
-            reason=reason,
-            heads_digest=about.heads_digest,
-            tokens_per_step=about.tokens_per_step,
-            tokens_per_step_before=about.tokens_per_step_before,
-            num_rows=about.num_rows,
-            seconds=about.seconds,
-        )
+        decision.time = time.time()
+        pair.state.decisions.append(decision)
         del pair.state.decisions[:-MAX_DECISIONS]
         self._records.write(pair)
-        log.info("learning_decision", decision=decision, reason=reason, adapter=pair.key[1][:16])
+        adapter = pair.key[1][:16]
+        log.info("learning_decision", decision=decision.decision, reason=decision.reason, adapter=adapter)
+
+
+def _failed(reason: str, digest: str) -> pb.LearningDecision:
+    return pb.LearningDecision(decision="failed", reason=reason, heads_digest=digest)

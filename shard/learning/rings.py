@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.proto.learning import BLOCK_ROWS, RowBlock, RowsLayout
+from lorikeet.proto.learning import BLOCK_ROWS, Pair, RowBlock, RowsLayout
 
-Pair = tuple[str, str]
-"""The tenant, and the digest of the adapter."""
+Bits = npt.NDArray[np.uint16]
+"""Of bfloat16."""
 
 
 class Rings:
@@ -28,7 +28,7 @@ class Rings:
         """Descriptor of the memory."""
         os.ftruncate(self.fd, layout.num_bytes)
         self._memory = mmap.mmap(self.fd, layout.num_bytes)
-        self._arrays = layout.arrays(memoryview(self._memory))
+        self._versions, self._rows = layout.arrays(memoryview(self._memory))
         self._free = list(reversed(range(layout.num_blocks)))
         self._rings: OrderedDict[Pair, deque[RowBlock]] = OrderedDict()
         """Blocks of each pair, oldest first; the least recently used pair first."""
@@ -44,11 +44,7 @@ class Rings:
         return _num_rows(self._rings.get(pair))
 
     def append(
-        self,
-        pair: Pair,
-        texts: npt.NDArray[np.int64],
-        token_ids: npt.NDArray[np.int32],
-        hidden: npt.NDArray[np.uint16],
+        self, pair: Pair, texts: Sequence[int], token_ids: Sequence[int], hidden: npt.NDArray[np.uint16]
     ) -> None:
         """Add rows. texts, token_ids: [n]; hidden: [n, H] bits of bfloat16."""
         ring = self._rings.setdefault(pair, deque())
@@ -58,14 +54,12 @@ class Rings:
             if not ring or ring[-1].num_rows == BLOCK_ROWS:
                 ring.append(self._take_block())
             number, version, num_rows = ring[-1]
-            taken = min(len(token_ids) - first, BLOCK_ROWS - num_rows)
+            end = min(len(token_ids), first + BLOCK_ROWS - num_rows)
             start = number * BLOCK_ROWS + num_rows
-            rows, source = slice(start, start + taken), slice(first, first + taken)
-            self._arrays.texts[rows] = texts[source]
-            self._arrays.token_ids[rows] = token_ids[source]
-            self._arrays.hidden[rows] = hidden[source]
-            ring[-1] = RowBlock(number, version, num_rows + taken)
-            first += taken
+            rows = self._rows[start : start + end - first]
+            rows["text"], rows["token_id"], rows["hidden"] = texts[first:end], token_ids[first:end], hidden[first:end]
+            ring[-1] = RowBlock(number, version, num_rows + end - first)
+            first = end
 
     def blocks(self, pair: Pair) -> tuple[RowBlock, ...]:
         """The blocks of a pair, oldest first."""
@@ -77,7 +71,7 @@ class Rings:
         self._free = list(reversed(range(self.layout.num_blocks)))
         self._memory.madvise(mmap.MADV_REMOVE)
         self._version += 1
-        self._arrays.versions[:] = self._version
+        self._versions[:] = self._version
 
     def _take_block(self) -> RowBlock:
         if self._free:
@@ -89,7 +83,7 @@ class Rings:
             if not ring and pair != next(reversed(self._rings)):
                 del self._rings[pair]
         self._version += 1
-        self._arrays.versions[number] = self._version
+        self._versions[number] = self._version
         return RowBlock(number, self._version, 0)
 
 

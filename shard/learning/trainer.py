@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import structlog
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob
 from lorikeet.proto.process import start_connected
 
@@ -75,7 +76,7 @@ class Trainer:
         except (EOFError, OSError):
             log.error("trainer_ended", code=self._running[0].wait())
             self.stop()
-            return Trained(job.pair, error=ENDED)
+            return Trained(job.pair, pb.LearningDecision(decision="failed", reason=ENDED), 0.0)
 
     def stop(self) -> None:
         """End the process with all that it has learned; a job gives no answer."""

@@ -252,6 +252,19 @@ class Model:
         except Exception as error:
             raise RankDesync(f"a step failed on one of several ranks: {type(error).__name__}: {error}") from error
 
+    def forward_with_hidden(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits as of `forward`, and the output head's input for `inputs.logits_rows`: [S, H] bfloat16. CPU only."""
+        hidden: list[torch.Tensor] = []
+        assert self.heads.output is not None
+        # before the hook that appends rows of draft tokens
+        hook = self.heads.output.register_forward_pre_hook(lambda _, args: hidden.append(args[0]), prepend=True)
+        try:
+            logits = self.forward()
+        finally:
+            hook.remove()
+        # without the second row of a step of one
+        return logits, hidden[0].flatten(0, -2)[: self.inputs.logits_rows.shape[0]].to(torch.bfloat16)
+
     def _forward(self) -> torch.Tensor:
         inputs = self.inputs
         self.heads.prepare()

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from lorikeet.proto.learning import Pair
 from lorikeet.proto.params import MAX_DRAFT_TOKENS
 from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
@@ -22,7 +23,7 @@ from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
 from lorikeet.shard.speculation.drafter import NO_ROWS, DraftSettings, RowOffers
-from lorikeet.shard.speculation.medusa import Pair, pair_of
+from lorikeet.shard.speculation.medusa import pair_of
 
 
 class StepPlan(NamedTuple):

@@ -5,11 +5,9 @@
 from collections.abc import Sequence
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.learning import Pair
 from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.drafter import Drafter, Offer
-
-Pair = tuple[str, str]
-"""The tenant, and the digest of the adapter."""
 
 
 def num_heads(request: Request) -> int:

@@ -135,7 +135,7 @@ def build_learning(config: ShardConfig, model: Model, scheduler: Scheduler) -> L
     trainer = Trainer(settings)
     if config.learn_heads:
         trainer.start()
-    return Learning(scheduler, model.heads, rings, records, trainer)
+    return Learning(scheduler, rings, records, trainer)
 
 
 def learning_obstacle(config: ShardConfig, model: Model) -> str:

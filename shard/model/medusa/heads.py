@@ -80,17 +80,14 @@ class HeadsPool:
     """The heads of all slots, for the output head of one network."""
 
     def __init__(self, inputs: StepInputs) -> None:
+        self.output: nn.Module | None = None
+        """The output head, if the network has one."""
         self.vocab_size = self.hidden_size = 0
         """Vocabulary size and hidden size of the output head."""
         self.partition: Partition | None = None
         """Which rows of it this rank holds; None is all of them."""
         self.is_reached = False
         """Whether the network's logits come from its output head, so that heads can use it."""
-        self.keeps_rows = False
-        """Whether the hidden rows of the next step are kept in `rows`."""
-        # [S, H]
-        self.rows: torch.Tensor | None = None
-        """Hidden rows of the last step, if they are kept."""
         self.kernels: HeadKernels | None = None
         """Replace separate products on a device."""
         self._inputs = inputs
@@ -102,6 +99,7 @@ class HeadsPool:
         output = getattr(network, "get_output_embeddings", lambda: None)()
         if isinstance(output, nn.Module):
             self.vocab_size, self.hidden_size, self.partition = target.num_out, target.num_in, target.partition
+            self.output = output
             output.register_forward_pre_hook(self._before)
             output.register_forward_hook(self._after)
 
@@ -127,14 +125,10 @@ class HeadsPool:
         self.is_reached = True
         self._own.clear()  # rows of a step that failed
         drafting = self._inputs.heads
-        if not (self._inputs.num_draft_rows or self.keeps_rows):
+        if not self._inputs.num_draft_rows:
             return None
         num_rows = self._inputs.logits_rows.shape[0]
         rows = args[0].reshape(-1, args[0].shape[-1])[:num_rows]  # without the second row of a step of one
-        if self.keeps_rows:
-            self.rows = rows
-        if not self._inputs.num_draft_rows:
-            return None
         if self.kernels is not None:
             return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:

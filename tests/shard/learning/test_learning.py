@@ -212,9 +212,9 @@ class Scripted(DirectTrainer):
 
     num_answers = 0
 
-    def end_job(self, **values: object) -> None:
+    def end_job(self, decision: str, reason: str) -> None:
         self.num_answers += 1
-        self._result = Trained(self.jobs[-1].pair, **values)  # type: ignore[arg-type]
+        self._result = Trained(self.jobs[-1].pair, pb.LearningDecision(decision=decision, reason=reason), 0.0)
 
 
 @pytest.mark.long
@@ -231,12 +231,12 @@ def test_pairs_take_turns_and_wait_longer_after_trainings_without_a_gain(
         learner.run(PROMPT_IDS[:6], learner="flood")
     learner.run(PROMPT_IDS[:6])
     assert len(trainer.jobs) == 1  # one at a time
-    trainer.end_job()
+    trainer.end_job("rejected", "no gain")
     learner.run(PROMPT_IDS[:1], 4, learner="")
-    trainer.end_job(error="it broke")
+    trainer.end_job("failed", "it broke")
     learner.run(PROMPT_IDS[:1], 4, learner="")
     flood, one = (learner.learning.pairs[tenant, ""] for tenant in ("flood", "one"))
-    assert [job.pair for job in trainer.jobs[:2]] == [flood.number, one.number]
+    assert [job.pair for job in trainer.jobs[:2]] == [flood.key, one.key]
     assert trainer.jobs[1].num_new == 6 * 40
     assert flood.num_waits == one.num_waits == 2
     decisions = flood.state.decisions[0], one.state.decisions[0]
@@ -255,11 +255,11 @@ def test_each_row_gives_its_token(make: Make, monkeypatch: pytest.MonkeyPatch) -
         learner.engine.step()
     learner.turn(lambda: all(n in learner.outputs and learner.outputs[n].finish_reason for n in numbers))
     skeleton = Skeleton(learners.BASE, False)
-    head, arrays = BaseHead(skeleton, BaseValues(skeleton), torch.float32), learner.learning.rings._arrays
+    head, arrays = BaseHead(skeleton, BaseValues(skeleton), torch.float32), learner.learning.rings._rows
     for first, tenant in ((1, "one"), (2, "two")):
         rows = row_indices(learner.learning.rings.blocks((tenant, "")))
-        found = torch.from_numpy(arrays.hidden[rows].view(np.int16)).view(torch.bfloat16)
-        token_ids = torch.from_numpy(arrays.token_ids[rows]).long()
+        found = torch.from_numpy(arrays["hidden"][rows].view(np.int16)).view(torch.bfloat16)
+        token_ids = torch.from_numpy(arrays["token_id"][rows]).long()
         texts = [learner.outputs[number].token_ids for number in numbers[first::3]]
         assert sorted(token_ids.tolist()) == sorted(token_id for text in texts for token_id in text)
         is_same = head.logits(found).argmax(-1) == token_ids  # but for ties, since the rows are rounded

@@ -22,7 +22,7 @@ PAIR = ("one", "")
 
 def adopted(given_digest: str = "", replaced: str = FIRST) -> LearnedPair:
     """A pair that has adopted SECOND."""
-    pair = LearnedPair(PAIR, 1)
+    pair = LearnedPair(PAIR)
     pair.given_digest = given_digest
     pair.state.heads_digest, pair.state.replaced_digest, pair.state.replaced_acceptance = SECOND, replaced, 0.5
     pair.state.decisions.add(time=1.0, decision="adopted", reason="better", heads_digest=SECOND)
@@ -31,7 +31,7 @@ def adopted(given_digest: str = "", replaced: str = FIRST) -> LearnedPair:
 
 def pair_with(tenant: str, given_digest: str = "", digest: str = "") -> LearnedPair:
     """A pair without decisions."""
-    pair = LearnedPair((tenant, ""), 1)
+    pair = LearnedPair((tenant, ""))
     pair.given_digest, pair.state.heads_digest = given_digest, digest
     return pair
 
@@ -56,9 +56,8 @@ def records(tmp_path: Path) -> Records:
 def learning_of(records: Records) -> Learning:
     """What a shard has learned after a start."""
     scheduler: Any = SimpleNamespace(adapters=Adapters(), swap_heads=lambda pair, digest: None)
-    heads: Any = None
     trainer: Any = SimpleNamespace(state="stopped", training_s=0.0, stop=lambda: None)
-    return Learning(scheduler, heads, Rings(RowsLayout(4, 8)), records, trainer)
+    return Learning(scheduler, Rings(RowsLayout(4, 8)), records, trainer)
 
 
 def is_locked(root: Path, digest: str) -> bool:
@@ -103,7 +102,7 @@ def test_a_purge_deletes_learned_heads_and_leaves_those_that_requests_came_with(
 def test_a_purge_reads_more_files_than_a_start(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_RECORDS", 1)
+    monkeypatch.setattr(module, "MAX_PAIRS", 1)
     saved(records, *(pair_with(str(n), digest=digest) for n, digest in enumerate((FIRST, SECOND, THIRD))))
     assert len(records.read()) == 1
     records.purge()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lorikeet.adapters.medusa.learning import CANDIDATE_SHARE, JobRows
 from lorikeet.adapters.medusa.texts import NOTHING
-from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, RowsLayout, TrainingJob, row_indices
-from lorikeet.shard.learning.rings import Pair, Rings
+from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, Pair, RowsLayout, TrainingJob, row_indices
+from lorikeet.shard.learning.rings import Rings
 from tests.shard.learning.learners import check_blocks
 
 SIZE = 4
@@ -25,12 +25,13 @@ def rows(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def append(rings: Rings, pair: Pair, text: int, tokens: np.ndarray, hidden: np.ndarray) -> None:
-    rings.append(pair, np.full(len(tokens), text), tokens, hidden)
+    rings.append(pair, [text] * len(tokens), tokens.tolist(), hidden)
 
 
-def reader(rings: Rings) -> object:
+def rows_of(rings: Rings, job: TrainingJob) -> JobRows:
+    """What a trainer reads."""
     memory = mmap.mmap(rings.fd, rings.layout.num_bytes, prot=mmap.PROT_READ)
-    return rings.layout.arrays(memoryview(memory))
+    return JobRows(memoryview(memory), rings.layout, job, 3)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed() -> None:
@@ -45,7 +46,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_needed() -> None:
 def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[int, int]]) -> None:
     layout = RowsLayout(SIZE, MIN_BLOCKS)
     rings, kept = Rings(layout), dict[int, list[int]]()
-    arrays = layout.arrays(memoryview(mmap.mmap(rings.fd, layout.num_bytes)))
+    _, array = layout.arrays(memoryview(mmap.mmap(rings.fd, layout.num_bytes)))
     newest = 0
     for number, count in steps:
         tokens, hidden = rows(newest % 60_000, count)
@@ -56,10 +57,10 @@ def test_every_pair_keeps_its_newest_rows_and_none_of_another(steps: list[tuple[
         assert rings.num_bytes <= layout.num_bytes
         for other, expected in kept.items():
             indices = row_indices(rings.blocks((f"tenant {other}", "")))
-            found = arrays.token_ids[indices].tolist()
+            found = array["token_id"][indices].tolist()
             assert found == expected[len(expected) - len(found) :]
-            assert (arrays.texts[indices] == other).all()
-            assert (arrays.hidden[indices, 0] == np.array(found, np.uint16)).all()
+            assert (array["text"][indices] == other).all()
+            assert (array["hidden"][indices, 0] == np.array(found, np.uint16)).all()
     assert rings.num_rows((f"tenant {steps[-1][0]}", "")) >= min(len(kept[steps[-1][0]]), BLOCK_ROWS)
 
 
@@ -78,7 +79,7 @@ def test_the_pair_with_the_most_rows_gives_way() -> None:
 
 
 def job_of(rings: Rings, num_new: int) -> TrainingJob:
-    return TrainingJob(1, rings.blocks(("one", "")), num_new, "", "", 1.02)
+    return TrainingJob(("one", ""), rings.blocks(("one", "")), num_new, "", 1.02)
 
 
 def test_a_job_learns_from_whole_texts_and_holds_out_the_newest() -> None:
@@ -92,7 +93,7 @@ def test_a_job_learns_from_whole_texts_and_holds_out_the_newest() -> None:
                 append(rings, ("one", ""), text, *rows(part[0], len(part)))
                 positions[text] += len(part)
     total = sum(map(len, texts.values()))
-    found = JobRows(reader(rings), job_of(rings, total), 3)  # type: ignore[arg-type]
+    found = rows_of(rings, job_of(rings, total))
     held_out = {ids[0] // 100 for ids in found.held_out.output_ids}
     assert held_out and all(texts[text] == ids for ids in found.held_out.output_ids for text in [ids[0] // 100])
     assert found.num_held_out >= int(0.1 * total)
@@ -116,7 +117,7 @@ def test_new_rows_are_learned_with_as_many_old_ones() -> None:
     rings = Rings(RowsLayout(SIZE, MIN_BLOCKS))
     for text in range(50):
         append(rings, ("one", ""), text, *rows(20 * text, 20))
-    found = JobRows(reader(rings), job_of(rings, 200), 3)  # type: ignore[arg-type]
+    found = rows_of(rings, job_of(rings, 200))
     batch = np.concatenate(found.batches(16, np.random.default_rng(0)))
     tokens = found.take(batch)[0].view(torch.int16)[:, 0].numpy()
     first_new = 1000 - 200 - found.num_held_out
@@ -129,11 +130,11 @@ def test_nothing_is_learned_from_rows_that_were_replaced_meanwhile() -> None:
     rings = Rings(RowsLayout(SIZE, MIN_BLOCKS))
     for text in range(MIN_BLOCKS):
         append(rings, ("one", ""), text, *rows(0, BLOCK_ROWS))
-    found = JobRows(reader(rings), job_of(rings, 10**6), 3)  # type: ignore[arg-type]
+    found = rows_of(rings, job_of(rings, 10**6))
     append(rings, ("two", ""), 99, *rows(5000, 1))  # takes the oldest block
     batch = np.arange(len(found.indices))
     labels = found.take(batch)[1]
     gone = (found.indices // BLOCK_ROWS) == found.indices[0] // BLOCK_ROWS
     assert gone.sum() == BLOCK_ROWS
     assert (labels[torch.from_numpy(gone)] == NOTHING).all() and (labels[torch.from_numpy(~gone)] != NOTHING).any()
-    assert len(JobRows(reader(rings), job_of(rings, 1), 3).indices) < len(found.indices)  # type: ignore[arg-type]
+    assert len(rows_of(rings, job_of(rings, 1)).indices) < len(found.indices)

@@ -28,6 +28,7 @@ from lorikeet.shard.learning.rings import Rings
 from tests import tiny
 
 NUM_HEADS = 3
+PAIR = ("one", "")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_round_ends_in_time(base: Path, head: BaseHead, tmp_path: Path, monkey
     for text in range(20):
         noise = random.integers(0, 64, (64, head.hidden_size)).astype(np.uint16)
         hidden = np.full(noise.shape, 0x3F80, np.uint16) ^ noise
-        rings.append(("one", ""), np.full(64, text), np.arange(64, dtype=np.int32) % 5 + 3, hidden)
+        rings.append(PAIR, [text] * 64, [at % 5 + 3 for at in range(64)], hidden)
     found = {}
     for seconds in (0.0, 60.0):
         monkeypatch.setattr(module, "ROUND_S", seconds or 1e-9)
@@ -108,9 +109,9 @@ def test_a_round_ends_in_time(base: Path, head: BaseHead, tmp_path: Path, monkey
             TrainerSettings(str(base), False, "float32", store, 1 << 30, rings.fd, rings.layout), lambda: False
         )
         rounds.prepare()
-        answer = rounds.do(TrainingJob(1, rings.blocks(("one", "")), 10**6, "", "", 0.0))
-        assert answer.error == ""
-        found[seconds] = any(bool(weight.any()) for weight in rounds._pairs[1].heads.weights)
+        answer = rounds.do(TrainingJob(PAIR, rings.blocks(PAIR), 10**6, "", 0.0))
+        assert answer.decision.decision == "adopted"
+        found[seconds] = any(bool(weight.any()) for weight in rounds._pairs[PAIR].heads.weights)
     assert found == {0.0: False, 60.0: True}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import RowsLayout, Trained, TrainerSettings, TrainingJob
 from lorikeet.shard.learning.rings import Rings
 from lorikeet.shard.learning.trainer import ENDED, Trainer
@@ -32,9 +33,8 @@ class Running:
         self.rings = Rings(RowsLayout.within(1 << 20, size))
         random = np.random.default_rng(0)
         for text in range(20):
-            tokens = np.arange(64, dtype=np.int32) % 5 + 3
             hidden = np.full((64, size), 0x3F80, np.uint16) ^ random.integers(0, 64, (64, size)).astype(np.uint16)
-            self.rings.append(PAIR, np.full(64, text), tokens, hidden)
+            self.rings.append(PAIR, [text] * 64, [at % 5 + 3 for at in range(64)], hidden)
         settings = TrainerSettings(
             str(base), False, "float32", str(folder / "store"), 1 << 30, self.rings.fd, self.rings.layout
         )
@@ -42,7 +42,7 @@ class Running:
 
     def train(self) -> int:
         """Start a job; returns the process."""
-        self.trainer.train(TrainingJob(1, self.rings.blocks(PAIR), 10**6, "", "", 0.0))
+        self.trainer.train(TrainingJob(PAIR, self.rings.blocks(PAIR), 10**6, "", 0.0))
         return self.process.pid
 
     @property
@@ -72,8 +72,8 @@ def test_it_has_the_lowest_priority_and_stores_heads(running: Running, tmp_path:
     await_idle_priority(pid)
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     speed_up(pid)
-    answer = running.answer()
-    assert answer.error == "" and answer.num_rows > 0 and answer.tokens_per_step >= 1
+    answer = running.answer().decision
+    assert answer.decision == "adopted" and answer.num_rows > 0 and answer.tokens_per_step >= 1
     assert (tmp_path / "store" / f"{answer.heads_digest}.safetensors").is_file()
     assert running.trainer.state == "idle" and running.train() == pid
 
@@ -86,13 +86,13 @@ def test_one_that_is_started_ahead_does_the_first_job(running: Running) -> None:
     speed_up(process.pid)
     running.trainer.start()
     assert running.train() == process.pid
-    assert running.answer().error == ""
+    assert running.answer().decision.decision == "adopted"
 
 
 def test_one_that_ends_answers_and_is_started_again(running: Running) -> None:
     pid = running.train()
     os.kill(pid, signal.SIGKILL)
-    assert running.answer() == Trained(1, error=ENDED)
+    assert running.answer() == Trained(PAIR, pb.LearningDecision(decision="failed", reason=ENDED), 0.0)
     assert running.trainer.state == "stopped"
     again = running.train()
     assert again != pid
