@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.lora.layer import Conv2d, Conv3d, Embedding, Linear, LoraLayer, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -25,7 +26,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.errors import AdapterError, AdapterInvalid, NotServed
-from lorikeet.adapters.formats import configuration, folding, vocabulary
+from lorikeet.adapters.formats import configuration, folding, norms, vocabulary
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.configuration import MAX_RANK
 from lorikeet.adapters.formats.kinds import Kind, kind_of
@@ -51,7 +52,9 @@ class ModuleChange:
 
     module: str
     kind: str
-    """linear, embedding, experts, router, virtual (tokens before the prompt); or other, which must equal the base's."""
+    """linear, embedding, experts, router, norm, virtual (tokens before the prompt); or other, which must equal the
+    base's.
+    """
     rank: int = 0
     scaling: float = 1.0
     num_experts: int = 1
@@ -69,6 +72,8 @@ class ModuleChange:
     weight: torch.Tensor | None = None
     weight_scaling: float = 1.0
     """What the new weight is multiplied by."""
+    weight_offset: float = 0.0
+    """What a norm adds to its weight."""
     # [out]: factors of the module's output, its bias included
     scale: torch.Tensor | None = None
     # [tokens, H]: embeddings of virtual tokens before the prompt
@@ -139,6 +144,22 @@ def read_folded(
             _replacement(network.get_submodule(name), name, key, tensor) for (name, key), tensor in own.items()
         ]
     return _by_module([*added, *saved, *parameters])
+
+
+def read_norms(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors) -> list[ModuleChange]:
+    """Read new weights of norms, and of other modules. Raises AdapterInvalid or NotServed."""
+    check_floating(tensors)
+    with skeleton.borrowed() as network, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = {id(module): name for name, module in network.named_modules()}
+        _check_names(tensors)
+        wrapped = _injected(lambda: folding.inject(network, "LN_TUNING", settings))
+        _load(wrapped, tensors)
+        changes: list[ModuleChange] = []
+        for layer in wrapped.modules():
+            if isinstance(layer, LNTuningLayer):
+                changes += _new_module(names[id(layer.get_base_layer())], layer.ln_tuning_layers[NAME])
+        return _by_module([*changes, *_saved_and_tokens(wrapped, names)])
 
 
 _EMBEDDINGS = "prompt_embeddings"
@@ -337,6 +358,8 @@ def _tokens(layer: Any, names: dict[int, str]) -> ModuleChange:
 
 def _new_weight(name: str, module: Any, weight: torch.Tensor) -> ModuleChange:
     kind = "linear" if isinstance(module, nn.Linear) else "embedding" if isinstance(module, nn.Embedding) else "other"
+    if kind == "other" and (offset := norms.offset_of(module)) is not None:
+        return ModuleChange(name, "norm", weight=weight, weight_offset=offset)
     return ModuleChange(name, kind, weight=weight, weight_scaling=_embed_scale(module))
 
 
@@ -383,7 +406,11 @@ def _parameter(layer: Any, base: nn.Module, change: ModuleChange) -> ModuleChang
 
 def _saved(wrapper: Any, names: dict[int, str]) -> Iterator[ModuleChange]:
     """The wrapper's module and those inside it that have parameters, such as the layers of a classifier's head."""
-    outer, saved = names[id(wrapper.original_module)], wrapper.modules_to_save[NAME]
+    yield from _new_module(names[id(wrapper.original_module)], wrapper.modules_to_save[NAME])
+
+
+def _new_module(outer: str, saved: Any) -> Iterator[ModuleChange]:
+    """What takes the place of a module of the base."""
     for inner, module in saved.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         name = f"{outer}.{inner}" if inner else outer
@@ -427,6 +454,7 @@ def _joined(first: ModuleChange, second: ModuleChange) -> ModuleChange:
         scale=scale,
         weight=of_weight.weight,
         weight_scaling=of_weight.weight_scaling,
+        weight_offset=of_weight.weight_offset,
         row_ids=of_weight.row_ids,
         num_rows=of_weight.num_rows,
     )
@@ -498,6 +526,8 @@ class PlannedReader:
         kind = kind_of(values)
         if kind.how in ("virtual", "prefix"):
             return [read_virtual(self.skeleton, settings, weights.tensors, kind.how == "prefix")]
+        if kind.how == "norms":
+            return read_norms(self.skeleton, settings, weights.tensors)
         if kind.how != "lora":
             peft_type = str(values["peft_type"]).upper()
             return read_folded(self.skeleton, settings, kind, peft_type, weights, self._base)

@@ -24,7 +24,7 @@ from lorikeet.proto.config_file import is_number
 MAX_RANK = 512
 MOST_RANK = {"cpu": 4096, "cuda": 512}
 """The largest rank of a module that shards compute, by type of device. Other types than LoRA may have more than 512."""
-SERVED_KINDS = ("linear", "embedding", "experts", "router", "heads", "virtual")
+SERVED_KINDS = ("linear", "embedding", "experts", "router", "norm", "heads", "virtual")
 """Kinds of changes to a module that shards support, and Medusa heads."""
 _MAX_NAMES = 20_000
 _MAX_NAME_LEN = 512

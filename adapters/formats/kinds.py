@@ -14,8 +14,9 @@ class Kind:
     """How one `peft_type` is served."""
 
     how: str
-    """lora (as its factors), folded (into factors that compute the same), scale (of outputs), tokens (rows of the
-    embedding), virtual (embeddings before the prompt), prefix (keys and values before the prompt), or refused.
+    """lora (as its factors), folded (into factors that compute the same), scale (of outputs), norms (their weights),
+    tokens (rows of the embedding), virtual (embeddings before the prompt), prefix (keys and values before the prompt),
+    or refused.
     """
     reads_base: bool = False
     """Whether its change to a module depends on the module's own weight."""
@@ -43,7 +44,7 @@ KINDS: dict[str, Kind] = {
         ("BOFT", "DEFT", "FROD", "GLORA", "HIRA", "HRA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "TINYLORA"),
         OF_BASE,
     ),
-    "LN_TUNING": _refused("it replaces the weights of norms"),
+    "LN_TUNING": Kind("norms"),
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "CPT"), Kind("virtual")),
     "MULTITASK_PROMPT_TUNING": _refused("each request would have to name its tasks (`task_ids`)"),
     **dict.fromkeys(("PREFIX_TUNING", "CARTRIDGE"), Kind("prefix")),

@@ -23,7 +23,7 @@ import torch
 
 from lorikeet.adapters import refs
 from lorikeet.adapters.errors import AdapterInvalid, NotServed
-from lorikeet.adapters.formats import configuration, header, vocabulary, weights
+from lorikeet.adapters.formats import configuration, header, norms, vocabulary, weights
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.changes import TENSORS, ModuleChange, PlannedReader
 from lorikeet.adapters.formats.gguf_file import read as read_gguf
@@ -122,7 +122,9 @@ def decide(changes: Iterable[ModuleChange], base: Base, has_values: bool = True)
             if not _has_tensors(change):
                 continue
         has_factors_alone = has_factors_alone and is_factors(change)
-        if change.weight is not None and change.kind != "other":
+        if change.weight is not None and change.kind == "norm":
+            change = _as_scale(change, base, has_values)
+        elif change.weight is not None and change.kind != "other":
             change = _as_factors(change, base, has_values)
         if change.kind not in base.kinds:
             raise NotServed(f"{_DESCRIPTIONS[change.kind]} ({change.module}) is not served")
@@ -192,6 +194,15 @@ def _as_factors(change: ModuleChange, base: Base, has_values: bool) -> ModuleCha
         a = torch.cat([a, change.a.float()])
         b, scaling = torch.cat([scaling * b, change.scaling * change.b.float()], 1), 1.0
     return replace(change, rank=a.shape[0], scaling=scaling, a=a, b=b, weight=None, row_ids=())
+
+
+def _as_scale(change: ModuleChange, base: Base, has_values: bool) -> ModuleChange:
+    """New weights of a norm as factors of its outputs. Raises NotServed."""
+    assert change.weight is not None
+    scale = change.weight
+    if has_values:
+        scale = norms.scale(change.module, scale, base.values[f"{change.module}.weight"], change.weight_offset)
+    return replace(change, weight=None, scale=scale)
 
 
 def _own_rows(change: ModuleChange, base: Base) -> torch.Tensor:
@@ -266,6 +277,7 @@ _DESCRIPTIONS = {
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
+    "norm": "replacing the weights of norms on this device",
     "virtual": "an adapter with virtual tokens on this device",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
@@ -359,13 +371,17 @@ def _added_bias(change: ModuleChange, values: BaseValues) -> torch.Tensor | None
     if _needs_own_bias(change, values):
         own = values[f"{change.module}.bias"].float()
         final = own if change.new_bias is None else change.new_bias.float()
-        difference = (final if change.scale is None else final * change.scale.float()) - own
+        if change.scale is not None and change.kind != "norm":
+            final = final * change.scale.float()
+        difference = final - own
         added = difference if added is None else added + difference
     return added
 
 
 def _needs_own_bias(change: ModuleChange, values: BaseValues) -> bool:
     """Whether the change is computed from the base's bias."""
+    if change.kind == "norm":
+        return change.new_bias is not None
     return change.new_bias is not None or (change.scale is not None and values.is_parameter(f"{change.module}.bias"))
 
 

@@ -141,6 +141,8 @@ class StepInputs:
         """Adapter rows of the T tokens."""
         self.head_adapter_rows = NO_ADAPTERS
         """Adapter rows of the S wanted rows and the E rows of draft tokens, which use the same output head."""
+        self.norm_slots: set[int] = set()
+        """Slots of adapters that change norms."""
         # slot, rows of the step and places among the adapter's of virtual tokens; found with their embeddings
         self.virtual_rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.num_wanted = self.num_drafts = 0
@@ -364,6 +366,13 @@ class StepInputs:
     def num_draft_rows(self) -> int:
         """Rows of heads' draft tokens that a forward pass gives: E, or more of a padded step."""
         return self.num_drafts if self.bounds is None else self.bounds.num_drafts
+
+    @property
+    def changes_norms(self) -> bool:
+        """Whether an adapter of the step changes norms."""
+        if not self.norm_slots:
+            return False
+        return not self.norm_slots.isdisjoint(self.adapter_rows.tasks[:, 0].tolist())
 
     @property
     def num_logits(self) -> int:

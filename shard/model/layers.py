@@ -17,7 +17,14 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.proto.process import FreedMemory, return_freed_memory
 from lorikeet.shard.attention import AttentionBackend
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.model.adapters.discovery import PackedLinear, Target, hook_plain, mark_targets, target_of
+from lorikeet.shard.model.adapters.discovery import (
+    PackedLinear,
+    Target,
+    hook_plain,
+    mark_norms,
+    mark_targets,
+    target_of,
+)
 from lorikeet.shard.model.attention_binding import AttentionBinding, is_attention, replace_legacy
 from lorikeet.shard.model.fusion.attention import FusedAttention
 from lorikeet.shard.model.fusion.encoder import can_fuse, fuse_encoder
@@ -48,6 +55,8 @@ def replace_layers(
     """
     replace_legacy(network, backend, inputs)
     targets = mark_targets(network, inputs, dtype)
+    if inputs.device.type == "cpu":
+        targets |= mark_norms(network, inputs)
     for module in list(network.modules()):
         if is_attention(module):
             module.lorikeet_binding = AttentionBinding(backend, inputs)
@@ -67,10 +76,16 @@ def replace_layers(
         _pack_layers(network, tied, is_whole)
     place_experts(network)
     hook_plain(network)
+    held = {id(of) for module in network.modules() for of in (target_of(module), getattr(module, "adapters", None))}
+    targets = {name: target for name, target in targets.items() if not _is_norm(target) or id(target) in held}
     for target in targets.values():
         if isinstance(target, LoraTarget):  # those of weights in a file are known now
             target.squared_norms = target.squared_norms.to(inputs.device)
     return targets
+
+
+def _is_norm(target: Target) -> bool:
+    return isinstance(target, LoraTarget) and target.is_norm
 
 
 def _take_over_quantized(network: nn.Module, dtype: torch.dtype) -> None:

@@ -37,6 +37,8 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "trained tokens": lambda: _lora(trainable_token_indices=TOKENS),
     "whole ends": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
     "whole embedding": lambda: _lora(modules_to_save=["embed_tokens"]),
+    "whole norms": lambda: _lora(modules_to_save=["input_layernorm", "norm"]),
+    "LN_TUNING": peft.LNTuningConfig,
     "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(token_indices=TOKENS),
     "IA3": peft.IA3Config,
     "ADALORA": lambda: peft.AdaLoraConfig(target_modules=TARGETS, init_r=6, total_step=100),

@@ -25,7 +25,7 @@ from lorikeet.adapters.formats.changes import PlannedReader
 from lorikeet.proto.digest import base_hash, weights_hash
 
 LIMIT = 1 << 30
-ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "virtual"})
+ALL_KINDS = frozenset({"linear", "embedding", "experts", "router", "norm", "virtual"})
 TOKENS = torch.arange(2, 42).reshape(2, 20) * 7 % 300
 
 
@@ -148,7 +148,8 @@ PARTS = ("A", "B", "magnitude", "scale", "bias")
 def _hook(target: nn.Module, parts: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:
     if isinstance(target, nn.Embedding):
         return lambda module, inputs, output: _embedded(inputs[0], output, parts)
-    assert isinstance(target, nn.Linear | Conv1D)
+    if not isinstance(target, nn.Linear | Conv1D):
+        return lambda module, inputs, output: _normed(module, output, parts)
     weight = target.weight.detach()
     return lambda module, inputs, output: _linear(
         weight if isinstance(target, nn.Linear) else weight.t(), target.bias, inputs[0], parts
@@ -157,6 +158,12 @@ def _hook(target: nn.Module, parts: dict[str, torch.Tensor]) -> Callable[..., to
 
 def _embedded(ids: torch.Tensor, output: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     return output + parts["A"].t()[ids] @ parts["B"].t() if "A" in parts else output
+
+
+def _normed(module: Any, output: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    bias = getattr(module, "bias", None)
+    bias = torch.zeros(()) if bias is None else bias
+    return parts["scale"] * (output - bias) + bias + parts.get("bias", torch.zeros(()))
 
 
 def _linear(

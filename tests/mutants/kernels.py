@@ -35,6 +35,13 @@ MUTANTS = [
         f"{ADAPTERS}::test_equals_the_specification",
     ),
     Mutant(
+        "compiled layers ignore an adapter's norms",
+        "shard/model/fusion/compiled.py",
+        "has_others = inputs.changes_norms or (",
+        "has_others = bool(",
+        "tests/shard/engine/test_norms_exact.py::test_in_compiled_layers_a_request_has_the_bits_that_it_has_alone[llama]",
+    ),
+    Mutant(
         "requests without an adapter may choose the tokens that adapters add",
         "shard/model/adapters/added_tokens.py",
         'logits[:, self._first :] = float("-inf")',

@@ -92,6 +92,24 @@ def _mark_experts(name: str, block: Any, inputs: StepInputs) -> dict[str, Expert
     return {target.name: target for target in block.lorikeet_adapters.values()}
 
 
+def mark_norms(network: nn.Module, inputs: StepInputs) -> dict[str, LoraTarget]:
+    """Make a target for each norm over the hidden state, its `lorikeet_adapter`. Returns them by module name. None of a
+    network without an output head: its norms may be parts of other modules.
+    """
+    output = getattr(network, "get_output_embeddings", lambda: None)()
+    targets: dict[str, LoraTarget] = {}
+    for name, module in network.named_modules():
+        weight, parent = getattr(module, "weight", None), name.rpartition(".")[0].rpartition(".")[2]
+        is_norm = "norm" in type(module).__name__.lower() and isinstance(weight, torch.Tensor) and "att" not in parent
+        if not isinstance(output, nn.Module) or not is_norm or weight.shape != (_shape(output)[1],):
+            continue
+        target = targets[name] = module.lorikeet_adapter = LoraTarget(name, len(weight), len(weight), inputs)
+        target.is_norm = True
+        bias = getattr(module, "bias", None)
+        target.base_bias = None if bias is None else bias.detach().float().clone()
+    return targets
+
+
 def target_of(module: nn.Module) -> LoraTarget | None:
     """The target that `mark_targets` made for a module."""
     return getattr(module, "lorikeet_adapter", None)
@@ -111,6 +129,8 @@ def hook_plain(network: nn.Module) -> None:
             hooks = _LinearHooks(target)
             module.register_forward_pre_hook(hooks.before)
             module.register_forward_hook(hooks.after)
+        elif target.is_norm:
+            module.register_forward_hook(_after_norm)
 
 
 def squared_norms(weight: torch.Tensor) -> torch.Tensor:
@@ -131,6 +151,11 @@ class _LinearHooks:
     def after(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         shrunk, self._shrunk = self._shrunk, None
         adapt_output(self._target, args[0], output, shrunk)
+
+
+def _after_norm(module: nn.Module, _args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    if (target := target_of(module)) is not None:
+        target.adapt_norm(output)
 
 
 def _before_embedding(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

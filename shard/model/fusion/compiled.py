@@ -87,7 +87,9 @@ class CompiledLayers:
         where the parts have to be called one by one.
         """
         first = self._bindings[0]
-        step = None if first.prefixes and first.inputs.virtual_rows else first.backend.native_step()
+        inputs = first.inputs
+        has_others = inputs.changes_norms or (first.prefixes and inputs.virtual_rows)
+        step = None if has_others else first.backend.native_step()
         adapters = None if step is None or not self._take_kv() else self._adapters()
         if adapters is None:
             return None

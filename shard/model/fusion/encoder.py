@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lorikeet.shard.model.adapters.discovery import PackedLinear
+from lorikeet.shard.model.adapters.discovery import PackedLinear, target_of
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.kernels import float32
 from lorikeet.shard.model.kernels.packing import Float32Matrix
@@ -26,10 +26,12 @@ class FusedLayerNorm(nn.Module):
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
         self.weight, self.bias, self.epsilon = norm.weight, norm.bias, norm.eps
+        self.adapters = target_of(norm)
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """x, added: [..., H]. Returns the norm of their sum."""
-        return float32.layer_norm(x, added, self.weight, self.bias, self.epsilon)
+        y = float32.layer_norm(x, added, self.weight, self.bias, self.epsilon)
+        return y if self.adapters is None else self.adapters.adapt_norm(y)
 
 
 class FusedGelu(nn.Module):

@@ -14,6 +14,7 @@ from lorikeet.shard.model.adapters.discovery import FusedTargets, target_of
 from lorikeet.shard.model.fusion import verify
 from lorikeet.shard.model.fusion.kernels import FusionKernels
 from lorikeet.shard.model.fusion.patterns import MlpParts, Norm, mlp_parts, norm_of, sample
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.system import comparison
 
 _SAME = 1e-5
@@ -28,6 +29,8 @@ class FusedNorm(nn.Module):
         self._kernels, self.norm = kernels, norm
         # [H]
         self.weight = norm.weight
+        self.adapters: LoraTarget | None = None
+        """Its adapters, where they may change norms."""
         self._precomputed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,16 +38,20 @@ class FusedNorm(nn.Module):
         precomputed, self._precomputed = self._precomputed, None
         if precomputed is not None and precomputed[0] is x:
             return precomputed[1]
-        return self._kernels.rms_norm(x, self.norm)
+        return self._adapted(self._kernels.rms_norm(x, self.norm))
 
     def of_sum(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x, added: [..., H]. Returns their sum and the norm of the sum."""
-        return self._kernels.add_rms_norm(x, added, self.norm)
+        total, normed = self._kernels.add_rms_norm(x, added, self.norm)
+        return total, self._adapted(normed)
 
     def precompute(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         """x, added: [..., H]. Returns their sum, and keeps its norm for the next call if that is with the sum."""
         self._precomputed = self.of_sum(x, added)
         return self._precomputed[0]
+
+    def _adapted(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self.adapters is None else self.adapters.adapt_norm(y)
 
 
 class FusedMlp(nn.Module):
@@ -93,7 +100,9 @@ def fuse_norm(module: nn.Module, kernels: FusionKernels) -> FusedNorm | None:
     nearest = min(range(len(differences)), key=lambda index: float(differences[index].mean()))
     if not comparison.has_same_roundings(differences[nearest], drawn.dtype):
         return None
-    return FusedNorm(kernels, replace(norm, form=kernels.forms[nearest]))
+    chosen = FusedNorm(kernels, replace(norm, form=kernels.forms[nearest]))
+    chosen.adapters = target_of(module)
+    return chosen
 
 
 def fuse_mlp(module: nn.Module, kernels: FusionKernels, shared: set[int]) -> FusedMlp | None:

@@ -183,6 +183,8 @@ class LoraTarget:
         self.name = name
         self.num_in, self.num_out = num_in, num_out
         self.is_embedding = False
+        self.is_norm = False
+        """Whether the module is a norm, of which adapters change scale and bias; on CPU only."""
         # [out] float32, the module's bias, or None
         self.base_bias: torch.Tensor | None = None
         # [out] float32: squared norm of each row of W; empty for embeddings
@@ -225,6 +227,14 @@ class LoraTarget:
     def bind(self, slot: int, entry: Sequence[int]) -> None:
         """Set the entry of `slot` for compiled code: rank and addresses of a, b, scale and bias, 0 for none."""
         self.table[slot] = _Weights(*entry)
+        if self.is_norm:
+            (self._inputs.norm_slots.add if any(entry) else self._inputs.norm_slots.discard)(slot)
+
+    def adapt_norm(self, y: torch.Tensor) -> torch.Tensor:
+        """Change a norm's output as the step's adapters do. y: [..., H], in place."""
+        if self._inputs.changes_norms:
+            adapt_output(self, y, y)
+        return y
 
     def note_virtual(self, slot: int, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Let the layers know the step's rows of virtual tokens, and their places among those of the adapter."""

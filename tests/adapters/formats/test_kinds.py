@@ -61,6 +61,7 @@ ROWS = {
     "lora": "by its own factors",
     "tokens": "rows of the embedding",
     "scale": "as factors of outputs",
+    "norms": "as factors of the outputs of norms",
     "virtual": "as tokens before the prompt",
     "prefix": "as keys and values before those of the prompt",
     "folded": "as factors that compute the same",
