@@ -98,12 +98,16 @@ def mark_norms(network: nn.Module, inputs: StepInputs) -> dict[str, LoraTarget]:
     """
     output = getattr(network, "get_output_embeddings", lambda: None)()
     targets: dict[str, LoraTarget] = {}
+    if not isinstance(output, nn.Module):
+        return targets
+    width = _shape(output)[1]
     for name, module in network.named_modules():
-        weight, parent = getattr(module, "weight", None), name.rpartition(".")[0].rpartition(".")[2]
-        is_norm = "norm" in type(module).__name__.lower() and isinstance(weight, torch.Tensor) and "att" not in parent
-        if not isinstance(output, nn.Module) or not is_norm or weight.shape != (_shape(output)[1],):
+        parent, weight = name.rpartition(".")[0].rpartition(".")[2], getattr(module, "weight", None)
+        if "norm" not in type(module).__name__.lower() or "att" in parent or not isinstance(weight, torch.Tensor):
             continue
-        target = targets[name] = module.lorikeet_adapter = LoraTarget(name, len(weight), len(weight), inputs)
+        if weight.shape != (width,):
+            continue
+        target = targets[name] = module.lorikeet_adapter = LoraTarget(name, width, width, inputs)
         target.is_norm = True
         bias = getattr(module, "bias", None)
         target.base_bias = None if bias is None else bias.detach().float().clone()
