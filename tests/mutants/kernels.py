@@ -40,6 +40,7 @@ MUTANTS = [
         "has_others = inputs.changes_norms or (",
         "has_others = bool(",
         "tests/shard/engine/test_norms_exact.py::test_in_compiled_layers_a_request_has_the_bits_that_it_has_alone[llama]",
+        raises="RuntimeError",
     ),
     Mutant(
         "requests without an adapter may choose the tokens that adapters add",

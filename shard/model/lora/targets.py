@@ -231,8 +231,13 @@ class LoraTarget:
             (self._inputs.norm_slots.add if any(entry) else self._inputs.norm_slots.discard)(slot)
 
     def adapt_norm(self, y: torch.Tensor) -> torch.Tensor:
-        """Change a norm's output as the step's adapters do. y: [..., H], in place."""
+        """Change a norm's output as the step's adapters do. y: [..., H], in place, of all tokens.
+
+        Raises RuntimeError for fewer rows.
+        """
         if self._inputs.changes_norms:
+            if y.shape[:-1].numel() < len(self._inputs.input_ids):
+                raise RuntimeError(f"{self.name}: adapters need the rows of all tokens")
             adapt_output(self, y, y)
         return y
 

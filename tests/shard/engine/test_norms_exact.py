@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model import load_model
+from lorikeet.shard.model.fusion.layer import FusedDecoderLayer
+from lorikeet.shard.model.kernels import cpu
 from lorikeet.shard.requests.request import Request
 from tests import tiny
 from tests.shard.engine.adapter_exactness import Text, Tried, compare, lay_out, oracle, outputs_of
@@ -25,9 +28,9 @@ def quiet() -> None:
     warnings.simplefilter("ignore")  # PEFT's own, about merging and training
 
 
-def make_base(name: str, folder: Path) -> Path:
+def make_base(name: str, folder: Path, **shape: int) -> Path:
     """A model whose norms do not all have the same weights, as after training."""
-    base = tiny.make(name, folder, seed=1)
+    base = tiny.make(name, folder, seed=1, **shape)
     network: Any = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -90,9 +93,10 @@ def test_norms_in_a_mixed_batch_give_what_peft_gives(name: str, tmp_path: Path) 
     assert tried.num_ties <= 1, tried
 
 
+@pytest.mark.skipif(not cpu.available(), reason="needs a C compiler")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_in_compiled_layers_a_request_has_the_bits_that_it_has_alone(name: str, tmp_path: Path) -> None:
-    base = make_base(name, tmp_path / "base")
+    base = make_base(name, tmp_path / "base", hidden_size=128, head_dim=32)
     adapters = make_adapters(name, base, tmp_path)
     digests = lay_out(base, tmp_path / "store", adapters, dtype="bfloat16")
     names = [*adapters, ""]
@@ -101,6 +105,9 @@ def test_in_compiled_layers_a_request_has_the_bits_that_it_has_alone(name: str, 
         name, str(base), "unix:/dev/null", dtype="bfloat16", max_total_tokens=128, step_tokens=40,
         adapter_store=str(tmp_path / "store"), max_active_adapters=3,
     )  # fmt: skip
+
+    layers = [of for of in load_model(config).network.modules() if isinstance(of, FusedDecoderLayer)]
+    assert layers and not any(layer.compiled_layer is None or layer.calls_parts for layer in layers)
 
     def given(which: list[int]) -> list[tuple[list[int], list[float]]]:
         chosen = requests_of([prompts[index] for index in which], [names[index] for index in which], digests)
