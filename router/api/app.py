@@ -14,7 +14,6 @@ from starlette.routing import Match
 from lorikeet.router.api import openapi
 from lorikeet.router.api.middleware import Handle, RequestMiddleware, failure_response
 from lorikeet.router.api.pages import documentation_routes, page, page_routes, wants_page
-from lorikeet.router.api.pooled_models import generates
 from lorikeet.router.api.routes.adapter_files import AdapterFileRoutes
 from lorikeet.router.api.routes.admin import AdminRoutes
 from lorikeet.router.api.routes.chat import ChatRoute
@@ -60,7 +59,6 @@ def create_app(dispatcher: Dispatcher, tokenizer: Tokenizer, config: RouterConfi
 def _generating(service: Service) -> dict[str, Handle]:
     """The POST routes to the model."""
     native, chat, completions = NativeRoutes(service), ChatRoute(service), CompletionsRoute(service)
-    pooled = _pooled(service)
     generating: dict[str, Handle] = {
         "/": native.compat,
         "/generate": native.generate,
@@ -71,8 +69,8 @@ def _generating(service: Service) -> dict[str, Handle]:
         "/v1/responses": ResponsesRoute(service).handle,
         "/v1/messages": MessagesRoute(service).handle,
     }
-    checked = {path: generates(service, handle) for path, handle in generating.items()} | pooled
-    return {**checked, "/invocations": InvocationsRoute(service, checked).handle}
+    routes = generating | _pooled(service)
+    return {**routes, "/invocations": InvocationsRoute(service, routes).handle}
 
 
 def _pooled(service: Service) -> dict[str, Handle]:

@@ -19,12 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.router.api.access import PROBES, Browsers
 from lorikeet.router.api.answer_parts import request_id
-from lorikeet.router.api.authentication import PROBES
 from lorikeet.router.api.prepare import now
 from lorikeet.router.api.service import Service
 from lorikeet.router.api.streaming import Buffered, ClientGone, Replay, event, forward, named_event, wanted_ttl
-from lorikeet.router.browsers import Browsers
 from lorikeet.router.error_answers import answer, anthropic_body, failure_headers, lorax_body, openai_body, reason
 from lorikeet.router.errors import (
     AdminOnly,

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
-from starlette.responses import Response
 
 from lorikeet.proto import pooling
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Pooling
 from lorikeet.router.api.answer_parts import Counts, answer_headers, ignored_fields
-from lorikeet.router.api.middleware import Handle
 from lorikeet.router.api.prepare import (
+    ROUTES_OF,
     PreparedRequest,
     Prompt,
     Prompts,
@@ -38,38 +37,12 @@ from lorikeet.router.schemas.generation import RequestFields
 from lorikeet.router.schemas.pooled import PooledFields, Text, check_num_tokens, check_text_length
 from lorikeet.router.text.tokenizer import Encoded, Input, Tokenizer
 
-ROUTES_OF = {
-    pooling.EMBED: "/v1/embeddings, /embed, /score, /rerank or /pooling",
-    pooling.CLASSIFY: "/classify, /score, /rerank or /pooling",
-    pooling.TOKEN_CLASSIFY: "/classify, /classify_batch or /pooling",
-}
-"""By the model's task."""
-
 Values = npt.NDArray[np.float32]
-
-
-def pooled_model(service: Service) -> pb.PooledModel | None:
-    """What the model computes in place of text; None for a model that generates."""
-    info = service.dispatcher.info
-    return info.pooled_model if info is not None and info.HasField("pooled_model") else None
-
-
-def generates(service: Service, handle: Handle) -> Handle:
-    """The handler of a route that generates text. It raises WrongTask where the model computes vectors or labels."""
-
-    async def checked(request: Request) -> Response:
-        if (model := pooled_model(service)) is not None:
-            raise WrongTask(
-                f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
-            )
-        return await handle(request)
-
-    return checked
 
 
 def check_task(service: Service, *tasks: str) -> pb.PooledModel:
     """The model, which must be of one of the tasks. Raises WrongTask."""
-    model = pooled_model(service)
+    model = service.pooled_model
     if model is None:
         raise WrongTask("this server's model generates text: start the server with --pooling to get its embeddings")
     if model.task not in tasks:
@@ -146,7 +119,7 @@ async def compute(
     """Tokenize, check, and compute all texts. `field` is the request's field that has them. `per_token`: a row of
     values for every token, whatever the model's task. Raises RouterError.
     """
-    model = pooled_model(service)
+    model = service.pooled_model
     assert model is not None, "the route checks the model's task first"
     is_listed = model.task == pooling.TOKEN_CLASSIFY
     if is_listed:

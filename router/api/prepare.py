@@ -14,9 +14,10 @@ from typing import ClassVar
 import structlog
 from starlette.requests import Request
 
+from lorikeet.proto import pooling
 from lorikeet.proto.params import MAX_BAD_WORD_TOKENS, Grammar, SamplingParams, Speculation
 from lorikeet.router.api.service import Service
-from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError
+from lorikeet.router.errors import Overloaded, ToolError, UnsupportedField, ValidationError, WrongTask
 from lorikeet.router.output.outputs import Prepared
 from lorikeet.router.receipts import check_receipt
 from lorikeet.router.requests.generation import Generation, Timeline
@@ -91,6 +92,8 @@ async def prepare(
     """Check, tokenize, resolve and queue what a body asks for. Raises RouterError."""
     caller = service.caller(request)
     check_room(service, caller)
+    if fields.pooling is None:
+        check_generates(service)
     # a chat template may be the adapter's; else lengths are checked first, because an adapter may take seconds to load
     needs_adapter = prompts.needs_adapter or service.tokenizers.is_used
     adapter = await service.selection.choose(fields.adapter, caller) if needs_adapter else None
@@ -116,6 +119,22 @@ async def prepare(
 def check_room(service: Service, caller: Caller) -> None:
     """Reject a request before it is tokenized. Raises a subclass of Refused."""
     service.dispatcher.check_room(service.tokenizer.pool.num_pending, caller.identity)
+
+
+ROUTES_OF = {
+    pooling.EMBED: "/v1/embeddings, /embed, /score, /rerank or /pooling",
+    pooling.CLASSIFY: "/classify, /score, /rerank or /pooling",
+    pooling.TOKEN_CLASSIFY: "/classify, /classify_batch or /pooling",
+}
+"""By the model's task."""
+
+
+def check_generates(service: Service) -> None:
+    """Raises WrongTask where the model computes vectors or labels."""
+    if (model := service.pooled_model) is not None:
+        raise WrongTask(
+            f"this server's model is of the task {model.task}: it generates no text. Use {ROUTES_OF[model.task]}"
+        )
 
 
 def check_added_tokens(fields: RequestFields, prompts: Prompts) -> None:

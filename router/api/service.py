@@ -8,12 +8,13 @@ import structlog
 from starlette.requests import Request
 
 from lorikeet.adapters.sources.registry import Rights, Sources
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
 from lorikeet.router.adapters.preload import AdapterPreloader, Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Directory, Selection
 from lorikeet.router.adapters.tokenizers import AdapterTokenizers
-from lorikeet.router.api.authentication import Authentication, KeyLimits
+from lorikeet.router.api.access import Authentication, KeyLimits
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.kept_streams import Streams
@@ -144,6 +145,12 @@ class Service:
             del request.state.given_body
             return body
         return await self.bodies.read(request, self.caller(request).identity)
+
+    @property
+    def pooled_model(self) -> pb.PooledModel | None:
+        """What the model computes in place of text; None for a model that generates."""
+        info = self.dispatcher.info
+        return info.pooled_model if info is not None and info.HasField("pooled_model") else None
 
     def caller(self, request: Request) -> Caller:
         """Who sent `request`."""

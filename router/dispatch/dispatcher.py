@@ -17,8 +17,7 @@ from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.loading import LoaderClient
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch.fair_queue import FairQueue, QueueFull
-from lorikeet.router.dispatch.in_flight import InFlight
+from lorikeet.router.dispatch.fair_queue import FairQueue, InFlight, QueueFull
 from lorikeet.router.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
@@ -34,8 +33,7 @@ from lorikeet.router.errors import (
 from lorikeet.router.metrics.groups import caller_label
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.receipts import Receipts
-from lorikeet.router.requests.generation import Generation, Timeline
-from lorikeet.router.requests.output_memory import SMALL_BYTES, OutputMemory
+from lorikeet.router.requests.generation import SMALL_BYTES, Generation, OutputMemory, Timeline
 from lorikeet.router.requests.request import ColumnRows, GenerationRequest, Loaded, ShardOutput
 from lorikeet.router.shards import members
 from lorikeet.router.shards.link import ShardLink, check_size, submit_message

@@ -1,7 +1,8 @@
 """One generation from its submission to its last token: shard outputs in, text chunks out; and what is known of it.
 
 Detokenizes and matches stop strings as output arrives, so that a slow reader never delays the end of a request;
-output that was not read yet is joined into one chunk.
+output that was not read yet is joined into one chunk. Its memory is limited: what clients have not read, and what is
+kept until an answer is complete. Sizes are estimates of the objects, from their numbers.
 """
 
 import asyncio
@@ -14,10 +15,15 @@ from typing import Self
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED, TOO_SLOW
-from lorikeet.router.errors import DeadlineExceeded, GenerationFailed, RouterError, ValidationError
-from lorikeet.router.requests.output_memory import OutputCharge, OutputMemory
-from lorikeet.router.requests.request import FinishReason, GenerationRequest, OutputChunk, OutputToken, ShardOutput
-from lorikeet.router.requests.resolved_adapters import ResolvedAdapters
+from lorikeet.router.errors import AnswerTooLarge, DeadlineExceeded, GenerationFailed, RouterError, ValidationError
+from lorikeet.router.requests.request import (
+    FinishReason,
+    GenerationRequest,
+    OutputChunk,
+    OutputToken,
+    ResolvedAdapters,
+    ShardOutput,
+)
 from lorikeet.router.text.stop import MARKS, AnswerFinder, OutputPart, StopMatcher, without_marks
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -251,6 +257,99 @@ class Timeline:
                 num_running=load.num_running,
             )
         )
+
+
+TOKEN_BYTES, ALTERNATIVE_BYTES, SCORE_BYTES = 256, 160, 32
+MAX_UNREAD_BYTES = 1 << 20
+"""Output of one sequence that its reader has not taken: above it the sequence leaves its shard until it is read."""
+LEAST_UNREAD_BYTES = 64 << 10
+"""The same while all outputs together take more than half of MAX_BYTES."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Output of one sequence that is kept until its answer is complete: above it the request fails."""
+MAX_BYTES = 256 << 20
+"""Outputs of all sequences: above it, a sequence with more than LEAST_KEPT_BYTES fails when it gets more."""
+LEAST_KEPT_BYTES = 4 << 20
+SMALL_BYTES = 16 << 10
+"""Output of one sequence that is within every limit."""
+
+
+class OutputMemory:
+    """The memory of all outputs that one router holds."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def is_too_much_unread(self, num_bytes: int) -> bool:
+        """Whether a sequence with so much unread output has to wait for its reader."""
+        return num_bytes > (LEAST_UNREAD_BYTES if self.num_bytes > MAX_BYTES // 2 else MAX_UNREAD_BYTES)
+
+    def failure(self, num_bytes: int) -> AnswerTooLarge | None:
+        """Why a sequence that takes so much cannot go on."""
+        if num_bytes > MAX_ANSWER_BYTES:
+            return AnswerTooLarge(f"{MAX_ANSWER_BYTES >> 20} MiB")
+        if self.num_bytes > MAX_BYTES and num_bytes > LEAST_KEPT_BYTES:
+            return AnswerTooLarge(
+                f"{LEAST_KEPT_BYTES >> 20} MiB while all answers together take more than {MAX_BYTES >> 20} MiB"
+            )
+        return None
+
+
+class OutputCharge:
+    """The part of one sequence."""
+
+    def __init__(self, memory: OutputMemory) -> None:
+        self._memory = memory
+        self.num_unread = 0
+        self._num_kept = 0
+        self._is_released = False
+
+    def arrived(self, num_tokens: int, num_alternatives: int, num_scores: int, num_pooled: int) -> None:
+        """An output was taken: `num_scores` log probabilities and ranks of a prompt, `num_pooled` bytes of vectors."""
+        num_bytes = TOKEN_BYTES * num_tokens + ALTERNATIVE_BYTES * num_alternatives
+        num_bytes += SCORE_BYTES * num_scores + num_pooled
+        if not self._is_released:
+            self.num_unread += num_bytes
+            self._memory.num_bytes += num_bytes
+
+    def token_arrived(self) -> None:
+        """As `arrived`, of one token without alternatives."""
+        if not self._is_released:
+            self.num_unread += TOKEN_BYTES
+            self._memory.num_bytes += TOKEN_BYTES
+
+    @property
+    def is_too_much_unread(self) -> bool:
+        """Whether the sequence has to wait for its reader."""
+        return self._memory.is_too_much_unread(self.num_unread)
+
+    def read(self) -> int:
+        """The reader has taken everything; returns how much that was."""
+        num_bytes, self.num_unread = self.num_unread, 0
+        self._memory.num_bytes -= num_bytes
+        return num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Everything that it takes."""
+        return self.num_unread + self._num_kept
+
+    def keep(self, num_bytes: int) -> None:
+        """What was read stays in memory until the request ends. Raises AnswerTooLarge."""
+        if not self._is_released:
+            self._num_kept += num_bytes
+            self._memory.num_bytes += num_bytes
+            if (failure := self.failure()) is not None:
+                raise failure
+
+    def failure(self) -> AnswerTooLarge | None:
+        """Why the sequence cannot go on, if it cannot."""
+        return self._memory.failure(self.num_bytes)
+
+    def release(self) -> None:
+        """The request is over."""
+        self._memory.num_bytes -= self.num_bytes
+        self.num_unread = self._num_kept = 0
+        self._is_released = True
 
 
 _FINISH = {pb.FINISH_LENGTH: FinishReason.LENGTH, pb.FINISH_EOS: FinishReason.EOS_TOKEN}

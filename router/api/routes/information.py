@@ -15,7 +15,6 @@ from lorikeet.proto.params import MAX_ALTERNATIVES, Pooling
 from lorikeet.proto.version import version
 from lorikeet.router.adapters.selection import Listed
 from lorikeet.router.api.answer_parts import collect, json_response
-from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.service import Routes, Service
 from lorikeet.router.api.streaming import ClientWatch, EventStream, Replay
 from lorikeet.router.errors import (
@@ -72,7 +71,7 @@ class ProbeRoutes(Routes):
 
     async def _compute_probe(self) -> None:
         prompt_ids = await self._service.tokenizer.encode("Who?")
-        model = pooled_model(self._service)
+        model = self._service.pooled_model
         probe = GenerationRequest(
             prompt_ids, max_new_tokens=1, pooling=None if model is None else Pooling(model.task), is_probe=True
         )
@@ -162,7 +161,7 @@ class InformationRoutes(Routes):
             {
                 "model_path": config.model_id,
                 "tokenizer_path": config.model_id,
-                "is_generation": pooled_model(self._service) is None,
+                "is_generation": self._service.pooled_model is None,
                 "preferred_sampling_params": None,
                 "weight_version": config.model_sha,
             }
@@ -182,7 +181,7 @@ class InformationRoutes(Routes):
                 "model_path": config.model_id,
                 "tokenizer_path": config.model_id,
                 "served_model_name": config.model_name,
-                "is_embedding": pooled_model(self._service) is not None,
+                "is_embedding": self._service.pooled_model is not None,
                 "context_length": config.max_total_tokens,
                 "dp_size": len(shards),
                 "tp_size": max((shard.num_ranks for shard in shards), default=1),

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from lorikeet.proto.pooling import CLASSIFY, EMBED
 from lorikeet.router.api.middleware import ErrorStyle, Handle
-from lorikeet.router.api.pooled_models import pooled_model
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import ValidationError
 
@@ -29,7 +28,7 @@ class InvocationsRoute:
         """
         body = await self._service.body(request)
         adapter = request.headers.get(ADAPTER_HEADER)
-        model = pooled_model(self._service)
+        model = self._service.pooled_model
         if "inputs" not in body and (model is not None or "messages" in body or "prompt" in body):
             request.state.error_style = ErrorStyle.OPENAI
             name = body.get("model") if adapter is None else adapter

@@ -11,7 +11,7 @@ import structlog
 from huggingface_hub import constants
 
 from lorikeet.adapters.keys import Key, sha256
-from lorikeet.router.api.authentication import FAILURE_S, MAX_FAILURES, KeyLimits
+from lorikeet.router.api.access import FAILURE_S, MAX_FAILURES, KeyLimits
 from lorikeet.router.errors import KeyLimitReached
 from lorikeet.router.requests.request import Caller
 from lorikeet.router.schemas.adapters import AdapterFields

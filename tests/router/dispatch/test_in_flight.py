@@ -8,8 +8,8 @@ import pytest
 
 from lorikeet.proto import shares
 from lorikeet.proto.params import SamplingParams
-from lorikeet.router.dispatch import in_flight
-from lorikeet.router.dispatch.in_flight import InFlight
+from lorikeet.router.dispatch import fair_queue
+from lorikeet.router.dispatch.fair_queue import InFlight
 from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
 from tests.router.serving import serving
 from tests.router.simulated_shard import SimulatedModel
@@ -120,7 +120,7 @@ async def test_callers_that_have_gone_are_not_active(tmp_path: Path, monkeypatch
         server.says("a" * 5)
         assert (await server.client.post("/generate", json={"inputs": "Hi"})).status_code == 200
         assert "lorikeet_active_callers 1.0" in (await server.client.get("/metrics")).text
-        monkeypatch.setattr(in_flight, "RECENT_S", 0.0)
+        monkeypatch.setattr(fair_queue, "RECENT_S", 0.0)
         assert "lorikeet_active_callers 0.0" in (await server.client.get("/metrics")).text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from orjson import dumps
 
-from lorikeet.router.requests import output_memory
+from lorikeet.router.requests import generation as generations
 from tests.router.dispatch.test_dispatcher import WORDS, ids_of, request, stage
 from tests.router.serving import Serving, serving
 
@@ -34,7 +34,7 @@ async def unread(server: Serving, body: dict[str, Any]) -> asyncio.StreamWriter:
 async def test_a_stream_that_nobody_reads_leaves_the_shard_and_goes_on_when_it_is_read(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_memory, "MAX_UNREAD_BYTES", 20_000)
+    monkeypatch.setattr(generations, "MAX_UNREAD_BYTES", 20_000)
     async with serving(tmp_path) as server:
         server.says("a" * 1500)
         writer = await unread(server, STREAM)
@@ -52,7 +52,7 @@ async def test_a_stream_that_nobody_reads_leaves_the_shard_and_goes_on_when_it_i
 async def test_a_stream_that_is_read_late_is_whole(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_memory, "MAX_UNREAD_BYTES", 20_000)
+    monkeypatch.setattr(generations, "MAX_UNREAD_BYTES", 20_000)
     async with stage(tmp_path) as here:
         held = here.dispatcher.metrics.requests_held.values
         generation, ids = here.dispatcher.submit(request(400)), list[int]()
@@ -77,8 +77,8 @@ async def test_a_stream_that_is_read_late_is_whole(
 async def test_an_answer_that_takes_too_much_memory_fails_by_name(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
 ) -> None:
-    monkeypatch.setattr(output_memory, limit, 2 << 20)
-    monkeypatch.setattr(output_memory, "LEAST_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(generations, limit, 2 << 20)
+    monkeypatch.setattr(generations, "LEAST_KEPT_BYTES", 1 << 20)
     async with serving(tmp_path) as server:
         server.says("a" * 1000)
         answer = await server.client.post("/generate", json=STREAM)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats.heads import MedusaShape
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
-from lorikeet.router.requests.resolved_adapters import last_occurrence
+from lorikeet.router.requests.request import last_occurrence
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened

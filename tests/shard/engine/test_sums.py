@@ -15,8 +15,7 @@ from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.router.adapters.loading import loaded
-from lorikeet.router.requests.composition import composition_of, digest_of
-from lorikeet.router.requests.request import Loaded, Merging
+from lorikeet.router.requests.request import Loaded, Merging, composition_of, digest_of
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.keys import sha256
-from lorikeet.router.browsers import host_name
+from lorikeet.router.api.access import host_name
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
