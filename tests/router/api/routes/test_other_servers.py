@@ -84,6 +84,7 @@ async def unloaded(server: Serving, answer: "asyncio.Task[Any]") -> Any:
     for command in server.shard.commands:
         absent = pb.AdapterState.ABSENT
         server.shard.tell(*(pb.AdapterState(digest=digest, residency=absent) for digest in command.unload_digests))
+    server.shard.commands.clear()  # so that the next call waits for its own
     return await answer
 
 
