@@ -145,7 +145,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if case.kind == "auto":
             lengths = scheduler.proposer.draft_length
             observe = lengths.observe
-            patch.setattr(lengths, "observe", lambda step, _, *others: observe(step, STEP_SECONDS, *others))
+            patch.setattr(lengths, "observe", lambda step, load, _, spent: observe(step, load, STEP_SECONDS, spent))
         if case.kind == "logprobs":
             patch.setattr(Sampler, "_sample_chunk", lambda *_: None)
 

@@ -33,7 +33,7 @@ from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status, TokenColumns
 from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.requests.request import FinishReason, PooledRows, Request, ScheduledRequest
+from lorikeet.shard.requests.request import FinishReason, PooledRows, Request, ScheduledRequest, load_of
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.adapter_slots import RELOADABLE, Residency
@@ -210,6 +210,7 @@ class Engine:
 
     def _plan(self) -> StepPlan | None:
         """Which tokens the step computes, announced to the routers. None if there is nothing to compute."""
+        self.scheduler.resume_drafts()
         if self.scheduler.awaits_commit:
             self._commit_all_but(0)
         plan = self.scheduler.plan()
@@ -306,6 +307,9 @@ class Engine:
         results, seconds, scheduled = step.to_host(), step.timer.seconds(), step.plan.scheduled
         draft_seconds = seconds[Phase.FIRST_DRAFT], seconds[Phase.DRAFT]
         spent = sum(draft_seconds), seconds[Phase.VERIFY], seconds[Phase.ACCEPT]
+        draft_length, load = self.scheduler.proposer.draft_length, NO_LOAD
+        if draft_length.is_used:  # grammars have shortened drafts since the plan
+            load = load_of(scheduled) + (NO_LOAD if step.plan.decode is None else step.plan.decode.load)
         if step.plan.decode is not None:
             self._commit_decoding(step.plan.decode, results, spent)
         for part in step.layout.parts:
@@ -318,10 +322,8 @@ class Engine:
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
         num_prompt_tokens = sum(item.end - item.start for item in scheduled if item.end - item.start > 1)
         self.scheduler.prompt_chunks.observe(num_prompt_tokens, step.load.num_tokens, elapsed)
-        draft_length = self.scheduler.proposer.draft_length
         if draft_length.is_used:
-            decoding = NO_LOAD if step.plan.decode is None else step.plan.decode.load
-            draft_length.observe(scheduled, elapsed, draft_seconds, decoding)
+            draft_length.observe(scheduled, load, elapsed, draft_seconds)
         self._committed_at = now
 
     def _commit_decoding(self, decode: DecodeStep, results: HostResults, seconds: tuple[float, float, float]) -> None:

@@ -64,6 +64,8 @@ class Members:
     """[n] as `Request.admission`."""
     drafting: Indices
     """[m] indices of those whose drafts the device makes."""
+    pausing: Indices
+    """[m] indices of those that are here because so many requests run that none has drafts of the host."""
     groups: Sequence[OutputGroup] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -190,6 +192,8 @@ class DecodingRequests:
         """Draft tokens that the device makes in a step, 0 for a request without."""
         self._match_lengths: Indices = np.zeros(max_running, np.int64)
         """As `Request.match_length`."""
+        self._is_pausing: Flags = np.zeros(max_running, bool)
+        """As `Members.pausing`."""
         self._draft_states: Indices = np.full((max_running, 2), NO_STATE, np.int64)
         """[max_running, 2] rows of `DraftStates` for drafts after a match that is not long, and after a long one."""
         self._admissions: Indices = np.zeros(max_running, np.int64)
@@ -210,9 +214,15 @@ class DecodingRequests:
             self._members = self._members_of(np.flatnonzero(self._is_member))
         return self._members
 
-    def join(self, request: Request, num_uncertain: int = 0, draft_states: tuple[int, int] = NO_STATES) -> None:
+    def join(
+        self,
+        request: Request,
+        num_uncertain: int = 0,
+        draft_states: tuple[int, int] = NO_STATES,
+        is_pausing: bool = False,
+    ) -> None:
         """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts.
-        draft_states: as `_draft_states`.
+        draft_states: as `_draft_states`; is_pausing: as `Members.pausing`.
         """
         row = request.row
         request.is_decoding = True
@@ -228,6 +238,7 @@ class DecodingRequests:
         self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device else 0
         self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
         self._draft_states[row], self._admissions[row] = draft_states, request.admission
+        self._is_pausing[row] = is_pausing
         self._set_pages(request, 0)
         self._members = None
 
@@ -444,6 +455,7 @@ class DecodingRequests:
             np.array([request.adapter_start for request in requests], np.int32),
             self._admissions[rows],
             np.flatnonzero(self._most_drafts[rows]),
+            np.flatnonzero(self._is_pausing[rows]),
             groups,
         )
 

@@ -218,13 +218,25 @@ class Scheduler:
     def decode(self, request: Request) -> None:
         """After a commit: count the request among those that only decode, if it is one."""
         is_short = self.cache.num_available < len(self.running)  # requests may soon be preempted
-        if not may_decode(request) or is_short or not self.proposer.drafters.may_decode(request):
+        drafters, num_running = self.proposer.drafters, len(self.running)
+        if not may_decode(request) or is_short or not drafters.may_decode(request, num_running):
             return
+        is_pausing = not drafters.may_decode(request, 0)
+        if is_pausing:
+            drafters.pause(request)
         drafted = self._drafted.get(request)
         num_drafts = 0 if drafted is None else len(drafted.draft_ids)
-        self.decoding.join(request, num_drafts, self.proposer.lookup_states(request))
+        self.decoding.join(request, num_drafts, self.proposer.lookup_states(request), is_pausing)
         if drafted is not None and any(drafted is item for item in self.decoding.launched_items(request)):
             del self._drafted[request]
+
+    def resume_drafts(self) -> None:
+        """Once few enough requests run: plan those with drafts of the host like others again."""
+        if len(self.running) > self.proposer.drafters.settings.max_batch_size or not len(self.decoding):
+            return
+        members = self.decoding.members
+        for index in members.pausing.tolist():
+            self._leave_decoding(members.requests[index])
 
     def _others(self) -> list[Request]:
         """Running requests that are not in `decoding`."""

@@ -126,6 +126,9 @@ class Drafter:
     def committed(self, item: ScheduledRequest, token_ids: Sequence[int], head_ids: Sequence[int]) -> None:
         """A step is committed: these tokens follow the request's text. head_ids: what heads gave after each of them."""
 
+    def pause(self, request: Request) -> None:
+        """Steps of the request follow in which nothing drafts: what is kept of its text grows old."""
+
     def release(self, request: Request) -> None:
         """The request lost its pages: it has ended, or is computed again."""
 

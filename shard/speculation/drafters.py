@@ -48,15 +48,20 @@ class Drafters:
         num_tokens = max((drafter.max_tokens(request) for drafter in drafters), default=0)
         return 0 < num_tokens <= most and all(drafter.drafts_on_device(request) for drafter in drafters)
 
-    def may_decode(self, request: Request) -> bool:
-        """Whether the request may be one of `DecodingRequests`: it has no drafts, or those that the device finds by
-        prompt lookup.
+    def may_decode(self, request: Request, num_running: int) -> bool:
+        """Whether the request may be one of `DecodingRequests`: it has no drafts, at least now that so many requests
+        run, or those that the device finds by prompt lookup.
         """
         drafters = self.of(request)
-        if not drafters:
+        if not drafters or (num_running > self.settings.max_batch_size and not request.drafts_on_device):
             return True
         is_known = request.speculation.schedule is not Schedule.HEURISTIC
         return request.drafts_on_device and is_known and [each.value for each in drafters] == [LookupDrafter.value]
+
+    def pause(self, request: Request) -> None:
+        """Steps of the request follow in which nothing drafts."""
+        for drafter in self._all:
+            drafter.pause(request)
 
     def begin(self) -> None:
         """A step is planned."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request, ScheduledRequest, load_of
-from lorikeet.shard.speculation.costs import NO_LOAD, Candidates, DraftCosts, Load, Speed, StepCosts
+from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.speculation.costs import Candidates, DraftCosts, Load, Speed, StepCosts
 from lorikeet.shard.speculation.drafter import NO_ROWS, Offer, RowOffers, kind_of
 from lorikeet.shard.speculation.states import (
     NO_STATE,
@@ -254,19 +254,19 @@ class DraftLengthController:
     def observe(
         self,
         step: Sequence[ScheduledRequest],
+        load: Load,
         seconds: float,
         draft_seconds: tuple[float, float],
-        decoding: Load = NO_LOAD,
     ) -> None:
         """Record the time of a committed step: `seconds` in all, of them `draft_seconds` in the draft model's first
-        pass and in its others. decoding: what the step computed besides, of requests that only decode.
+        pass and in its others. step: without the requests that only decode; load: what all computed, drafts that the
+        device did not find included.
         """
         self._settle()
         while len(self._groups) > MAX_GROUPS:
             self.states.remove(self._groups.pop(next(iter(self._groups))))
         self._step += 1
-        self._load = len(step) + decoding.num_sampled
-        load = load_of(step) + decoding
+        self._load = load.num_sampled + sum(not item.samples for item in step)
         has_prompts = any(item.end - item.start > 1 or not item.samples for item in step)
         with_heads = any(item.num_heads for item in step)
         costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain

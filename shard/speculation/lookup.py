@@ -72,6 +72,9 @@ class LookupDrafter(Drafter):
         if (index := self._indices.get(item.request)) is not None:
             index.extend(token_ids)
 
+    def pause(self, request: Request) -> None:
+        self._indices.pop(request, None)
+
     def release(self, request: Request) -> None:
         self._indices.pop(request, None)
         request.match_length = 1

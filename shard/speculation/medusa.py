@@ -46,6 +46,9 @@ class MedusaDrafter(Drafter):
             first = (len(token_ids) - 1) * item.num_heads
             item.request.head_ids = head_ids[first : first + item.num_heads]
 
+    def pause(self, request: Request) -> None:
+        request.head_ids = ()
+
     def release(self, request: Request) -> None:
         request.head_ids = ()
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.outbox import Output, TokenColumns
-from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
-from lorikeet.shard.speculation.costs import NO_LOAD, Load
+from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest
+from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
@@ -75,11 +75,8 @@ def time_steps(rig: Rig, seconds_per_token: float) -> None:
     lengths = rig.scheduler.proposer.draft_length
     observe = lengths.observe
 
-    def timed(
-        step: Sequence[ScheduledRequest], _: float, draft_seconds: tuple[float, float], decoding: Load = NO_LOAD
-    ) -> None:
-        num_tokens = load_of(step).num_tokens + decoding.num_tokens
-        observe(step, 1 + seconds_per_token * num_tokens, draft_seconds, decoding)
+    def timed(step: Sequence[ScheduledRequest], load: Load, _: float, draft_seconds: tuple[float, float]) -> None:
+        observe(step, load, 1 + seconds_per_token * load.num_tokens, draft_seconds)
 
     lengths.observe = timed  # type: ignore[method-assign]
 
@@ -182,6 +179,29 @@ def test_requests_whose_drafts_the_device_makes_are_arrays(
     for number, request in enumerate(requests):
         assert request.token_ids == texts[number]
         assert request.finish_reason is FinishReason.LENGTH and not request.is_decoding
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_requests_are_arrays_while_too_many_run_for_drafts(lag: int) -> None:
+    """Those whose drafts the host makes. They have drafts again as soon as few enough run."""
+    prompts = [[number, 2, 3] for number in range(4)]
+    texts = {number: prompt + generate_alone(prompt, 40) for number, prompt in enumerate(prompts)}
+    rig = Rig(Setup(commit_lag=lag, drafts=ScriptedDrafts(texts=texts, chance=1.0, max_batch_size=2)))
+    speculation = Speculation(Method.LOOKUP, 3)
+    lengths = (40, 40, 12, 12)
+    requests = [make_request(at, prompts[at], lengths[at], speculation=speculation) for at in range(4)]
+    rig.submit(*requests)
+    rig.step(6)
+    assert all(request.is_decoding for request in requests)
+    while len(rig.scheduler.running) > 2:
+        rig.step()
+    num_before = len(requests[0].token_ids)
+    rig.step(3)
+    assert not any(request.is_decoding for request in requests)
+    assert len(requests[0].token_ids) >= num_before + 8
+    rig.run()
+    for number, request in enumerate(requests):
+        assert request.token_ids == texts[number][: 3 + lengths[number]]
 
 
 def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

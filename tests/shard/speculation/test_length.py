@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
+from lorikeet.shard.requests.request import Request, ScheduledRequest, Source, load_of
 from lorikeet.shard.speculation import length
 from lorikeet.shard.speculation.costs import DraftCosts, Load, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, RowOffers, kind_of
@@ -24,6 +24,15 @@ def make(schedule: Schedule = Schedule.AUTO, number: int = 1) -> Request:
 
 def choose(draft_length: DraftLengthController, offers: Sequence[Offer], load: Load) -> list[int]:
     return draft_length.choose(offers, load)[0]
+
+
+def observe(
+    draft_length: DraftLengthController,
+    step: Sequence[ScheduledRequest],
+    seconds: float,
+    draft_seconds: tuple[float, float],
+) -> None:
+    draft_length.observe(step, load_of(step), seconds, draft_seconds)
 
 
 def skips(draft_length: DraftLengthController, request: Request) -> bool:
@@ -66,7 +75,7 @@ class World:
                 cost += 0.5
             num_passes = max(widths, default=0)
             draft_seconds = (self._pass_cost * min(num_passes, 1), self._pass_cost * max(num_passes - 1, 0))
-            self.draft_length.observe(scheduled, cost, draft_seconds)
+            observe(self.draft_length, scheduled, cost, draft_seconds)
             for item in scheduled:
                 width, right = len(item.draft_ids), 0
                 while right < width and self._random.random() < self.chance:
@@ -195,7 +204,7 @@ def test_a_long_text_has_fewer_drafts_where_attention_is_expensive() -> None:
             item = ScheduledRequest(
                 request, num_known - 1, num_known, True, [0] * width, Source.DRAFT, offer.draft_state
             )
-            draft_length.observe([item], 1 + 0.02 * width + 0.0005 * item.num_attended, (0.0, 0.0))
+            observe(draft_length, [item], 1 + 0.02 * width + 0.0005 * item.num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
             draft_length.verified(item, right, right < width)
             widths.setdefault(num_known, []).append(width)
@@ -210,7 +219,7 @@ def test_costs_of_steps_with_prompts_do_not_change_draft_lengths() -> None:
     for world in worlds:
         world.run(300)
     for _ in range(30):
-        worlds[0].draft_length.observe([ScheduledRequest(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
+        observe(worlds[0].draft_length, [ScheduledRequest(make(number=7), 0, 1 + MOST, samples=True)], 0.5, (0.0, 0.0))
     for world in worlds:
         world.run(300)
     assert worlds[0].widths == worlds[1].widths
@@ -236,10 +245,10 @@ def test_a_decision_is_not_kept_for_another_request() -> None:
         for _ in range(20 + 3 * number):
             _, widths = draft_length.choose([], Load(1, 1), offers)
             draft_length.verified_rows(offers.admissions, offers.states, widths, np.array([False]))
-            draft_length.observe([], 1 + 0.01 * int(widths[0]), (0.0, 0.0), Load(1, 1 + int(widths[0])))
+            draft_length.observe([], Load(1, 1 + int(widths[0])), 1 + 0.01 * int(widths[0]), (0.0, 0.0))
             assert not draft_length.states.follows[rows[-1]]
         draft_length.forget(request)
-        draft_length.observe([], 1.0, (0.0, 0.0), Load(1, 1))
+        draft_length.observe([], Load(1, 1), 1.0, (0.0, 0.0))
     assert len({*rows}) == 1
 
 
@@ -311,7 +320,7 @@ def test_further_drafts_cost_what_further_passes_do() -> None:
     draft_length.plain.observe(1, 0, 1.0)
     for step in range(40):
         item = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0] * (1 + step % 2), source=Source.DRAFT)
-        draft_length.observe([item], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
+        observe(draft_length, [item], 2.0 + 0.01 * (step % 2), (1.0, 0.01 * (step % 2)))
     assert choose(draft_length, [Offer(make(), Source.DRAFT, MOST, [])], Load(1, 1)) == [MOST]
     assert draft_length.drafting.expected(1, 0, 3).tolist() == pytest.approx([0.0, 1.0, 1.01, 1.02])
 
@@ -321,9 +330,9 @@ def test_draft_passes_with_prompts_are_not_recorded() -> None:
     draft_length = DraftLengthController()
     prompt = ScheduledRequest(make(number=2), 0, 9, samples=False)
     drafted = ScheduledRequest(make(), 9, 10, samples=True, draft_ids=[0], source=Source.DRAFT)
-    draft_length.observe([drafted, prompt], 9.0, (8.0, 0.0))
+    observe(draft_length, [drafted, prompt], 9.0, (8.0, 0.0))
     assert not draft_length.drafting.first.is_known
-    draft_length.observe([drafted], 2.0, (1.0, 0.0))
+    observe(draft_length, [drafted], 2.0, (1.0, 0.0))
     assert draft_length.drafting.expected(1, 0, 2).tolist() == [
         0.0,
         1.0,
@@ -367,7 +376,7 @@ def test_a_draft_model_that_does_not_pay_does_not_disable_lookup() -> None:
             source=Source.DRAFT,
             draft_state=offer.draft_state,
         )
-        draft_length.observe([item], 1.0 + 0.2 * item.num_tokens, (0.5, 0.0))
+        observe(draft_length, [item], 1.0 + 0.2 * item.num_tokens, (0.5, 0.0))
         if item.draft_ids:
             draft_length.verified(item, 0, was_rejected=True)
     assert skips(draft_length, request)
@@ -439,7 +448,7 @@ def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
     world = World(0.9, 0.05, 1.0, num_requests=32)
     world.run(300)
     prompts = [ScheduledRequest(make(number=200 + i), 0, 9, samples=False) for i in range(32)]
-    world.draft_length.observe(prompts, 5.0, (0.0, 0.0))
+    observe(world.draft_length, prompts, 5.0, (0.0, 0.0))
     assert skips(world.draft_length, make(number=300))
 
 
@@ -470,5 +479,5 @@ def test_plain_steps_show_that_steps_with_heads_are_fast_again() -> None:
     for number, (has_heads, slowness) in enumerate([(True, 4.0), (False, 4.0)] * 20 + [(False, 1.0)] * 60):
         item = ScheduledRequest(make(number=number), 9, 10, True, [], Source.MEDUSA, None)
         item.num_heads = 3 * has_heads
-        draft_length.observe([item], slowness * (1 + 0.1 * has_heads), (0.0, 0.0))
+        observe(draft_length, [item], slowness * (1 + 0.1 * has_heads), (0.0, 0.0))
     assert draft_length.with_heads.estimate(1, 10) == pytest.approx(1.1, rel=0.1)
