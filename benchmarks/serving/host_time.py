@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ class HostCase:
 
     @property
     def has_drafts(self) -> bool:
-        return self.kind in ("drafts", "auto")
+        return self.kind in ("drafts", "auto", "host", "paused")
 
 
 CASES = (
@@ -60,13 +61,18 @@ CASES = (
     HostCase("auto", 1, 0.8),
     HostCase("auto", 64, 1.2),
     HostCase("auto", 256, 2.0),
+    HostCase("host", 1, 1.2),
+    HostCase("host", 64, 6.0),
+    HostCase("host", 256, 24.0),
+    HostCase("paused", 64, 0.6),
+    HostCase("paused", 256, 1.3),
     HostCase("logprobs", 256, 2.5),
     HostCase("greedy", 1024, 3.0),
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
-all accepted; `auto`: the same with the schedule `auto`; `logprobs`: log probabilities of each token and of five
-alternatives, whose operators are not launched: on a device without values each takes tens of microseconds of Python
-that a launch does not.
+all accepted; `auto`: the same with the schedule `auto`; `host`: the same, made by the host; `paused`: the same, where
+too many requests run for drafts; `logprobs`: log probabilities of each token and of five alternatives, whose operators
+are not launched: on a device without values each takes tens of microseconds of Python that a launch does not.
 """
 
 
@@ -107,7 +113,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
         drafts = None
         if case.has_drafts:
-            drafts = DraftSettings(max_batch_size=batch, most_on_device=16)
+            on_device = case.kind in ("drafts", "auto")
+            drafts = DraftSettings(batch - (case.kind == "paused"), most_on_device=16 if on_device else 0)
             inputs.num_accepted = sampler.device_drafts.num_accepted
         num_pages = batch * (MAX_NEW_TOKENS // PAGE + 2)
         scheduler = Scheduler(KvCache(num_pages, PAGE), Limits(2 * MOST_TOKENS, batch), drafts=drafts)
@@ -119,7 +126,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if case.kind == "sampled":
             fields["sampling"] = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
         if case.has_drafts:
-            schedule = Schedule.AUTO if case.kind == "auto" else Schedule.CONSTANT
+            schedule = Schedule.CONSTANT if case.kind == "drafts" else Schedule.AUTO
             fields["speculation"] = Speculation(Method.LOOKUP, 3, schedule=schedule)
         if case.kind == "logprobs":
             fields["logprobs"] = LogprobParams(wanted=True, alternatives=5)
@@ -142,10 +149,14 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
         patch.setattr(model, "compute", compute)
         patch.setattr(JITFunction, "run", lambda *_, **__: None)
-        if case.kind == "auto":
+        if case.has_drafts:
             lengths = scheduler.proposer.draft_length
-            observe = lengths.observe
-            patch.setattr(lengths, "observe", lambda step, load, _, spent: observe(step, load, STEP_SECONDS, spent))
+            observe: Callable[..., None] = lengths.observe
+
+            def observe_same(*given: Any) -> None:
+                observe(*(STEP_SECONDS if isinstance(each, float) else each for each in given))
+
+            patch.setattr(lengths, "observe", observe_same)
         if case.kind == "logprobs":
             patch.setattr(Sampler, "_sample_chunk", lambda *_: None)
 
