@@ -226,10 +226,9 @@ WATCH_MS = 4000
 class Live:
     """Live snapshots of one router. Without viewers it does nothing."""
 
-    def __init__(self, maker: SnapshotMaker, links: Iterable[ShardLink], interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, maker: SnapshotMaker, links: Iterable[ShardLink]) -> None:
         self._maker = maker
         self._links = links
-        self._interval_s = interval_s
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
@@ -254,14 +253,14 @@ class Live:
         num_since = 0
         try:
             while self._num_viewers:
-                if num_since % max(1, int(WATCH_MS / 2000 / self._interval_s)) == 0:
+                if num_since % max(1, int(WATCH_MS / 2000 / INTERVAL_S)) == 0:
                     for link in self._links:
                         link.watch(WATCH_MS)
                 num_since += 1
                 waiting, self._next = self._next, None
                 if waiting is not None:
                     self._make(waiting)
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(INTERVAL_S)
         finally:
             self._task = None
 

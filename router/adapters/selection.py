@@ -211,16 +211,10 @@ _SLASH = re.compile("/")
 class AdapterAccess:
     """Access rights of one router. Without `sources` only the base model is served."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        sources: Sources | None,
-        config: RouterConfig,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, directory: Directory, sources: Sources | None, config: RouterConfig) -> None:
         """Links in local folders are followed anew after the configuration's `auth_cache_ttl_s`."""
         self._directory, self._sources = directory, sources
-        self._ttl_s, self._clock = config.auth_cache_ttl_s, clock
+        self._ttl_s = config.auth_cache_ttl_s
         self._has_keys = config.has_keys
         self._shares_hub_token = config.use_hub_token_for_all
         """Whether the server reads adapters of the hub, too, with its own rights for every caller."""
@@ -277,8 +271,8 @@ class AdapterAccess:
             self._forget()
 
     async def _index(self) -> dict[_RealId, list[CatalogueEntry]]:
-        if self._clock() - self._made_at >= self._ttl_s:
-            began_at = self._clock()
+        if time.monotonic() - self._made_at >= self._ttl_s:
+            began_at = time.monotonic()
             entries = [entry for entry in self._directory.entries() if entry.keys is not None]
             entries += self._unparsed
             self._made_at = began_at  # a change during the next line asks for another index

@@ -49,11 +49,11 @@ _OPEN_FOLDER = "/docs/assets/"
 class Authentication:
     """Authentication of one router's requests; the keys in force are those of `selection`."""
 
-    def __init__(self, config: RouterConfig, selection: Selection, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: RouterConfig, selection: Selection) -> None:
         self._selection = selection
         self._is_closed = config.has_keys and not config.keys_optional
         self._open = _OPEN | ({"/metrics"} if config.metrics_without_key else set())
-        self._failures = _Failures(clock)
+        self._failures = _Failures()
 
     def check(self, request: Request) -> None:
         """Raises KeyRequired, TwoCredentials or TooManyFailedKeys for a request that the server does not admit."""
@@ -86,13 +86,12 @@ class Authentication:
 class _Failures:
     """Times of wrong credentials by address; the least recent addresses are forgotten above _MAX_ADDRESSES."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._times: OrderedDict[str, list[float]] = OrderedDict()
 
     def add(self, address: str) -> None:
         """Record one. Raises TooManyFailedKeys."""
-        now = self._clock()
+        now = time.monotonic()
         times = [at for at in self._times.get(address, ()) if now - at < FAILURE_S]
         if len(times) >= MAX_FAILURES:
             raise TooManyFailedKeys(FAILURE_S - (now - times[0]))

@@ -187,12 +187,11 @@ class Buffered:
 class Replay(Response):
     """Sends a stream from one of its events on, and what is added to it, until it ends or the client disconnects."""
 
-    def __init__(self, stream: KeptStream, first_event: int = 0, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, stream: KeptStream, first_event: int = 0) -> None:
         """Raises Trimmed or OutOfRange."""
         super().__init__()
         self._stream = stream
         self._reader = StreamReader(stream, first_event)
-        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
@@ -224,7 +223,7 @@ class Replay(Response):
         """Keep the connection alive while nothing is added."""
         while True:
             before = self._reader.part
-            await asyncio.sleep(self._keep_alive_s)
+            await asyncio.sleep(KEEP_ALIVE_S)
             if self._reader.part == before:
                 await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 

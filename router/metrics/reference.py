@@ -9,8 +9,6 @@ from lorikeet.router.metrics.groups import AdapterLoad, Counter
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.metrics.vllm import VllmMetrics
 
-_SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
-
 
 def families(*, with_vllm: bool = True) -> list[Metric]:
     """Every family with one sample per label: those that appear with their first event too. By name."""
@@ -28,11 +26,6 @@ def families(*, with_vllm: bool = True) -> list[Metric]:
         values["lookup", "x"] = 0.0
     metrics.speculation.accepted_at["lookup", "x", 0] = 0
     return sorted(metrics.collect(), key=lambda family: family.name)
-
-
-def sample_names(family: Metric) -> tuple[str, ...]:
-    """Names of the samples, as Prometheus stores them."""
-    return tuple(family.name + suffix for suffix in _SUFFIXES.get(family.type, ("",)))
 
 
 def labels(family: Metric) -> list[str]:

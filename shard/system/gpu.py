@@ -1,7 +1,6 @@
 """What kernels ask about the CUDA device that they run on, and what its torch computes otherwise than the CPU's."""
 
 import importlib.util
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,20 +38,6 @@ def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
     rounds twice: scales of 8 bits would then differ from those of kernels and of the CPU.
     """
     return x / torch.full_like(x, divisor)
-
-
-def finishes(device: torch.device, seconds: float) -> bool:
-    """Whether a CUDA device finishes within `seconds` what was launched on its current stream. Others have finished."""
-    if device.type != "cuda":
-        return True
-    launched = torch.cuda.Event()
-    launched.record(torch.cuda.current_stream(device))
-    end = time.monotonic() + seconds
-    while not launched.query():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 @contextmanager

@@ -22,6 +22,8 @@ promql_parser = pytest.importorskip("promql_parser", reason="needs promql-parser
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 OF_PROMETHEUS = {"up": {"job", "instance"}}
+SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+"""Of the series that Prometheus stores."""
 TARGET_LABELS = {"job", "instance"}
 
 
@@ -30,7 +32,8 @@ def known() -> dict[str, set[str]]:
     """Labels by the name of a stored series."""
     found = dict(OF_PROMETHEUS)
     for family in reference.families(with_vllm=False):
-        for name in reference.sample_names(family):
+        for suffix in SUFFIXES.get(family.type, ("",)):
+            name = family.name + suffix
             bucket = {"le"} if name.endswith("_bucket") else set()
             found[name] = {*reference.labels(family), *TARGET_LABELS, *bucket}
     return found
