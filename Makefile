@@ -139,11 +139,11 @@ proto: $(VENV)/.installed-$(DEV)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src lorikeet/proto/shard.proto
 
 docs: $(VENV)/.installed
-	$(PY) -m lorikeet.router.error_document > docs/reference/errors.md
-	$(PY) -m lorikeet.proto.wire_document > docs/reference/wire.md
+	$(PY) -m tests.docs.pages.errors > docs/reference/errors.md
+	$(PY) -m tests.docs.pages.wire > docs/reference/wire.md
 	$(PY) -m lorikeet.launcher.config.flags > docs/launcher.md
-	$(PY) -m lorikeet.router.schemas.field_document > docs/fields.md
-	$(PY) -m lorikeet.router.metrics.reference > docs/reference/metrics.md
+	$(PY) -m tests.docs.pages.fields > docs/fields.md
+	$(PY) -m tests.docs.pages.metrics > docs/reference/metrics.md
 	$(PY) -m lorikeet.proto.draft_sources > docs/reference/draft-sources.md
 	$(PY) -m tests.real.results
 	$(PY) deploy/monitoring/dashboards.py

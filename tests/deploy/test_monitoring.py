@@ -16,7 +16,7 @@ import yaml
 from lorikeet.launcher.config import rules
 from lorikeet.launcher.config.settings import read
 from lorikeet.router.error_answers import ANSWERS
-from lorikeet.router.metrics import reference
+from tests.docs.pages import metrics as reference
 
 promql_parser = pytest.importorskip("promql_parser", reason="needs promql-parser from PyPI")
 

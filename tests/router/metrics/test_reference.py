@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.router.metrics import reference
+from tests.docs.pages import metrics as reference
 from tests.router.serving import serving
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.schemas import field_document
-from lorikeet.router.schemas.field_document import behaviour, fields_of
+from tests.docs.pages import fields as field_document
+from tests.docs.pages.fields import behaviour, fields_of
 from tests.router.api.routes.test_openai import CHAT as CHAT_BODY
 from tests.router.api.routes.test_openai import COMPLETION
 from tests.router.serving import MODEL_ID, Serving, serving

@@ -1,4 +1,4 @@
-"""Writes docs/fields.md from the bodies of the routes: `python -m lorikeet.router.schemas.field_document`."""
+"""Writes docs/fields.md from the bodies of the routes: `python -m tests.docs.pages.fields`."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`python -m lorikeet.router.metrics.reference` writes docs/reference/metrics.md: all metrics that a router exports."""
+"""`python -m tests.docs.pages.metrics` writes docs/reference/metrics.md: all metrics that a router exports."""
 
 from collections.abc import Iterator
 

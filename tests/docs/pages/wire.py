@@ -1,4 +1,4 @@
-"""`python -m lorikeet.proto.wire_document` writes docs/reference/wire.md from shard.proto and its comments."""
+"""`python -m tests.docs.pages.wire` writes docs/reference/wire.md from shard.proto and its comments."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class _Section:
 
 def lines() -> Iterator[str]:
     """The document."""
-    text = (Path(__file__).parent / "shard.proto").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "proto" / "shard.proto").read_text(encoding="utf-8")
     preface, _, body = text.partition("\nsyntax = ")
     yield "# The wire between router and shard"
     yield ""

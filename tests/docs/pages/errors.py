@@ -1,4 +1,4 @@
-"""`python -m lorikeet.router.error_document` writes docs/reference/errors.md: every error and its answer."""
+"""`python -m tests.docs.pages.errors` writes docs/reference/errors.md: every error and its answer."""
 
 from collections.abc import Iterator
 
