@@ -27,7 +27,7 @@ from benchmarks.evidence import arguments
 STEPS, WARM_UP, ROUNDS = 200, 8, 3
 MAX_NEW_TOKENS = 2400
 STEP_SECONDS = 0.01
-"""What the schedule `auto` is told that a step takes, so that it always takes drafts."""
+"""Time of a step that the schedule `auto` gets, so that it always takes drafts."""
 ROOT = Path(__file__).parents[2]
 
 
