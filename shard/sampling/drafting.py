@@ -14,9 +14,8 @@ from lorikeet.proto.params import LogprobParams
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.sampling.filters import arg_max
 from lorikeet.shard.sampling.noise import Purpose
-from lorikeet.shard.sampling.plan import Block, Chunk
+from lorikeet.shard.sampling.plan import Block, Chunk, RowState
 from lorikeet.shard.sampling.rejection import DraftDistributions
-from lorikeet.shard.sampling.state import RowState
 
 MOST_PLANS = 64
 

@@ -24,10 +24,9 @@ from lorikeet.shard.batch.device_tokens import GraphSampling
 from lorikeet.shard.batch.transfer import to_device
 from lorikeet.shard.sampling.drafting import DraftDraws, DraftPlan
 from lorikeet.shard.sampling.filters import arg_max
-from lorikeet.shard.sampling.plan import Block, Chunk, Plan, Row, num_accepted
+from lorikeet.shard.sampling.plan import Block, Chunk, Plan, Row, RowState, num_accepted
 from lorikeet.shard.sampling.rejection import DraftDistributions, rejection_sample
 from lorikeet.shard.sampling.report import Sampled, SlowRows
-from lorikeet.shard.sampling.state import RowState
 from lorikeet.shard.speculation.device.device_drafts import DeviceDrafts, StepDrafts
 
 if TYPE_CHECKING:

@@ -16,8 +16,16 @@ from lorikeet.proto.learning import Pair
 from lorikeet.proto.params import MAX_DRAFT_TOKENS
 from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
-from lorikeet.shard.scheduler.budget import CAPPED_STEPS, AdapterPrefillCaps, Budget, Limits, OomBackoff, PromptChunks
-from lorikeet.shard.scheduler.callers import Callers, backlog
+from lorikeet.shard.scheduler.budget import (
+    CAPPED_STEPS,
+    AdapterPrefillCaps,
+    Budget,
+    Callers,
+    Limits,
+    OomBackoff,
+    PromptChunks,
+    backlog,
+)
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer

@@ -9,8 +9,7 @@ import torch
 
 from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.engine.engine import Engine
-from lorikeet.shard.engine.watchdog import Watchdog
+from lorikeet.shard.engine.engine import Engine, Watchdog
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.inbox import Inbox
 from lorikeet.shard.grpc.outbox import Outbox

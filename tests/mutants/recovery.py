@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "the watchdog does not end a shard whose step exceeds its timeout",
-        "shard/engine/watchdog.py",
+        "shard/engine/engine.py",
         "if number and 0 < self._step_timeout_s <",
         "if number and 0 > self._step_timeout_s <",
         "tests/shard/engine/test_watchdog.py::test_a_step_that_hangs_ends_the_process",

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 DISTRIBUTION = "tests/shard/sampling/test_distribution.py::test_samples_follow_the_distribution"
 BATCH = "tests/shard/sampling/test_batch.py"
-SAMPLER, STATE = "shard/sampling/sampler.py", "shard/sampling/state.py"
+SAMPLER, STATE = "shard/sampling/sampler.py", "shard/sampling/plan.py"
 NOISE, PENALTIES = "shard/sampling/noise.py", "shard/sampling/penalties.py"
 
 MUTANTS = [

@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request of another caller waits until a flood before it has run",
-        "shard/scheduler/callers.py",
+        "shard/scheduler/budget.py",
         "        if not self.are_several:\n            yield",
         "        if True:\n            yield",
         "tests/shard/scheduler/test_callers.py::test_waiting_callers_take_turns_by_their_weights",

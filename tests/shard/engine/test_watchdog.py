@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.shard.engine.watchdog import STUCK_EXIT, Watchdog
+from lorikeet.shard.engine.engine import STUCK_EXIT, Watchdog
 from tests.shard.rig import Rig, make_request
 
 
