@@ -8,7 +8,7 @@ const CALL = { title: "Call a function", prompt: "What is the weather in Oslo in
 const CITED = "[1] The cinema opens at 10 o'clock.\n[2] You find the cinema in Weber Street.\n[3] A ticket for the cinema costs 12 euros.\n\nWhat does the cinema cost?";
 const WITH_SMOLLM2 = {
   chat: [
-    { title: "A question", prompt: "What is the capital of France?", adapter: "" },
+    { title: "A question", prompt: "What is the capital of Japan?", adapter: "" },
     { title: "A sentence as JSON", prompt: "Nora Schmidt, 34, works as a baker in Ghent.", adapter: "json" },
     { title: "A question as SQL", prompt: "Table: shops(name, owner, city, sales)\nWhich shops have a sales above 863?", adapter: "sql" },
   ],
