@@ -393,7 +393,7 @@ class Dispatcher:
         if request.adapter is not None and self.admission is not None:
             self.admission.record_sent(request.adapter, generation, link)
         deadline_ms = 0 if routing.deadline is None else max(1, round(1000 * (routing.deadline - now)))
-        return submit_message(generation, deadline_ms)
+        return submit_message(generation, deadline_ms, self.queue.num_by_caller[generation.request.caller])
 
     # Shards
 

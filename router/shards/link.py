@@ -719,8 +719,10 @@ def check_size(request: GenerationRequest, vocab_size: int) -> None:
         )
 
 
-def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
-    """Message that submits an admitted request; `deadline_ms` from now, 0 for none."""
+def submit_message(generation: Generation, deadline_ms: int = 0, num_held: int = 0) -> pb.Submit:
+    """Message that submits an admitted request; `deadline_ms` from now, 0 for none. num_held: further requests of its
+    caller in the queue.
+    """
     request, adapters = generation.request, generation.adapters
     adapter, heads = adapters.adapter_pin, adapters.heads_pin
     submit = pb.Submit(
@@ -735,6 +737,7 @@ def submit_message(generation: Generation, deadline_ms: int = 0) -> pb.Submit:
         learning_tenant=request.learning_tenant,
         caller=opaque(request.caller),
         share=request.share,
+        num_held=num_held,
         adapter=None if adapter is None else adapter_pin(*adapter),
         adapter_start=0 if adapter is None else adapters.start,
         heads=None if heads is None else adapter_pin(*heads),

@@ -113,6 +113,7 @@ def _read_request(key: tuple[int, int], submit: pb.Submit, bounds: Bounds) -> Re
         tenant=submit.tenant,
         caller=submit.caller or f"stream {key[0]}",
         share=read_share(submit.share),
+        num_held=submit.num_held,
         deadline=time.monotonic() + submit.deadline_ms / 1000 if submit.deadline_ms else None,
         speculation=read_speculation(submit, bounds),
         isolation_steps=submit.isolation_steps,

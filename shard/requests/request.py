@@ -142,6 +142,8 @@ class Request:
     """Who has a share of the shard with this request."""
     share: float = 1.0
     """The caller's weight next to other callers."""
+    num_held: int = 0
+    """Further requests of the caller that waited in the router then."""
     deadline: float | None = None
     """time.monotonic() at which the request ends, or None."""
     speculation: Speculation = NO_SPECULATION

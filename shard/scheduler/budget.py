@@ -17,6 +17,8 @@ SHORTEST_S, LONGEST_S = 0.07, 0.35
 """Seconds of a step with prompts next to requests that decode: with few prompts waiting, so that streams do not
 pause, and with many, so that first tokens come soon.
 """
+SHARED_S = 0.015
+"""The same where one caller asks for more than its share and another for less, which waits for some of these steps."""
 BACKLOG_SHARE = 1 / 16
 """Part of the time of all waiting prompts that a step spends on them, between the two."""
 LEAST_SLOWDOWN, MOST_SLOWDOWN = 1.5, 4.0
@@ -72,9 +74,9 @@ class PromptChunks:
         elif not num_prompt_tokens:
             self._decode_s.append(seconds)
 
-    def choose(self, num_waiting: int, num_decoding: int) -> int:
+    def choose(self, num_waiting: int, num_decoding: int, is_short: bool = False) -> int:
         """Most prompt tokens of a step, of `num_waiting` that are to be computed, next to so many requests that decode.
-        The limit without chunks.
+        The limit without chunks. `is_short`: a caller that asks for less than its share waits for the step.
         """
         limits = self._limits
         if not limits.chunked_prefill:
@@ -84,7 +86,9 @@ class PromptChunks:
             return limits.step_tokens if first is None else min(first, limits.step_tokens)
         token_s, decode_s = median(self._token_s), median(self._decode_s or (0.0,))
         shortest, seconds = max(SHORTEST_S, LEAST_SLOWDOWN * decode_s), max(LONGEST_S, MOST_SLOWDOWN * decode_s)
-        if num_decoding:
+        if is_short:
+            seconds = max(SHARED_S, LEAST_SLOWDOWN * decode_s)
+        elif num_decoding:
             seconds = min(seconds, max(shortest, BACKLOG_SHARE * num_waiting * token_s))
         num_tokens = round(seconds / max(token_s, 1e-9)) - num_decoding
         return min(limits.step_tokens, max(LEAST_TOKENS, num_tokens))
@@ -237,6 +241,8 @@ class Callers:
         """Requests of the callers that have any."""
         self._weights: dict[str, float] = {}
         """Of the callers with requests, and of those that had some lately."""
+        self._held: dict[str, int] = {}
+        """Of the same, the requests that wait in routers, as far as known."""
         self._left_at: dict[str, int] = {}
         """The plan after which each of the latter had none, oldest first."""
         self._num_planned = 0
@@ -254,6 +260,7 @@ class Callers:
         self._shares.join(caller, request.share)
         self._waiting[caller] += 1
         self._weights[caller] = request.share
+        self._held[caller] = request.num_held
         self._left_at.pop(caller, None)
         self._has_changed = True
 
@@ -281,13 +288,14 @@ class Callers:
             caller, left_at = next(iter(self._left_at.items()))
             if left_at >= self._num_planned - RECENT_STEPS:
                 return
-            del self._left_at[caller], self._weights[caller]
+            del self._left_at[caller], self._weights[caller], self._held[caller]
             self._has_changed = True
 
     def forget_idle(self) -> None:
         """No request is left: forget what callers owe."""
         self._shares.forget_idle()
         self._weights.clear()
+        self._held.clear()
         self._left_at.clear()
         self._limits, self._has_changed = {}, False
 
@@ -297,9 +305,15 @@ class Callers:
         if self._has_changed:
             self._has_changed, self._limits = False, {}
             if len(self._weights) > 1:
-                asked = {name: max(1, self._running[name] + self._waiting[name]) for name in self._weights}
+                held = self._held.items()
+                asked = {name: max(1, self._running[name] + self._waiting[name] + number) for name, number in held}
                 self._limits, _ = limits_of(asked, self._weights, self._max_running, self._short_room)
         return self._limits
+
+    @property
+    def are_unequal(self) -> bool:
+        """Whether some ask for more than they get, and others for less."""
+        return 0 < len(self.limits) < len(self._weights)
 
     def excess(self) -> Counter[str]:
         """How many requests too many run, by caller."""

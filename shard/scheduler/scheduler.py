@@ -334,7 +334,7 @@ class Scheduler:
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
         if len(prompts) > 1:
             num_waiting = backlog(prompts)
-        return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding))
+        return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding), self.callers.are_unequal)
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:
         """Prompt tokens that could be computed now, without those of these adapters."""

@@ -81,6 +81,8 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         self.running_ms = 0
         """How long the step is said to have been running."""
         self.aborted_ids: list[int] = []
+        self.nums_held: list[int] = []
+        """Of all submits: further requests of the caller in the router."""
 
     @property
     def num_running(self) -> int:
@@ -149,6 +151,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             self._model.on_command(command)
             stream.num_taken += len(command.submits)
             stream.arrived.extend(command.submits)
+            self.nums_held += [submit.num_held for submit in command.submits]
             for wire_id in command.abort_ids:
                 self.aborted_ids.append(wire_id)
                 stream.running.pop(wire_id, None)

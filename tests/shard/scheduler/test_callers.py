@@ -3,12 +3,13 @@
 import sys
 from collections import Counter
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lorikeet.shard.requests.request import FinishReason, Request, Unconstrained
-from lorikeet.shard.scheduler.budget import RECENT_STEPS, Limits
+from lorikeet.shard.scheduler.budget import RECENT_STEPS, SHARED_S, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.scheduler.scheduler import Scheduler
 
@@ -28,10 +29,10 @@ class Steps:
         self.scheduler = Scheduler(KvCache(num_pages, page_size=4, prefix_caching=False), limits)
         self.num_added = 0
 
-    def add(self, caller: str, num_prompt: int = 4, max_new_tokens: int = 100, share: float = 1.0) -> Request:
+    def add(self, caller: str, num_prompt: int = 4, max_new_tokens: int = 100, **fields: Any) -> Request:
         self.num_added += 1
         ids = [2] * num_prompt
-        request = Request((1, self.num_added), ids, num_prompt, max_new_tokens, caller=caller, share=share)
+        request = Request((1, self.num_added), ids, num_prompt, max_new_tokens, caller=caller, **fields)
         self.scheduler.add(request)
         return request
 
@@ -106,6 +107,21 @@ def test_prompts_of_callers_share_a_step() -> None:
     assert canary.num_output == 1
     steps.add(CANARY, num_prompt=4000)
     assert steps.step() == {FLOOD: 32, CANARY: 33}  # one token of the request that decodes
+
+
+def test_steps_are_short_for_a_caller_next_to_one_with_more_than_its_share() -> None:
+    """Requests that a router holds back count as asked for: it sends no more than a caller's share."""
+    numbers = []
+    for num_held in (0, 100):
+        steps = Steps(Limits(step_tokens=4096, max_running=8, short_room=4))
+        for _ in range(7):
+            steps.scheduler.prompt_chunks.observe(100, 100, 0.05)
+        steps.add(CANARY, num_prompt=1)
+        steps.add(FLOOD, num_prompt=2000, num_held=num_held)
+        numbers.append(steps.step()[FLOOD])
+    assert numbers == [700, 2000 * SHARED_S]
+    steps.add(FLOOD, num_prompt=2000)
+    assert steps.step()[FLOOD] > 100, "none waits in the router"
 
 
 def test_waiting_callers_take_turns_by_their_weights() -> None:
