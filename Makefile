@@ -144,10 +144,10 @@ proto: $(VENV)/.installed-$(DEV)
 docs: $(VENV)/.installed
 	$(PY) -m tests.docs.pages.errors > docs/reference/errors.md
 	$(PY) -m tests.docs.pages.wire > docs/reference/wire.md
-	$(PY) -m lorikeet.launcher.config.flags > docs/launcher.md
+	$(PY) -m tests.docs.pages.launcher > docs/launcher.md
 	$(PY) -m tests.docs.pages.fields > docs/fields.md
 	$(PY) -m tests.docs.pages.metrics > docs/reference/metrics.md
-	$(PY) -m lorikeet.proto.draft_sources > docs/reference/draft-sources.md
+	$(PY) -m tests.docs.pages.draft_sources > docs/reference/draft-sources.md
 	$(PY) -m tests.real.results
 	$(PY) deploy/monitoring/dashboards.py
 

@@ -12,8 +12,9 @@ import yaml
 
 from lorikeet.launcher.cli.completion import PARSERS
 from lorikeet.launcher.config.flags import FLAGS
-from lorikeet.proto import draft_sources, shard_pb2
+from lorikeet.proto import shard_pb2
 from lorikeet.router.error_answers import ANSWERS
+from tests.docs.pages import draft_sources
 from tests.docs.pages import errors as error_document
 from tests.docs.pages import wire as wire_document
 from tests.e2e.launched import ROOT

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lorikeet.launcher.config.flags import document
 from lorikeet.launcher.exits import MEANINGS, Exit
+from tests.docs.pages.launcher import document
 
 PAGE = Path(__file__).parents[3] / "docs" / "launcher.md"
 

@@ -11,6 +11,7 @@ import pytest
 from lorikeet.proto import draft_sources
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.groups import SpeculationMetrics
+from tests.docs.pages import draft_sources as page
 from tests.router.scripted_shard import Script
 from tests.router.serving import Serving
 from tests.toy_source import TOY, registered
@@ -74,7 +75,7 @@ def shown_names() -> list[str]:
 
 
 def test_the_documentation_lists_it() -> None:
-    assert any(line.startswith("| `toy` | Toy | on the host |") for line in draft_sources.lines())
+    assert any(line.startswith("| `toy` | Toy | on the host |") for line in page.lines())
 
 
 def test_names_and_values_are_unique() -> None:
