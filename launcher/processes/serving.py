@@ -296,8 +296,8 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-PRELOADED = ("lorikeet.shard.startup.serve", "lorikeet.adapters.loader.worker")
-"""What the processes that a server forks need."""
+PRELOADED = ("lorikeet.shard.startup.serve",)
+"""What the processes that a server forks need. What only readers of adapters need would delay the first shard."""
 
 
 def preload(settings: Settings, folder: Path) -> Preload | None:

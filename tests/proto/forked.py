@@ -1,5 +1,6 @@
 """A process of `test_preload`: `python -m tests.proto.forked WORK …`."""
 
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ def report() -> None:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "group": os.getpgid(0),
+        "collects": gc.isenabled() and gc.get_freeze_count() > 0,
         "has_imported": "tests.proto.preloaded" in sys.modules,
         "command": Path("/proc/self/cmdline").read_text().split("\0"),
     }

@@ -63,7 +63,8 @@ say(ended(child), child.exit_code, preload._process.pid)
     report = reported[0]
     assert report["arguments"] == ["report", report["arguments"][1]] and report["environment"] == {"ONE": "1"}
     assert [report["pid"], report["parent"]] == own and report["group"] == report["pid"]
-    assert report["has_imported"] and report["command"][:3] == ["python", "-m", "tests.proto.forked"]
+    assert report["has_imported"] and report["collects"]
+    assert report["command"][:3] == ["python", "-m", "tests.proto.forked"]
     assert code[:2] == ["the child ended with exit code 7", 7]
 
 
