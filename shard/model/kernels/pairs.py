@@ -68,3 +68,22 @@ def sort_pairs(
     beyond = torch.arange(1, num_experts + 1, dtype=torch.int32, device=keys.device)
     ends = torch.searchsorted(keys, beyond * (num_slots + 1), out_int32=True)
     return SortedPairs(order, keys, ends, num_experts, num_slots)
+
+
+def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks: int) -> torch.Tensor:
+    """The specification of pairs_triton.py, in operations of torch.
+
+    keys: [P] int32 ascending; values: [P] int32, equal for equal keys, negative for pairs to skip. Returns
+    [num_tasks, 3] int32: value, first pair, number of pairs, at most `num_rows` neighbours of one key; then
+    zeros.
+    """
+    places = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
+    firsts = torch.searchsorted(keys, keys, out_int32=True)
+    lasts = torch.searchsorted(keys, keys, right=True, out_int32=True)
+    starts_task = ((places - firsts) % num_rows == 0) & (values >= 0)
+    numbers = torch.where(starts_task, starts_task.cumsum(0) - 1, num_tasks)
+    pairs = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
+    # one row more, for the pairs that start no task
+    tasks = pairs.new_zeros(num_tasks + 1, 3)
+    tasks[numbers] = pairs
+    return tasks[:num_tasks]

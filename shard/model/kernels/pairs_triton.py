@@ -1,5 +1,5 @@
-"""Splits sorted pairs of token and expert into tasks by one Triton kernel: operations of torch would be many
-small launches, each of which costs more than its work.
+"""Splits sorted pairs of token and expert into tasks by one Triton kernel: `tasks_of` of pairs.py needs many small
+launches, each of which costs more than its work.
 
 The order of tasks is arbitrary; no task reads what another writes.
 """

@@ -15,7 +15,7 @@ from lorikeet.shard.model import layers
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.kernels import grouped
-from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs
+from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
 from lorikeet.shard.model.moe.experts import Experts, is_experts, place_experts
 from lorikeet.shard.model.probe import LENGTHS, _in_chunks
@@ -25,25 +25,6 @@ from tests import tiny
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-
-
-def tasks_of(keys: torch.Tensor, values: torch.Tensor, num_rows: int, num_tasks: int) -> torch.Tensor:
-    """What pairs_triton.py computes, in operations of torch.
-
-    keys: [P] int32 ascending; values: [P] int32, equal for equal keys, negative for pairs to skip. Returns
-    [num_tasks, 3] int32: value, first pair, number of pairs, at most `num_rows` neighbours of one key; then
-    zeros.
-    """
-    places = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
-    firsts = torch.searchsorted(keys, keys, out_int32=True)
-    lasts = torch.searchsorted(keys, keys, right=True, out_int32=True)
-    starts_task = ((places - firsts) % num_rows == 0) & (values >= 0)
-    numbers = torch.where(starts_task, starts_task.cumsum(0) - 1, num_tasks)
-    pairs = torch.stack([values, places, (lasts - places).clamp_max(num_rows)], dim=1)
-    # one row more, for the pairs that start no task
-    tasks = pairs.new_zeros(num_tasks + 1, 3)
-    tasks[numbers] = pairs
-    return tasks[:num_tasks]
 
 
 def network_of(name: str, dtype: torch.dtype, implementation: str = "eager") -> Any:

@@ -26,7 +26,7 @@ from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.graphs import CudaRecorder, Recorder
 from lorikeet.shard.model.kernels import grouped
 from lorikeet.shard.model.kernels.grouped import multiply_reference
-from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs
+from lorikeet.shard.model.kernels.pairs import SortedPairs, sort_pairs, tasks_of
 from lorikeet.shard.model.kernels.pairs_triton import partition_pairs
 from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 from lorikeet.shard.model.lora.memory import PinnedMemory
@@ -34,7 +34,7 @@ from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights, adapt_row
 from lorikeet.shard.model.moe.experts import Experts, is_experts
 from tests import tiny
 from tests.shard.engine.adapter_exactness import lay_out, load_plain, make_adapters
-from tests.shard.model.moe.test_cuda import NoHostReads, chosen, network_of, of_tokens, tasks_of
+from tests.shard.model.moe.test_cuda import NoHostReads, chosen, network_of, of_tokens
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.near import worst_share
 
