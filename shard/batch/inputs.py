@@ -208,11 +208,10 @@ class StepInputs:
             self._host_rows = logits_rows.tolist()
         self.bounds, self._on_device, self.virtual_rows = None, on_device, []
         self._moves.clear()
-        # captured steps have no kernels for sums of adapters
-        has_sums = self._groups is not None and bool((segments.slots >= self._groups[0].first_sum).any())
-        if self._padding is not None and not has_sums:
+        if self._padding is not None:
             num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
-            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters)
+            has_sums = self._groups is not None and bool((segments.slots >= self.first_sum).any())
+            self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters, has_sums)
             if self.bounds is not None:
                 spare = self._spare(self.bounds.num_rows - num_rows, self._padding.spare_page)
                 segments = segments.then(Segments.of(spare, self.page_size))
@@ -368,6 +367,12 @@ class StepInputs:
         return self.num_drafts if self.bounds is None else self.bounds.num_drafts
 
     @property
+    def first_sum(self) -> int:
+        """The first slot of a sum of adapters, where kernels of a device read the rows of each."""
+        assert self._groups is not None
+        return self._groups[0].first_sum
+
+    @property
     def changes_norms(self) -> bool:
         """Whether an adapter of the step changes norms."""
         if not self.norm_slots:
@@ -397,8 +402,10 @@ class StepInputs:
         self.adapter_rows, self.head_adapter_rows = AdapterRows(row_slots, owners), AdapterRows(head_slots)
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups
-            self._groups[0].fill(row_slots, self.upload, None if bounds is None else bounds.num_rows)
-            self._groups[1].fill(head_slots, self.upload, None if bounds is None else bounds.num_logits)
+            num_rows, num_logits = (None, None) if bounds is None else (bounds.num_rows, bounds.num_logits)
+            may_have_sums = bounds is not None and bounds.has_sums
+            self._groups[0].fill(row_slots, self.upload, num_rows, may_have_sums)
+            self._groups[1].fill(head_slots, self.upload, num_logits, may_have_sums)
 
 
 def _is_on_host(values: torch.Tensor) -> bool:

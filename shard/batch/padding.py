@@ -17,6 +17,8 @@ MOST_WANTED = 256
 DRAFTS_PER_ROW, MAX_DRAFTS = 4, 128
 """Rows of heads' draft tokens for each row of a padded step with heads, and the rows of the largest such step; larger
 steps run without padding."""
+MOST_SUM_ROWS = 32
+"""Rows of the largest padded step with sums of adapters: those steps have graphs of their own."""
 MOST_LOGITS = max(MOST_WANTED, MAX_DRAFTS * (1 + DRAFTS_PER_ROW))
 """Rows of the output head of a padded step, at most."""
 
@@ -33,6 +35,8 @@ class Bounds:
     """E: rows of heads' draft tokens."""
     has_adapters: bool = False
     """Whether rows may belong to adapters; with draft tokens of heads they always may."""
+    has_sums: bool = False
+    """Whether rows may belong to sums of adapters, whose kernels other steps do not launch."""
 
     @property
     def num_wanted(self) -> int:
@@ -48,20 +52,24 @@ class Bounds:
 class Padding:
     """All bounds of a model."""
 
-    def __init__(self, most_rows: int, max_kv_len: int, spare_page: int, has_adapters: bool = False) -> None:
+    def __init__(
+        self, most_rows: int, max_kv_len: int, spare_page: int, has_adapters: bool = False, has_sums: bool = False
+    ) -> None:
         """Steps of more than `most_rows` tokens are not padded. spare_page: where the KV of padding goes. has_adapters:
-        whether the shard serves any, LoRA or heads.
+        whether the shard serves any, LoRA or heads; has_sums: whether it serves sums of adapters too.
         """
         self.row_counts = row_counts(most_rows)
         self.max_kv_len = max_kv_len
         self.spare_page = spare_page
-        self._has_adapters = has_adapters
+        self._has_adapters, self._has_sums = has_adapters, has_sums
 
     @property
     def most_rows(self) -> int:
         return self.row_counts[-1]
 
-    def fit(self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool) -> Bounds | None:
+    def fit(
+        self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool, has_sums: bool = False
+    ) -> Bounds | None:
         """The least bounds of a step, by its rows, wanted logits and draft tokens of heads; None if it is too large."""
         if num_rows > self.most_rows or num_logits > min(self.most_rows, MOST_WANTED):
             return None
@@ -70,23 +78,28 @@ class Padding:
             return None
         if has_adapters and not self._has_adapters:
             return None
-        return self._bounds(found, bool(num_drafts), has_adapters or bool(num_drafts))
+        if has_sums and not (self._has_sums and found <= MOST_SUM_ROWS):
+            return None
+        return self._bounds(found, bool(num_drafts), has_adapters or bool(num_drafts), has_sums)
 
     def all(self) -> list[Bounds]:
         """All, the largest first: a smaller graph then fits into the memory that a larger one has left."""
-        families = [(False, False)]
+        families = [(False, False, False)]
         if self._has_adapters:
-            families += [(False, True), (True, True)]
+            families += [(False, True, False), (True, True, False)]
+        if self._has_sums:
+            families += [(False, True, True), (True, True, True)]
         found = [
             self._bounds(rows, *family)
             for rows in self.row_counts
             for family in families
-            if rows <= MAX_DRAFTS or not family[0]
+            if rows <= (MOST_SUM_ROWS if family[2] else MAX_DRAFTS if family[0] else rows)
         ]
         return sorted(found, key=lambda each: (each.num_logits, each.num_rows, each.has_adapters), reverse=True)
 
-    def _bounds(self, num_rows: int, has_drafts: bool, has_adapters: bool) -> Bounds:
-        return Bounds(num_rows, self.max_kv_len, DRAFTS_PER_ROW * num_rows if has_drafts else 0, has_adapters)
+    def _bounds(self, num_rows: int, has_drafts: bool, has_adapters: bool, has_sums: bool) -> Bounds:
+        num_drafts = DRAFTS_PER_ROW * num_rows if has_drafts else 0
+        return Bounds(num_rows, self.max_kv_len, num_drafts, has_adapters, has_sums)
 
 
 def row_counts(most: int) -> Sequence[int]:

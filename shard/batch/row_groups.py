@@ -27,7 +27,7 @@ class RowGroups:
         self.max_rows, self.max_slots = max_rows, max_slots
         self.first_sum = max_slots - num_sums
         self.has_sums = False
-        """Whether a row of the step belongs to a sum."""
+        """Whether a row of the step belongs to a sum; of a padded step, whether one may."""
         # [num_launched, 3] slot, first index into row_ids, number of rows: the used tasks and some empty ones
         self.tasks = torch.empty(0, 3, dtype=torch.int32)
         # [rows + 1] the slot of each row of the step; -1 for none, and after the used rows
@@ -48,11 +48,18 @@ class RowGroups:
         """Elements of the arrays of a step that is padded to this many rows."""
         return 3 * self.most_tasks(num_padded) + 2 * num_padded + 1
 
-    def fill(self, slots: npt.NDArray[np.int32], upload: Upload, num_padded: int | None = None) -> None:
+    def fill(
+        self,
+        slots: npt.NDArray[np.int32],
+        upload: Upload,
+        num_padded: int | None = None,
+        may_have_sums: bool = False,
+    ) -> None:
         """slots: [rows] the slot of each row of the step, -1 for none. num_padded: rows that the step is padded to;
-        what is launched depends on that number alone. Raises RuntimeError for more rows than were reserved.
+        what is launched depends on that number and on may_have_sums alone. Raises RuntimeError for more rows than were
+        reserved.
         """
-        self.has_sums = bool((slots >= self.first_sum).any())
+        self.has_sums = may_have_sums or bool((slots >= self.first_sum).any())
         tasks, row_ids = group(slots)
         if num_padded is None:
             num_launched = 1 << (len(tasks) - 1).bit_length() if len(tasks) else 0

@@ -126,7 +126,9 @@ class Graphs:
         """Compare the largest graph of each family with the same launches outside a graph, for tokens that it was not
         captured with, and what it samples with its logits. Raises CannotCapture, on all of several ranks.
         """
-        families = {(bool(shape.num_drafts), shape.has_adapters): shape for shape in reversed(self._launches)}
+        families = {
+            (bool(shape.num_drafts), shape.has_adapters, shape.has_sums): shape for shape in reversed(self._launches)
+        }
         for bounds in families.values():
             self._raise_agreed(self._check(bounds))
 
@@ -190,7 +192,7 @@ class Graphs:
         """
         inputs, num_rows = self._model.inputs, bounds.num_rows
         num_places = min(inputs.page_size, bounds.max_kv_len)
-        slot = 0 if bounds.has_adapters else -1
+        slot = inputs.first_sum if bounds.has_sums else 0 if bounds.has_adapters else -1
         segments = [Segment(row % num_places, 1, (self._padding.spare_page,), slot) for row in range(num_rows)]
         heads = [HeadsRow(row, 0, DRAFTS_PER_ROW) for row in range(num_rows)] if bounds.num_drafts else []
         rows = torch.arange(num_rows)

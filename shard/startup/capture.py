@@ -85,7 +85,8 @@ def _run_without(model: Model, reason: str, is_required: bool) -> None:
 
 def _measure(config: ShardConfig, model: Model, has_adapters: bool) -> CapturePlan:
     max_rows = min(config.graph_rows, config.step_tokens + config.max_running)
-    padding = Padding(max_rows, config.max_total_tokens, spare_page=0, has_adapters=has_adapters)
+    has_sums = has_adapters and model.composed_slots.num_sums > 0
+    padding = Padding(max_rows, config.max_total_tokens, 0, has_adapters, has_sums)
     num_graphs = len(padding.all())
     num_trial = min(TRIAL, num_graphs)
     _used(model, padding, 1)

@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "a step without adapters is padded as if it had some",
         "shard/batch/padding.py",
-        "has_adapters or bool(num_drafts))",
-        "self._has_adapters)",
+        "has_adapters or bool(num_drafts), has_sums)",
+        "self._has_adapters, has_sums)",
         FIT_TEST,
     ),
     Mutant(

@@ -30,6 +30,7 @@ FAMILIES: dict[str, Callable[[], peft.PeftConfig]] = {
     "rotations": lambda: peft.OFTConfig(r=0, oft_block_size=16, **LAYERS),
     "scales": peft.IA3Config,
     "biases": lambda: peft.BeftConfig(target_modules=ATTENTION),
+    "norms": peft.LNTuningConfig,
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[28, 253, 284, 288]),
     "embeddings before the prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=NUM_VIRTUAL),
     "keys and values before the prompt": lambda: peft.PrefixTuningConfig(num_virtual_tokens=NUM_VIRTUAL),

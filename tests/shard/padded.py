@@ -10,5 +10,7 @@ class Always(Padding):
         super().__init__(bounds.num_rows, bounds.max_kv_len, spare_page)
         self._bounds_of_all = bounds
 
-    def fit(self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool) -> Bounds | None:
+    def fit(
+        self, num_rows: int, num_logits: int, num_drafts: int, has_adapters: bool, has_sums: bool = False
+    ) -> Bounds | None:
         return self._bounds_of_all

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, MAX_DRAFTS, MOST_WANTED, Padding, row_counts
+from lorikeet.shard.batch.padding import DRAFTS_PER_ROW, MAX_DRAFTS, MOST_SUM_ROWS, MOST_WANTED, Padding, row_counts
 
 
 @given(most=st.integers(1, 600))
@@ -64,3 +64,15 @@ def test_every_family_has_every_number_of_rows() -> None:
     sizes = [bounds.num_logits for bounds in padding.all()]
     assert sizes[0] == MAX_DRAFTS * (1 + DRAFTS_PER_ROW)
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_sums_of_adapters_have_graphs_of_their_own_up_to_some_rows() -> None:
+    plain, padding = (Padding(512, 4096, 0, True, has_sums) for has_sums in (False, True))
+    assert [each for each in padding.all() if not each.has_sums] == plain.all(), "others launch no kernels of sums"
+    num_small = sum(rows <= MOST_SUM_ROWS for rows in padding.row_counts)
+    assert len(set(padding.all())) == len(plain.all()) + 2 * num_small
+    for num_drafts in (0, 3):
+        found = padding.fit(MOST_SUM_ROWS, 3, num_drafts, True, has_sums=True)
+        assert found in padding.all() and found is not None and found.has_sums and found.has_adapters
+        assert padding.fit(MOST_SUM_ROWS + 1, 3, num_drafts, True, has_sums=True) is None
+        assert plain.fit(1, 1, num_drafts, True, has_sums=True) is None

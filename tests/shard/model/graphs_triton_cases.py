@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
+from lorikeet.proto.params import Composition, LogprobParams, Method, SamplingParams, Speculation
 from lorikeet.shard.batch.inputs import HeadsRow
 from lorikeet.shard.batch.padding import Padding
 from lorikeet.shard.batch.segments import Segment
@@ -18,7 +18,7 @@ from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
 from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.speculation.drafter import DraftSettings
-from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, Bench
+from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, NUM_SLOTS, Bench
 from tests.shard.model.tape import TapeRecorder
 from tests.shard.model.test_graphs import MOST_TOKENS, NUM_PAGES, PAGE_SIZE, VOCAB, model_with
 from tests.shard.near import worst_share
@@ -95,6 +95,33 @@ def test_one_graph_holds_any_mix_of_adapters_and_ranks() -> None:
         assert worst_share(actual, expected) <= CLOSE
         differs = (expected - bare).abs().amax(1) > 4 * CLOSE * float(expected.abs().max())
         assert bool(differs.any()) == any(slot not in (-1, NONE_OF_IT) for slot in slots)
+    assert recorder.num_replayed == len(mixes)
+
+
+def test_one_graph_holds_any_mix_of_sums() -> None:
+    """Sums that came after the graph was captured, next to adapters and other rows, which keep their bits."""
+    (plain, bench), (graphed, later) = with_adapters(), with_adapters()
+    recorder = CountingRecorder()
+    padding = Padding(4, MOST_TOKENS, NUM_PAGES, has_adapters=True, has_sums=True)
+    padding.row_counts = [4]
+    graphed.capture(
+        padding, recorder, [entry for entry in padding.all() if entry.has_adapters and not entry.num_drafts]
+    )
+    assert graphed.graphs is not None and graphed.graphs.num_graphs == 2
+    for entry in (bench, later):
+        entry.kernels.compose(NUM_SLOTS, Composition(("a", "b"), (0.5, -1.0), (1.0, 0.75)), (1, 3))
+        entry.kernels.compose(NUM_SLOTS + 1, Composition(("a",), (2.0,), (1.0,), shares_factors=True), (4,))
+    first, second = NUM_SLOTS, NUM_SLOTS + 1
+    mixes = [[first, second, -1, first], [first, 1, -1, 3], [-1, 1, -1, -1]]
+    counts, rows = [1, 1, 1, 1], {}
+    bare = step(plain, [-1] * 4, counts)
+    for slots in mixes:
+        expected, actual = (step(model, slots, counts) for model in (plain, graphed))
+        assert worst_share(actual, expected) <= CLOSE
+        for index, (slot, row) in enumerate(zip(slots, range(4), strict=True)):
+            assert torch.equal(rows.setdefault((index, slot), actual[row]), actual[row]), "equal bits in any batch"
+            differs = (actual[row] - bare[row]).abs().max() > 4 * CLOSE * float(bare.abs().max())
+            assert bool(differs) == (slot != -1)
     assert recorder.num_replayed == len(mixes)
 
 
